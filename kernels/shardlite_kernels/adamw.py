@@ -91,8 +91,8 @@ def _adamw_kernel(
 
 @jit
 def step_block(
-    state: State,
-    table: Table,
+    state: tl.tuple,
+    table: tl.tuple,
     grad_ptr: tl.tensor,
     bad_ptr: tl.tensor,
     total: tl.tensor,

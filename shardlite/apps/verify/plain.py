@@ -1,14 +1,12 @@
 """Plain data parallel, written out: the bits that a sharded model has to reproduce.
 
-A `Twin` holds one unsharded replica and averages the gradients of all ranks in a written-out order. Without a group it
-computes the gradients of all ranks in this process, one after the other. With a group every rank has a twin, computes
-the gradients of its own batch, and gathers those of the others.
+A `Twin` holds one unsharded replica and averages the gradients of all ranks in a written-out order. Each rank has a
+twin, computes the gradients of its own batch, and gathers those of the others.
 
     master --cast--> parameter -> gradient --cast--> sum of a rank -> sum of all ranks / their number -> master's .grad
     fp32             compute      compute            reduce           reduce, in the end fp32
 
-Legend: `R` replicas of `W` ranks that share a model (`R` is 1 except in hybrid sharding), `S` elements per shard; a
-flat [W*S] holds the parameters of one kind in one unit.
+Legend: `W` ranks, `S` elements per shard; a flat [W*S] holds the parameters of one kind in one unit.
 """
 
 from __future__ import annotations
@@ -40,28 +38,17 @@ class Sum:
     layout: Layout
     """Layout of the weights. Its dtype is the mean's."""
 
-    kept: Tensor
-    """[W*S], bool: elements that are reduced. Frozen parameters are not."""
-
 
 Mean: TypeAlias = Callable[[Sum], Tensor]
 """From the sums of all ranks to their mean [W*S]."""
 
 
 def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
-    """Add segment `k` over the ranks that share a model, then over the replicas; divide by the number of all, once."""
-    divisor = divisor or len(of.flats)
+    """Add each segment `k` in the order of a ring, and divide the sum by the number of ranks or by `divisor`, once."""
     mean = torch.zeros(of.layout.full_numel, dtype=of.layout.dtype)
-    ranks, world_size = len(of.flats), of.layout.world_size
-    for k in range(world_size):
+    for k in range(of.layout.world_size):
         own = slice(*of.layout.shard_range(k))
-        shards = [flat[own] for flat in of.flats]
-        if ranks == world_size:
-            mean[own] = add_round(shards, k, divisor, mean.dtype)
-        else:
-            replicas = [shards[first : first + world_size] for first in range(0, ranks, world_size)]
-            sums = [add_round(replica, k, 1, mean.dtype) for replica in replicas]
-            mean[own] = _over_replicas(sums, of.kept[own], divisor)
+        mean[own] = add_round([flat[own] for flat in of.flats], k, divisor or len(of.flats), mean.dtype)
     return mean
 
 
@@ -82,15 +69,6 @@ def add_round(parts: Sequence[Tensor], k: int, divisor: int, dtype: torch.dtype)
     return (total / divisor).to(dtype)
 
 
-def _over_replicas(sums: Sequence[Tensor], kept: Tensor, divisor: int) -> Tensor:
-    """Add the kept elements of a shard over the replicas: equal segments, each in an order of its own."""
-    mean, places = torch.zeros_like(sums[0]), kept.nonzero().flatten()
-    length = max(1, -(-len(places) // len(sums)))
-    for k, segment in enumerate(places.split(length)):
-        mean[segment] = add_round([each[segment] for each in sums], k, divisor, mean.dtype)
-    return mean
-
-
 def simple_mean(of: Sum) -> Tensor:
     """Add one rank after the other, and divide once: `(g0 + g1 + ...) / W`."""
     total, *others = (flat.to(of.layout.dtype) for flat in of.flats)
@@ -104,13 +82,12 @@ class Twin:
 
     Args:
         module: the model.
-        world_size: number of ranks.
+        world_size: number of ranks whose gradients are averaged.
         units: as in `ShardLite`.
         mean: averages the gradients.
         precision: as in `ShardLite`, except that weights are not split.
-        replicas: number of groups of ranks that share a model among themselves.
-        group: the ranks, each of which computes its own part; `backward` is then collective. `None`: this process
-            computes for all ranks.
+        shards: number of ranks that share a model; `None`: all.
+        group: the ranks.
 
     Buffers are each rank's own.
     """
@@ -123,7 +100,7 @@ class Twin:
         mean: Mean = ring_mean,
         *,
         precision: Precision = Precision(),  # noqa: B008 (frozen)
-        replicas: int = 1,
+        shards: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.module = module
@@ -132,8 +109,7 @@ class Twin:
         """Whether any rank has not used a trainable parameter in some backward."""
 
         self._group = group
-        self._computed = range(world_size) if group is None else [dist.get_rank(group)]
-        shards, device = world_size // replicas, next(module.parameters()).device
+        shards, device = shards or world_size, next(module.parameters()).device
         whole = replace(precision, master=torch.float32)
         plans = [plan_flats(part, shards, whole, device=device) for part in partition_module(module, units)]
         self._flats = [flat for flats in plans for flat in flats]
@@ -154,7 +130,6 @@ class Twin:
         self._precision = precision
         for name, param in self._own.items():
             param.data = param.data.to(kinds[name].compute)
-        self._buffers = {rank: _copies(module) for rank in self._computed}
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, with floating-point tensors of the inputs and the output cast as `precision` says."""
@@ -168,35 +143,19 @@ class Twin:
         for name, param in self._own.items():
             param.copy_(self.masters[name])
 
-    def backward(self, run: Callable[[nn.Module, int], Any]) -> list[Any]:
-        """Call `run(module, rank)`, which does a rank's backwards, for each rank, and average the gradients.
+    def backward(self, run: Callable[[], Any]) -> Any:
+        """Call `run()`, which does the backwards of this rank, and average the gradients over the ranks. Collective.
 
         The means are added to the masters' `grad`; that of a parameter that no rank used stays as it was.
 
         Returns:
-            What each call returned; with a group `None` for all ranks but this one.
+            What `run` returned.
         """
         self.refresh()
-        results: list[Any] = [None] * self.world_size
-        packed = []
-        for rank in self._computed:
-            with self.caught() as sums, self.as_rank(rank):
-                results[rank] = run(self.module, rank)
-            packed.append(self._packed(sums))
-        if self._group is not None:
-            mine, packed = packed[0], [torch.empty_like(packed[0]) for _ in range(self.world_size)]
-            dist.all_gather(packed, mine, group=self._group)
-        self._accumulate([self._unpacked(each) for each in packed])
-        return results
-
-    @contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
-        """Context in which the module has a rank's buffers."""
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(self._buffers[rank][name])
-        yield
-        self._buffers[rank] = _copies(self.module)
+        with self.caught() as sums:
+            result = run()
+        self._accumulate(self._gathered(self._packed(sums)))
+        return result
 
     @contextmanager
     def caught(self) -> Iterator[dict[str, Tensor]]:
@@ -229,38 +188,38 @@ class Twin:
         there = torch.tensor([name in sums for name in self._own], dtype=torch.uint8)
         return torch.cat([*(flat.view(torch.uint8) for flat in flats), there])
 
+    def _gathered(self, packed: Tensor) -> list[Tensor]:
+        """Return the packed sums of all ranks."""
+        ranks = [torch.empty_like(packed) for _ in range(self.world_size)]
+        dist.all_gather(ranks, packed, group=self._group)
+        return ranks
+
     def _unpacked(self, packed: Tensor) -> tuple[list[Tensor], set[str]]:
         """Return one rank's flats and the names of the parameters that have a sum."""
         dtypes = [self._flat_dtype(flat.layout) for flat in self._flats]
         sizes = [flat.layout.full_numel * dtype.itemsize for flat, dtype in zip(self._flats, dtypes, strict=True)]
-        *flats, there = packed.split([*sizes, len(self._own)])
+        *flats, there = torch.split(packed, [*sizes, len(self._own)])
         used = {name for name, is_there in zip(self._own, there.tolist(), strict=True) if is_there}
         return [each.clone().view(dtype) for each, dtype in zip(flats, dtypes, strict=True)], used
 
     def _flat_dtype(self, layout: Layout) -> torch.dtype:
         return self._sum_dtypes[layout.slots[0].name]
 
-    def _accumulate(self, ranks: Sequence[tuple[list[Tensor], set[str]]]) -> None:
+    def _accumulate(self, packed: Sequence[Tensor]) -> None:
         """Add the means of all ranks' sums to the masters' gradients."""
+        ranks = [self._unpacked(each) for each in packed]
         trainable = {name for name, param in self._own.items() if param.requires_grad}
         self.unused |= any(used < trainable for _, used in ranks)
         used = set().union(*(names for _, names in ranks))
         for i, layout in enumerate(flat.layout for flat in self._flats):
-            mean = self._mean(Sum([flats[i] for flats, _ in ranks], layout, self._kept(layout)))
+            mean = self._mean_of([flats[i] for flats, _ in ranks], layout)
             for slot in layout.slots:
                 if slot.name in used:
                     master, new = self.masters[slot.name], mean[slot.start : slot.stop].view(slot.shape)
                     master.grad = new.clone() if master.grad is None else master.grad + new
 
-    def _kept(self, layout: Layout) -> Tensor:
-        """Return which elements of a flat [W*S] are reduced: all, or all of parameters that have gradients."""
-        trainable = [slot for slot in layout.slots if self._own[slot.name].requires_grad]
-        kept = torch.zeros(layout.full_numel, dtype=torch.bool)
-        if len(trainable) == len(layout.slots):
-            return ~kept
-        for slot in trainable:
-            kept[slot.start : slot.start + round_up(slot.numel, ALIGN)] = True
-        return kept
+    def _mean_of(self, flats: Sequence[Tensor], layout: Layout) -> Tensor:
+        return self._mean(Sum(flats, layout))
 
 
 class PaddedAdamW(Optimizer):
@@ -320,7 +279,3 @@ def flattened(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype)
         if slot.name in tensors:
             full[slot.start : slot.stop] = tensors[slot.name].reshape(-1)
     return full
-
-
-def _copies(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}

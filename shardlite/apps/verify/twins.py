@@ -210,12 +210,12 @@ class _Plain(_System):
         self.optimizer = PaddedAdamW(twin.masters.values(), lr=task.lr, weight_decay=task.weight_decay)
 
     def run(self, step: int) -> Tensor:
-        def backward(_: nn.Module, rank: int) -> Tensor:
-            loss: Tensor = self.twin(*self.task.batch(step, rank))
+        def backward() -> Tensor:
+            loss: Tensor = self.twin(*self.task.batch(step, self.task.rank))
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
-        loss: Tensor = self.twin.backward(backward)[self.task.rank]
+        loss: Tensor = self.twin.backward(backward)
         return loss
 
     def gradients(self) -> Gradients:

@@ -4,7 +4,8 @@ Legend: `W` ranks, `S` elements per shard; a flat [W*S] holds the parameters of 
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,25 +17,93 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from shardlite import AdamW
-from shardlite.apps.verify.plain import Mean, PaddedAdamW, Sum, add_round, flattened, ring_mean, simple_mean
+from shardlite.apps.verify.plain import Mean, PaddedAdamW, Sum, add_round, flattened, simple_mean
 from shardlite.apps.verify.plain import Twin as PlainTwin
-from shardlite.params.layout import Layout, Slot
+from shardlite.apps.verify.plain import ring_mean as plain_ring_mean
+from shardlite.params import ALIGN, Layout, Slot, UnitPolicy, round_up
 
 __all__ = ["RECIPES", "Mean", "PaddedAdamW", "Recipe", "Sum", "Twin", "add_round", "ring_mean", "simple_mean"]
 
 
-class Twin(PlainTwin):
-    """A plain twin whose gradients can be clipped, and whose ranks can share buffers."""
+@dataclass(frozen=True)
+class ReplicatedSum(Sum):
+    """Sums of ranks of which some share a model."""
 
-    _handed: dict[str, Tensor]
-    """The gradients that came from the last reduction, if there were none before."""
+    kept: Tensor
+    """[W*S], bool: elements that are reduced. Frozen parameters are not."""
+
+
+def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
+    """Add segment `k` over the ranks that share a model, then over the replicas; divide by the number of all, once."""
+    ranks, world_size = len(of.flats), of.layout.world_size
+    if ranks == world_size:
+        return plain_ring_mean(of, divisor)
+    assert isinstance(of, ReplicatedSum)
+    mean = torch.zeros(of.layout.full_numel, dtype=of.layout.dtype)
+    for k in range(world_size):
+        own = slice(*of.layout.shard_range(k))
+        shards = [flat[own] for flat in of.flats]
+        replicas = [shards[first : first + world_size] for first in range(0, ranks, world_size)]
+        sums = [add_round(replica, k, 1, mean.dtype) for replica in replicas]
+        mean[own] = _over_replicas(sums, of.kept[own], divisor or ranks)
+    return mean
+
+
+def _over_replicas(sums: Sequence[Tensor], kept: Tensor, divisor: int) -> Tensor:
+    """Add the kept elements of a shard over the replicas: equal segments, each in an order of its own."""
+    mean, places = torch.zeros_like(sums[0]), kept.nonzero().flatten()
+    length = max(1, -(-len(places) // len(sums)))
+    for k, segment in enumerate(torch.split(places, length)):
+        mean[segment] = add_round([each[segment] for each in sums], k, divisor, mean.dtype)
+    return mean
+
+
+class Twin(PlainTwin):
+    """A plain twin that may compute for all ranks, whose gradients can be clipped, and whose ranks can share buffers.
+
+    Without a group this process computes the gradients of all ranks, one after the other. `replicas` are groups of
+    ranks that share a model among themselves.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        units: UnitPolicy = None,
+        mean: Mean = ring_mean,
+        *,
+        replicas: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, world_size, units, mean, shards=world_size // replicas, **options)
+        self._computed = range(world_size) if self._group is None else [dist.get_rank(self._group)]
+        self._buffers = {rank: _copies(module) for rank in self._computed}
+        self._handed: dict[str, Tensor] = {}
+        """The gradients that came from the last reduction, if there were none before."""
 
     def backward(self, run: Callable[[nn.Module, int], Any]) -> list[Any]:
+        """Call `run(module, rank)` for each rank that is computed here; return what each call returned, or `None`."""
         fresh = all(master.grad is None for master in self.masters.values())
-        results = super().backward(run)
+        self.refresh()
+        results: list[Any] = [None] * self.world_size
+        packed = []
+        for rank in self._computed:
+            with self.caught() as sums, self.as_rank(rank):
+                results[rank] = run(self.module, rank)
+            packed.append(self._packed(sums))
+        self._accumulate(packed if self._group is None else self._gathered(*packed))
         grads = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         self._handed = {name: grad.clone() for name, grad in grads.items()} if fresh else {}
         return results
+
+    @contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Context in which the module has a rank's buffers."""
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(self._buffers[rank][name])
+        yield
+        self._buffers[rank] = _copies(self.module)
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of the first, as `DistributedDataParallel` does before a forward."""
@@ -66,6 +135,19 @@ class Twin(PlainTwin):
         layouts = [flat.layout for flat in self._flats]
         found = [(layout, slot) for layout in layouts for slot in layout.slots if slot.name == name]
         return _part(*found[0], full, rank % layouts[0].world_size)
+
+    def _mean_of(self, flats: Sequence[Tensor], layout: Layout) -> Tensor:
+        return self._mean(ReplicatedSum(flats, layout, self._kept(layout)))
+
+    def _kept(self, layout: Layout) -> Tensor:
+        """Return which elements of a flat [W*S] are reduced: all, or all of parameters that have gradients."""
+        trainable = [slot for slot in layout.slots if self._own[slot.name].requires_grad]
+        kept = torch.zeros(layout.full_numel, dtype=torch.bool)
+        if len(trainable) == len(layout.slots):
+            return ~kept
+        for slot in trainable:
+            kept[slot.start : slot.start + round_up(slot.numel, ALIGN)] = True
+        return kept
 
     def _as_handed_out(self) -> bool:
         """Return whether all gradients came from the last reduction, and are what they were then."""
@@ -106,6 +188,10 @@ class Twin(PlainTwin):
                 if grad is not None and (part := _part(layout, slot, grad, rank)).numel():
                     norms.append(torch.linalg.vector_norm(part, norm_type).to(precision))
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=precision)
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 def _part(layout: Layout, slot: Slot, full: Tensor, rank: int) -> Tensor:
