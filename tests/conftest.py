@@ -16,59 +16,24 @@ from tests.support.ranks.cluster import SEED, Cluster, run_local
 from tests.support.ranks.doomed import Doomed
 from tests.support.ranks.forkserver import ForkServer
 from tests.support.ranks.frozen import freeze
-from tests.support.twins.sharded import EVERY_STAGE, STAGES, number_of
+from tests.support.twins.sharded import EVERY_STAGE, STAGES, slow
 
 torch.set_num_threads(1)  # the workers use one thread: a matmul has the same bits here and there
 
-WAYS = {f"{ranks}-ranks-stage-{stage}": (ranks, stage) for ranks, stage in ((2, 3), (4, 3), (2, 2))}
-"""Stage 3 at two world sizes, and that of the others which shards most; by the names that tests have there."""
+WAYS = {(2, 3): "2-ranks-stage-3", (4, 3): "4-ranks-stage-3", (2, 2): "2-ranks-stage-2"}
+"""Stage 3 at two world sizes, and that of the others which shards most, with their names."""
 
-LONGEST = ("test_faults", "test_parity", "interpreter", "aot", "test_readme", "test_doctor", "test_races", "test_soak")
+LONGEST = (
+    "test_faults",
+    "test_parity",
+    "test_interpreter",
+    "aot",
+    "test_readme",
+    "test_doctor",
+    "test_races",
+    "test_soak",
+)
 """Groups of tests that take long altogether. They begin first, so that no worker ends with one of them alone."""
-
-SAMPLED = {
-    "test_a_backward_before_the_step_is_refused": 2,
-    "test_a_graph_that_is_retained": 2,
-    "test_a_narrow_sum_is_finished_in_fp32": 2,
-    "test_a_rank_keeps_what_zero_says": 2,
-    "test_a_run_goes_on_with_the_same_bits": 2,
-    "test_a_run_that_is_taken_up_goes_on_with_the_same_bits": 2,
-    "test_a_steady_step_allocates_the_roots_bucket_alone": 2,
-    "test_adamw": 2,
-    "test_all_is_equal_or_within_its_bound": 2,
-    "test_any_mixture_gives_the_bits_of_its_twin": 2,
-    "test_any_other_is_refused_on_every_rank": 2,
-    "test_between_steps": 2,
-    "test_changed_gradients_have_the_norm_of_now": 2,
-    "test_containers_of_inputs_and_outputs": 2,
-    "test_every_format_has_the_bits_of_messages": 2,
-    "test_every_system_trains_and_begins_alike": 2,
-    "test_gradients_are_dropped": 2,
-    "test_gradients_are_those_of_the_tree_written_out": 2,
-    "test_gradients_of_gradients": 2,
-    "test_it_has_the_bits_of_the_ordinary_step": 2,
-    "test_it_is_found": 2,
-    "test_new_values_are_kept_or_refused": 2,
-    "test_optimizers_formats_and_transports": 2,
-    "test_other_algorithms_add_in_the_order_of_their_schedule": 3,
-    "test_other_algorithms_gather_everything": 3,
-    "test_programs_that_read_weights": 2,
-    "test_reduce_scatter_adds_in_ring_order": 2,
-    "test_selective_checkpointing": 2,
-    "test_shards_may_be_written_through_data": 2,
-    "test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are": 2,
-    "test_traffic_is_exact_and_as_zero_has_it": 2,
-    "test_training": 2,
-    "test_training_follows_a_twin_in_24_bits": 2,
-    "test_training_follows_the_twin_of_its_precision": 2,
-    "test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights": 2,
-    "test_training_has_the_bits_of_the_rings_order": 2,
-    "test_uses_of_parts_are_warned_of_once": 2,
-    "test_weights_come_to_rest_again_after_anything_else": 2,
-    "test_weights_lie_in_each_step_where_they_lay_in_the_second": 2,
-    "test_what_wants_gradients_afterwards_is_refused": 2,
-}
-"""Tests with many cases that are alike: one in so many is not slow, chosen by the names of the cases."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -107,33 +72,39 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return request.getfixturevalue("cluster").run_transport
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test that is marked `every_stage` the stages, and one that is marked `everywhere` the `WAYS`.
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Give a test marked `stages` all stages, and one marked `ways` all `WAYS`; what the mark does not name is slow.
 
-    That all stages have the same bits is shown in `test_parity.py`, so elsewhere a sample is enough: stage 3, and by
-    the name of the test another one, or more ranks. `slow` runs the others.
+    `test_parity.py` shows that all stages have the same bits, so elsewhere a sample is enough. Of the cases of a test
+    marked `sample(n)` all but each `n`-th are slow: a case that differs from one that is not in a single parameter is.
     """
-    if metafunc.definition.get_closest_marker("every_stage"):
-        sample = (3, number_of(metafunc.definition.name, below=3))
-        marks = [() if stage in sample else pytest.mark.slow for stage in STAGES]
-        metafunc.parametrize("stage", [pytest.param(s, marks=m) for s, m in zip(STAGES, marks, strict=True)])
-    if metafunc.definition.get_closest_marker("everywhere"):
-        metafunc.parametrize(("world_size", "stage"), WAYS.values(), ids=WAYS)
+    for mark in metafunc.definition.iter_markers("stages"):
+        metafunc.parametrize("stage", [*mark.args, *(slow(stage) for stage in STAGES if stage not in mark.args)])
+    for mark in metafunc.definition.iter_markers("ways"):
+        others = [way for way in WAYS if way not in mark.args]
+        ids = [WAYS[way] for way in (*mark.args, *others)]
+        metafunc.parametrize(("world_size", "stage"), [*mark.args, *(slow(*way) for way in others)], ids=ids)
+    yield
+    together = _given_together(metafunc)
+    for mark in metafunc.definition.iter_markers("sample"):
+        for call in metafunc._calls:
+            if sum(place for name, place in call.indices.items() if name not in together) % mark.args[0]:
+                call.marks.append(pytest.mark.slow.mark)
+
+
+def _given_together(metafunc: pytest.Metafunc) -> set[str]:
+    """Return the parameters that stand in one list with another: all but the first of each list."""
+    lists = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    names = [each.replace(" ", "").split(",") if isinstance(each, str) else each for each in lists]
+    names += [("world_size", "stage") for _ in metafunc.definition.iter_markers("ways")]
+    return {name for each in names for name in each[1:]}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep the tests of a file on one worker, unless they say otherwise: they share fixtures and imports."""
     if not item.get_closest_marker("xdist_group"):
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    every = SAMPLED.get(getattr(item, "originalname", ""), 1)
-    if number_of(item.name, below=every):
-        item.add_marker(pytest.mark.slow)
-    if item.get_closest_marker("everywhere"):
-        two, four, other = WAYS
-        way = next(way for way in WAYS if way in item.name)
-        number = number_of(item.name.replace(way, ""), below=12)
-        if way not in {four if number % 6 == 0 else two, other if number % 3 == 0 else ""}:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)  # who wants another order makes it later

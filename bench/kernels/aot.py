@@ -2,7 +2,7 @@
 
     python bench/kernels/aot.py            compiles everything for four targets and prints the table; if something is
                                            wrong, says what, and exits 1
-    python bench/kernels/aot.py --write    puts the table into kernels/README.md
+    python bench/kernels/aot.py --write    puts the table into bench/results/kernels-compiled.md
     python bench/kernels/aot.py --check    exits 1 too if the table there is another one
 
 Wrong is: something was spilled; an access of a thread to an element tensor is narrower than its elements allow, up to
@@ -42,8 +42,9 @@ from bench.kernels.machine_code import TARGETS, compile_for, read
 
 Row = dict[str, Any]
 
-README = Path(__file__).resolve().parents[2] / "kernels" / "README.md"
-CONSTRAINTS = README.parents[1] / "constraints.txt"
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "bench" / "results" / "kernels-compiled.md"
+CONSTRAINTS = ROOT / "constraints.txt"
 BEGIN, END = "<!-- made by `python bench/kernels/aot.py --write` -->\n", "<!-- end of what was made -->\n"
 WORKERS = 2
 
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--long", action="store_true", help="as for 2^31 elements and more: lengths have 64 bits")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile; 0: this one")
     parser.add_argument("--json", action="store_true", help="print rows, one JSON object a line")
-    parser.add_argument("--write", action="store_true", help="put the table into kernels/README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into bench/results/kernels-compiled.md")
     parser.add_argument("--check", action="store_true", help="compare these lines with the table there")
     asked = parser.parse_args(arguments)
     if asked.write and (asked.lines or asked.target or asked.unhinted or asked.long):
@@ -218,27 +219,29 @@ def same_compiler(version: str) -> bool:
     """Whether this is the Triton that is pinned: another one may compile to other figures."""
     same = f"triton=={version}" in CONSTRAINTS.read_text().splitlines()
     if not same:
-        print(f"not compared: the README's table is of the Triton in constraints.txt, not {version}", file=sys.stderr)
+        print(
+            f"not compared: the table there was made by the Triton in constraints.txt, not {version}", file=sys.stderr
+        )
     return same
 
 
 def write(table: str) -> None:
     """Put the table between its marks."""
     before, _, after = _parts()
-    README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    TABLE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def differences(table: str, *, whole: bool) -> list[str]:
-    """Lines of the table that are not in the README, or, of a `whole` one, are only there."""
+    """Return lines that are not in the file, or, with `whole`, only there."""
     got, there = table.split("\n"), _parts()[1].strip("\n").split("\n")
-    wrong = [f"not in kernels/README.md: {line}" for line in got if line and line not in there]
+    wrong = [f"not in bench/results/kernels-compiled.md: {line}" for line in got if line and line not in there]
     if whole:
-        wrong += [f"only in kernels/README.md: {line}" for line in there if line not in got]
+        wrong += [f"only in bench/results/kernels-compiled.md: {line}" for line in there if line not in got]
     return [*wrong, "to put it right: python bench/kernels/aot.py --write"] if wrong else []
 
 
 def _parts() -> tuple[str, str, str]:
-    before, _, rest = README.read_text().partition(BEGIN)
+    before, _, rest = TABLE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     return before, table, after
 

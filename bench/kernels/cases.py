@@ -75,7 +75,7 @@ class Case(NamedTuple):
     def launch(self) -> Launch:
         """What Triton compiles for."""
         pointers = {name: use.dtype for name, use in self.uses.items()}
-        constants = {**self.flags, "BLOCK": self.block, "INTERPRET": False}
+        constants = {**self.flags, "BLOCK": self.block}
         known = {name: value for name, value in constants.items() if name in self.code.arg_names}
         return Launch(self.code, pointers, known)
 
@@ -110,8 +110,6 @@ def cases() -> list[Case]:
 ROWS = 8
 """Ranks whose parts are added at once."""
 
-NO_ROWS = {"ROWS": False, "UNROLL": 0, "TREE": False}
-
 
 def adamws() -> Iterator[Case]:
     """AdamW by a gradient, and by sums: six formats, and two dtypes of gradients (fp16 is as wide as bf16)."""
@@ -138,10 +136,7 @@ def adamws() -> Iterator[Case]:
             uses=uses,
             bytes=2 * s + len("".join(moved[kernel].values())) * g + ROW_BYTES,
             block=block_of(state, like.get("grad"), like.get("received"), unscale=unscale),
-            flags={
-                "UNSCALE": unscale,
-                **({"ROWS": True, "UNROLL": ROWS, "TREE": False} if kernel == "add_rows_adamw" else NO_ROWS),
-            },
+            flags={"UNSCALE": unscale, "UNROLL": ROWS if kernel == "add_rows_adamw" else 0, "TREE": False},
             exact=moment != "int8",
         )
 
@@ -226,11 +221,11 @@ def casts() -> Iterator[Case]:
 def codes() -> Iterator[Case]:
     """8 bits and an exponent for each 32 elements."""
     for dtype in ("fp32", "bf16"):
-        bytes_, block, flags = DTYPES[dtype].itemsize + 1 + 1 / 32, _block(dtype), {"SHARED": 32}
+        bytes_, block = DTYPES[dtype].itemsize + 1 + 1 / 32, _block(dtype)
         uses = {"codes": Use("i8", "w"), "scales": Use("u8", "w", 32), "source": Use(dtype, "r")}
-        yield Case("quantise", f"{dtype} to 8 bits", _quantize_kernel, uses, bytes_, block, flags)
+        yield Case("quantize", f"{dtype} to 8 bits", _quantize_kernel, uses, bytes_, block)
         uses = {"out": Use(dtype, "w"), "codes": Use("i8", "r"), "scales": Use("u8", "r", 32)}
-        yield Case("dequantise", f"8 bits to {dtype}", _dequantize_kernel, uses, bytes_, block, flags)
+        yield Case("dequantize", f"8 bits to {dtype}", _dequantize_kernel, uses, bytes_, block)
 
 
 RING = {"slot_table": Use("i64", "r", 0), "flag_table": Use("i64", "r", 0), "flags": Use("i64", "r", 0)}

@@ -11,9 +11,10 @@ import re
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import triton
 from shardlite_kernels.launch import _THREADS
@@ -49,16 +50,19 @@ def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> An
 
     `hinted` says that integers are divisible by 16 where they are in a launch, which Triton sees for itself there.
     """
-    types, constants = _types(launch), dict(launch.constants)
-    if "AMD" in constants:
-        constants["AMD"] = target.backend == "hip"
-    constants |= {name: None for name, kind in types.items() if kind == "constexpr" and name.endswith("_ptr")}
-    unknown = {parameter.name for parameter in launch.kernel.params if not hinted or parameter.do_not_specialize}
-    integers = {name for name, kind in types.items() if _is_divisible(name, kind)} - unknown
-    divisible = [name for name, kind in types.items() if kind.startswith("*") or name in integers]
-    place = launch.kernel.arg_names.index
-    attributes = {(place(name),): [["tt.divisibility", 16]] for name in divisible}
-    source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes, signature = {}, {}
+    for place, (parameter, kind) in enumerate(zip(launch.kernel.params, _types(launch), strict=True)):
+        signature[parameter.name] = kind
+        known = hinted and not parameter.do_not_specialize
+        for path, name, each in _leaves((place,), parameter.name, kind):
+            if each == "constexpr":
+                constants[path] = launch.constants.get(name)
+            elif each.startswith("*") or (known and _is_divisible(name, each)):
+                attributes[path] = [["tt.divisibility", 16]]
+        if parameter.name == "AMD":
+            constants[place,] = target.backend == "hip"
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": _THREADS // target.warp_size, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
@@ -77,18 +81,41 @@ def read(target: GPUTarget, launch: Launch, compiled: Any) -> dict[str, Any]:
     return {**figures, "shared": compiled.metadata.shared}  # asked for at a launch, so the code does not say
 
 
-def _types(launch: Launch) -> dict[str, str]:
-    """The type of each argument, in their order. Annotations in the kernel say it: `tensor` of what counts elements."""
-    types = {}
-    for parameter in launch.kernel.params:
-        name = parameter.name
+Kind = str | tuple[str, ...]
+"""The type of an argument; of a named tuple those of its fields."""
+
+
+def _types(launch: Launch) -> list[Kind]:
+    """Return the type of each argument, in their order, as the annotations in the kernel say."""
+
+    def of(name: str, annotation: str) -> str:
         if name in launch.constants:
-            types[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            types[name] = f"*{launch.pointers[name[:-4]]}" if name[:-4] in launch.pointers else "constexpr"
-        else:
-            types[name] = launch.counts if parameter.annotation == "tensor" else parameter.annotation
+            return "constexpr"
+        if name.endswith("_ptr") or annotation == "Tensor":
+            dtype = launch.pointers.get(name.removesuffix("_ptr"))
+            return "constexpr" if dtype is None else f"*{dtype}"
+        return launch.counts if annotation in ("tensor", "int") else annotation  # what counts elements
+
+    types: list[Kind] = []
+    for parameter in launch.kernel.params:
+        record = launch.kernel.fn.__globals__.get(parameter.annotation)
+        if not hasattr(record, "_fields"):
+            types.append(of(parameter.name, parameter.annotation))
+            continue
+        hints = get_type_hints(record)
+        kinds = [of(name, "int" if hints[name] is int else "Tensor") for name in record._fields]
+        there = any(kind.startswith("*") for kind in kinds)
+        types.append(record(*kinds) if there else "constexpr")
     return types
+
+
+def _leaves(path: tuple[int, ...], name: str, kind: Kind) -> Iterator[tuple[tuple[int, ...], str, str]]:
+    """Yield the path, the name and the type of an argument, or of each field of a named tuple."""
+    if isinstance(kind, str):
+        yield path, name, kind
+        return
+    for i, (field, each) in enumerate(zip(kind._fields, kind, strict=True)):  # type: ignore[attr-defined]
+        yield (*path, i), field, each
 
 
 def _is_divisible(name: str, kind: str) -> bool:
@@ -102,13 +129,15 @@ class _Arguments:
     def __init__(self, launch: Launch) -> None:
         self.names: dict[int, str] = {}
         end = 0
-        for name, kind in _types(launch).items():
+        arguments = zip(launch.kernel.params, _types(launch), strict=True)
+        leaves = chain.from_iterable(_leaves((), each.name, kind) for each, kind in arguments)
+        for _, name, kind in leaves:
             if kind == "constexpr":
                 continue
             size = 8 if kind.startswith("*") or kind.endswith("64") else 4
             end = -(-end // size) * size
             if kind.startswith("*"):
-                self.names[end] = name[:-4]
+                self.names[end] = name.removesuffix("_ptr")
             end += size
         self.size = -(-end // 8) * 8 + 16  # two more pointers, to scratch memory of Triton's
 

@@ -34,89 +34,67 @@ device's approximations, off by two units at most, and the division by `sqrt(bia
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import moments
-from .hop import LARGEST_DIVISOR, divided_reference
-from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_triton
-from .moments import load_avg, load_sq, store_avg, store_sq
+from . import scalars as column
+from .hop import check_divisor, divided_reference
+from .launch import GROUP, SCALE_BLOCK, block_size, check_flat, jit, launch, tl, use_triton
+from .moments import load_moments, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, ratio, store_rounded
-from .rows import UNSPECIALISED, add_rows_reference, arguments_of, check_rows, sum_rows, sum_tree
-from .scalars import COLUMNS, Table
+from .rows import UNSPECIALIZED, add_rows_reference, arguments_of, check_rows, sum_rows, sum_tree
+from .scalars import COLUMNS, WIDTH, Table
 from .split import load_weight, split_reference, store_weight
-from .state import State, check_flat
+from .state import State
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that are allowed with fp32 weights."""
 
 
-@partial(jit, unspecialised=UNSPECIALISED)
+@partial(jit, unspecialized=UNSPECIALIZED)
 def _adamw_kernel(
-    param_ptr: tl.tensor,
-    exp_avg_ptr: tl.tensor,
-    exp_avg_sq_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    avg_exponent_ptr: tl.tensor,
-    sq_exponent_ptr: tl.tensor,
+    state: State,
+    table: Table,
     grad_ptr: tl.tensor,
     received_ptr: tl.tensor,
-    scalars_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
     bad_ptr: tl.tensor,
-    first: tl.tensor,
     begin: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
     divisor: float,
     n: tl.tensor,
-    ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     TREE: tl.constexpr,
     UNSCALE: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    group = tl.program_id(0).to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
-    offsets = group * 32 + tl.arange(0, 32)[None, :]
+    group = tl.program_id(0).to(tl.int64) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[:, None]
+    offsets = group * GROUP + tl.arange(0, GROUP)[None, :]
     mask = offsets < n
-    in_group = group * 32 < n
-    row = tl.load(rows_ptr + group, mask=in_group, other=0).to(tl.int64)
-    if ROWS:
+    in_group = group * GROUP < n
+    row = tl.load(table.rows + group, mask=in_group, other=0).to(tl.int64)
+    if grad_ptr is None:  # `received` holds rows
         if TREE:
-            total = sum_tree(received_ptr, offsets, mask, stride, 0, UNROLL, False, INTERPRET)
+            total = sum_tree(received_ptr, offsets, mask, stride, 0, UNROLL, False)
         else:
-            total = sum_rows(received_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
+            total = sum_rows(received_ptr, offsets, mask, begin, count, stride, UNROLL, False)
         total = tl.div_rn(total, divisor)
     else:
-        total = load_fp32(grad_ptr, offsets, mask, INTERPRET)
+        total = load_fp32(grad_ptr, offsets, mask)
         if received_ptr is not None:
-            total = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + total, divisor)
-    # fmt: off
-    step_block(
-        param_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, avg_exponent_ptr, sq_exponent_ptr,
-        grad_ptr, scalars_ptr, keys_ptr, bad_ptr, first, total, row, group, offsets, mask, in_group, UNSCALE, INTERPRET,
-    )
-    # fmt: on
+            total = tl.div_rn(load_fp32(received_ptr, offsets, mask) + total, divisor)
+    step_block(state, table, grad_ptr, bad_ptr, total, row, group, offsets, mask, in_group, UNSCALE)
 
 
 @jit
 def step_block(
-    param_ptr: tl.tensor,
-    exp_avg_ptr: tl.tensor,
-    exp_avg_sq_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    avg_exponent_ptr: tl.tensor,
-    sq_exponent_ptr: tl.tensor,
+    state: tl.tuple,
+    table: tl.tuple,
     grad_ptr: tl.tensor,
-    scalars_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
     bad_ptr: tl.tensor,
-    first: tl.tensor,
     total: tl.tensor,
     row: tl.tensor,
     group: tl.tensor,
@@ -124,7 +102,6 @@ def step_block(
     mask: tl.tensor,
     in_group: tl.tensor,
     UNSCALE: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ) -> None:
     """Step the elements at `offsets` [G, 32] of a state by their gradient `total`.
 
@@ -132,38 +109,36 @@ def step_block(
     touched; their `total` is zero, so that they increase no exponent. `grad_ptr` is only needed to write an unscaled
     gradient back.
     """
-    # In the order of `Scalars`.
-    scalar = scalars_ptr + row * 10
-    beta1 = tl.load(scalar)
-    beta2 = tl.load(scalar + 1)
-    eps = tl.load(scalar + 2)
-    decay = tl.load(scalar + 3)
-    step_size = tl.load(scalar + 4)
-    root_bias2 = tl.load(scalar + 5)
-    limit = tl.load(scalar + 6)
-    factor = tl.load(scalar + 7)
-    active = tl.load(scalar + 9)
+    scalar = table.scalars + row * WIDTH
+    beta1 = tl.load(scalar + column.BETA1)
+    beta2 = tl.load(scalar + column.BETA2)
+    eps = tl.load(scalar + column.EPS)
+    decay = tl.load(scalar + column.DECAY)
+    step_size = tl.load(scalar + column.STEP_SIZE)
+    root_bias2 = tl.load(scalar + column.ROOT_BIAS2)
+    limit = tl.load(scalar + column.LIMIT)
+    factor = tl.load(scalar + column.FACTOR)
+    active = tl.load(scalar + column.ACTIVE)
 
     # The gradient.
     g = total
     if UNSCALE:
-        g = tl.div_rn(g, tl.load(scalar + 8))
+        g = tl.div_rn(g, tl.load(scalar + column.GRAD_SCALE))
         unscaled = g
     g *= factor
 
     # The state.
-    p = load_weight(param_ptr, low_ptr, offsets, mask)
-    m = load_avg(exp_avg_ptr, avg_exponent_ptr, offsets, group, mask, in_group, INTERPRET)
-    v = load_sq(exp_avg_sq_ptr, sq_exponent_ptr, offsets, group, mask, in_group, INTERPRET)
+    p = load_weight(state, offsets, mask)
+    m, v = load_moments(state, offsets, group, mask, in_group)
 
     # The step.
     p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero would be NaN
     m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
     squared = g * g
     v = tl.fma(v, beta2, tl.fma(squared, -beta2, squared))
-    if avg_exponent_ptr is not None:  # codes err more than approximations, which save half of the instructions
+    if state.avg_exponent is not None:  # codes err more than approximations, which save half of the instructions
         root = tl.sqrt(v)
-        update = ratio(step_size * m, root * ratio(1.0, root_bias2, INTERPRET) + eps, INTERPRET)
+        update = ratio(step_size * m, root * ratio(1.0, root_bias2) + eps)
     else:
         root = tl.sqrt_rn(v)
         update = tl.div_rn(step_size * m, tl.div_rn(root, root_bias2) + eps)
@@ -178,14 +153,14 @@ def step_block(
     # Not a branch: it would delay the loads until its condition is known.
     kept = mask & (active != 0)
     in_group = in_group & (active != 0)
-    store_weight(param_ptr, low_ptr, offsets, p, kept)
+    store_weight(state, offsets, p, kept)
     random = 0
-    if exp_avg_ptr.dtype.element_ty != tl.float32:
-        random = random_bits(first + offsets, tl.load(keys_ptr + row))
-    store_avg(exp_avg_ptr, avg_exponent_ptr, offsets, group, m, kept, in_group, INTERPRET)
-    store_sq(exp_avg_sq_ptr, sq_exponent_ptr, offsets, group, v, root, random, kept, in_group)
+    if state.exp_avg.dtype.element_ty != tl.float32:
+        random = random_bits(table.first + offsets, tl.load(table.keys + row))
+    store_avg(state, offsets, group, m, kept, in_group)
+    store_sq(state, offsets, group, v, root, random, kept, in_group)
     if UNSCALE:
-        store_rounded(grad_ptr, offsets, unscaled, kept, INTERPRET)
+        store_rounded(grad_ptr, offsets, unscaled, kept)
 
 
 def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None) -> None:
@@ -203,7 +178,7 @@ def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, ba
             `adamw_cpu` there.
     """
     check_step("adamw", state, table, grad)
-    _launch(state, grad, None, table, bad, unscale=unscale)
+    _launch(state, table, bad, grad=grad, unscale=unscale)
 
 
 def reduce_adamw(
@@ -217,8 +192,8 @@ def reduce_adamw(
         ValueError: as `adamw`, or `divisor` is not from 1 to 2^24.
     """
     check_step("reduce_adamw", state, table, own, received)
-    _check_divisor("reduce_adamw", divisor)
-    _launch(state, own, received, table, bad, divisor=divisor)
+    check_divisor("reduce_adamw", divisor)
+    _launch(state, table, bad, grad=own, received=received, divisor=divisor)
 
 
 def add_rows_adamw(
@@ -233,9 +208,9 @@ def add_rows_adamw(
     """
     check_rows("add_rows_adamw", rows, first)
     check_step("add_rows_adamw", state, table, rows[0])
-    _check_divisor("add_rows_adamw", divisor)
+    check_divisor("add_rows_adamw", divisor)
     rows, begin, unroll = arguments_of(rows, first)
-    _launch(state, None, rows, table, bad, divisor=divisor, rows=_Rows(begin, len(rows), unroll, first is None))
+    _launch(state, table, bad, received=rows, divisor=divisor, begin=begin, unroll=unroll, tree=first is None)
 
 
 def adamw_reference(
@@ -289,45 +264,30 @@ def add_rows_adamw_reference(
     adamw_reference(state, grad, table, bad=bad)
 
 
-class _Rows(NamedTuple):
-    """Which rows a kernel adds, and how."""
-
-    begin: int = 0
-    number: int = 0
-    unroll: int = 0
-    tree: bool = False
-
-
 def _launch(
     state: State,
-    grad: Tensor | None,
-    received: Tensor | None,
     table: Table,
     bad: Tensor | None,
     *,
+    grad: Tensor | None = None,
+    received: Tensor | None = None,
     divisor: int = 1,
     unscale: bool = False,
-    rows: _Rows = _Rows(),  # noqa: B008 (frozen)
+    begin: int = 0,
+    unroll: int = 0,
+    tree: bool = False,
 ) -> None:
-    param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent = state
+    """Step by `grad`, by `grad` and `received` [S], or by rows `received` [W, S]."""
+    count, stride = (len(received), received.stride(0)) if grad is None and received is not None else (0, 0)
     launch(
         _adamw_kernel,
-        *(param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent, grad, received),
-        *(table.scalars, table.keys, table.rows, bad, table.first),
-        *(rows.begin, rows.number, received.stride(0) if received is not None and rows.number else 0, float(divisor)),
-        n=param.numel(),
+        *(state, table, grad, received, bad, begin, count, stride, float(divisor)),
+        n=state.param.numel(),
         block=block_of(state, grad, received, unscale=unscale),
-        ROWS=rows.number > 0,
-        UNROLL=rows.unroll,
-        TREE=rows.tree,
+        UNROLL=unroll,
+        TREE=tree,
         UNSCALE=unscale,
-        INTERPRET=INTERPRET,
     )
-
-
-def _check_divisor(who: str, divisor: int) -> None:
-    if not 1 <= divisor <= LARGEST_DIVISOR:
-        raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
 
 
 def block_of(state: State, grad: Tensor | None, received: Tensor | None, *, unscale: bool = False) -> int:
@@ -356,14 +316,13 @@ def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
     if state.low is None and param.dtype != torch.float32:
         raise ValueError(f"{who}: param on {param.device} must be fp32 or split, got {param.dtype}")
     for grad in grads:
-        check_flat(who, "grad", grad, param.numel(), grad.dtype, param.device)
-        if grad.dtype not in GRADIENTS:
-            raise ValueError(f"{who}: a gradient in {grad.dtype} does not go with weights in torch.float32")
+        check_flat(who, "grad", grad, GRADIENTS, numel=param.numel(), device=param.device)
     groups = -(-param.numel() // SCALE_BLOCK)
-    if table.rows.dtype not in (torch.int16, torch.int32) or table.first % SCALE_BLOCK:
-        raise ValueError(f"{who}: rows must be int16 or int32, got {table.rows.dtype}; first {table.first}")
-    check_flat(who, "rows", table.rows, groups, table.rows.dtype, param.device)
-    check_flat(who, "keys", table.keys, len(table.scalars), torch.int32, param.device)
+    if table.first % SCALE_BLOCK:
+        raise ValueError(f"{who}: first must be a multiple of {SCALE_BLOCK}, got {table.first}")
+    check_flat(who, "rows", table.rows, (torch.int16, torch.int32), numel=groups, device=param.device)
+    check_flat(who, "keys", table.keys, (torch.int32,), numel=len(table.scalars), device=param.device)
     if table.scalars.shape != (len(table.keys), COLUMNS) or not table.scalars.is_contiguous():
         raise ValueError(f"{who}: scalars must be [{len(table.keys)}, {COLUMNS}], got {tuple(table.scalars.shape)}")
-    check_flat(who, "scalars", table.scalars.view(-1), table.scalars.numel(), torch.float32, param.device)
+    flat = table.scalars.view(-1)
+    check_flat(who, "scalars", flat, (torch.float32,), numel=flat.numel(), device=param.device)

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from .adamw import GRADIENTS
 from .hop import hop
+from .launch import check_flat
 from .moments import encode
 from .rows import add_rows, check_rows
 from .scalars import Hyper, Table
 from .split import join_on_cpu, split_on_cpu
-from .state import State, check_flat
+from .state import State
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 19
@@ -278,7 +279,7 @@ def _check(who: str, state: State, step: CpuStep, *grads: Tensor) -> torch.dtype
             f"{who}: param must be of a floating dtype and on the CPU, got {state.param.dtype} on {state.param.device}"
         )
     for grad in grads:
-        check_flat(who, "grad", grad, state.param.numel(), grad.dtype, state.param.device)
+        check_flat(who, "grad", grad, numel=state.param.numel(), device=state.param.device)
         if grad.dtype != weight and (grad.dtype not in GRADIENTS or weight != torch.float32):
             raise ValueError(f"{who}: a gradient in {grad.dtype} does not go with weights in {weight}")
     if state.exp_avg.dtype not in (weight, torch.float32) and step.table is None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
 from .rounding import fp32_by_odd, fp32_by_odd_reference, load_fp32, store_rounded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
-_CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
 
 
 @jit
@@ -26,7 +25,6 @@ def _cast_kernel(
     n: tl.tensor,
     WIDE: tl.constexpr,
     TWICE: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -36,8 +34,8 @@ def _cast_kernel(
         if TWICE:
             value = fp32_by_odd(value)
     else:
-        value = load_fp32(source_ptr, offsets, mask, INTERPRET)
-    store_rounded(out_ptr, offsets, value, mask, INTERPRET)
+        value = load_fp32(source_ptr, offsets, mask)
+    store_rounded(out_ptr, offsets, value, mask)
 
 
 def cast(out: Tensor, source: Tensor) -> None:
@@ -53,7 +51,7 @@ def cast(out: Tensor, source: Tensor) -> None:
     if not use_triton(out):
         _cast_cpu(out, source)
         return
-    flags = {"WIDE": source.dtype == torch.float64, "TWICE": _takes_two(out, source), "INTERPRET": INTERPRET}
+    flags = {"WIDE": source.dtype == torch.float64, "TWICE": _takes_two(out, source)}
     launch(_cast_kernel, out, source, n=out.numel(), block=block_size(out, source), **flags)
 
 
@@ -69,14 +67,7 @@ def cast_reference(out: Tensor, source: Tensor) -> None:
 
 def _check(out: Tensor, source: Tensor) -> None:
     for name, tensor in (("out", out), ("source", source)):
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"cast: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"cast: {name} must be fp32, bf16, fp16 or fp64, got {tensor.dtype}")
-    if source.numel() != out.numel() or source.device != out.device:
-        raise ValueError(
-            f"cast: source has {source.numel()} elements on {source.device}, out has {out.numel()} on {out.device}"
-        )
+        check_flat("cast", name, tensor, _DTYPES, numel=out.numel(), device=out.device)
 
 
 def _takes_two(out: Tensor, source: Tensor) -> bool:
@@ -88,5 +79,5 @@ def _cast_cpu(out: Tensor, source: Tensor) -> None:
     if not _takes_two(out, source):
         out.copy_(source)
         return
-    for out_chunk, x in zip(torch.split(out, _CPU_CHUNK), torch.split(source, _CPU_CHUNK), strict=True):
+    for out_chunk, x in chunks(out, source):
         out_chunk.copy_(fp32_by_odd_reference(x))

@@ -29,33 +29,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .adamw import check_step, reduce_adamw_reference, step_block
-from .hop import LARGEST_DIVISOR, hop_reference
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .hop import check_divisor, hop_reference
+from .launch import GROUP, block_size, check_flat, jit, launch, tl, use_triton
 from .rounding import load_fp32, store_rounded
 from .scalars import Table
 from .signals import (
     FREED,
     LARGEST_EPOCH,
+    NOTHING_ARRIVED,
+    NOTHING_FREED,
     Peers,
-    await_message,
-    await_room,
+    await_flag,
     begin,
     finish,
     flags_of,
     put_signal,
     slots_of,
 )
-from .state import State, check_flat
+from .state import State
 
 _WIRES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _AMD = torch.version.hip is not None
-_UNSPECIALISED = ("rank", "world", "epoch", "limit", "blocks")
+_UNSPECIALIZED = ("rank", "world", "epoch", "limit", "blocks")
 """Arguments of which any value runs the same code. Otherwise a rank would recompile while its neighbours wait."""
 
 
@@ -80,24 +81,36 @@ def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl
     return done + left % batch, left // batch, sent, sent - batch
 
 
-@partial(jit, unspecialised=_UNSPECIALISED)
+class Links(NamedTuple):
+    """Where ranks write for each other: pointers to int64 numbers."""
+
+    slot_table: Tensor
+    """[W]: the address of each rank's slots."""
+
+    flag_table: Tensor
+    """[W]: the address of each rank's flags."""
+
+    error: Tensor
+    """[1]: this rank's error word."""
+
+
+class Result(NamedTuple):
+    """What the last step writes beside a state."""
+
+    out: Tensor | None
+    """[S]: the mean. `None`: it is the gradient of a step instead."""
+
+    bad: Tensor | None
+    """[], int32: set to 1 if the gradient of a step is not finite."""
+
+
+@partial(jit, unspecialized=_UNSPECIALIZED)
 def _ring_reduce_scatter_kernel(
     full_ptr: tl.tensor,
-    slot_table_ptr: tl.tensor,
-    flag_table_ptr: tl.tensor,
-    error_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    param_ptr: tl.tensor,
-    exp_avg_ptr: tl.tensor,
-    exp_avg_sq_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    avg_exponent_ptr: tl.tensor,
-    sq_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    bad_ptr: tl.tensor,
-    first: tl.tensor,
+    links: Links,
+    result: Result,
+    state: State,
+    table: Table,
     divisor: float,
     rank: tl.tensor,
     world: tl.tensor,
@@ -108,63 +121,57 @@ def _ring_reduce_scatter_kernel(
     WIRE: tl.constexpr,
     DEPTH: tl.constexpr,
     AMD: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     program, programs = tl.program_id(0), tl.num_programs(0)
     after, before = wrapped(rank + 1 - world, world), wrapped(rank - 1, world)
     numel = blocks * BLOCK  # of a message
-    flags_ptr, to_before_ptr = flags_of(flag_table_ptr, rank), flags_of(flag_table_ptr, before) + FREED
-    to_after_ptr = flags_of(flag_table_ptr, after)
-    slots_ptr = slots_of(slot_table_ptr, rank, DEPTH * numel, WIRE)
-    slots_after_ptr = slots_of(slot_table_ptr, after, DEPTH * numel, WIRE)
+    flags_ptr, to_before_ptr = flags_of(links.flag_table, rank), flags_of(links.flag_table, before) + FREED
+    to_after_ptr = flags_of(links.flag_table, after)
+    slots_ptr = slots_of(links.slot_table, rank, DEPTH * numel, WIRE)
+    slots_after_ptr = slots_of(links.slot_table, after, DEPTH * numel, WIRE)
     messages = (tl.cdiv(n, numel) - program + programs - 1) // programs  # of this program, in each step
     last = world - 1
 
     zero = epoch.to(tl.int64) << 32  # the flag of this epoch with a count of 0
-    patience = begin(to_before_ptr, zero, error_ptr, limit)
+    patience = begin(to_before_ptr, zero, links.error, limit)
     for action in tl.range(0, messages * world, disable_licm=True):
         message, step, sent, received = place_of(action, messages, world, DEPTH)
         segment = wrapped(rank - 1 - step, world).to(tl.int64) * n
         if step > 0:
-            patience = await_message(flags_ptr, zero + received + 1, step, patience)
+            patience = await_flag(flags_ptr, zero + received + 1, step, NOTHING_ARRIVED, patience)
         if step < last:
-            patience = await_room(flags_ptr + FREED, zero, sent, step, patience, DEPTH)
+            freed = zero + tl.maximum(sent - DEPTH + 1, 0)  # when message `sent` may be written
+            patience = await_flag(flags_ptr + FREED, freed, step, NOTHING_FREED, patience)
         end = tl.where(patience > 0, n, 0)  # nothing is touched once something went wrong
         start = (message * programs + program).to(tl.int64) * numel
         for block in tl.range(0, tl.cdiv(tl.minimum(n - start, numel), BLOCK), disable_licm=True):
-            line = tl.arange(0, BLOCK // 32)[:, None]
-            inside = block * BLOCK + line * 32 + tl.arange(0, 32)[None, :]
+            line = tl.arange(0, BLOCK // GROUP)[:, None]
+            inside = block * BLOCK + line * GROUP + tl.arange(0, GROUP)[None, :]
             offsets = start + inside
             mask = offsets < end
-            total = load_fp32(full_ptr, segment + offsets, mask, INTERPRET)
+            total = load_fp32(full_ptr, segment + offsets, mask)
             if step > 0:
                 slot = received % DEPTH * numel
-                total = load_fp32(slots_ptr, slot + inside, mask, INTERPRET) + total
+                total = load_fp32(slots_ptr, slot + inside, mask) + total
             if step < last:
                 slot = sent % DEPTH * numel
-                store_rounded(slots_after_ptr, slot + inside, total, mask, INTERPRET)
+                store_rounded(slots_after_ptr, slot + inside, total, mask)
             else:
                 total = tl.div_rn(total, divisor)  # the quotient by 1 is exact
-                if out_ptr is not None:
-                    store_rounded(out_ptr, offsets, total, mask, INTERPRET)
+                if result.out is not None:
+                    store_rounded(result.out, offsets, total, mask)
                 else:
-                    group = start // 32 + block * (BLOCK // 32) + line
-                    in_group = group * 32 < end
-                    row = tl.load(rows_ptr + group, mask=in_group, other=0).to(tl.int64)
-                    # fmt: off
-                    step_block(
-                        param_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, avg_exponent_ptr, sq_exponent_ptr,
-                        None, scalars_ptr, keys_ptr, bad_ptr, first, total, row, group, offsets, mask, in_group,
-                        False, INTERPRET,
-                    )
-                    # fmt: on
+                    group = start // GROUP + block * (BLOCK // GROUP) + line
+                    in_group = group * GROUP < end
+                    row = tl.load(table.rows + group, mask=in_group, other=0).to(tl.int64)
+                    step_block(state, table, None, result.bad, total, row, group, offsets, mask, in_group, False)
         if patience > 0:
             if step < last:
                 put_signal(to_after_ptr, zero + sent + 1, AMD)
             if step > 0:
                 put_signal(to_before_ptr, zero + received + 1, AMD)
-    finish(zero, error_ptr, patience)
+    finish(zero, links.error, patience)
 
 
 def ring_reduce_scatter(
@@ -189,14 +196,9 @@ def ring_reduce_scatter(
             Triton's interpreter.
     """
     who = "ring_reduce_scatter"
-    _check(who, full, peers, out.numel(), epoch)
-    _check_sum(who, full, divisor, wire)
-    check_flat(who, "out", out, out.numel(), out.dtype, full.device)
-    if out.dtype not in _WIRES:
-        raise ValueError(f"{who}: out must be fp32, bf16 or fp16, got {out.dtype}")
+    check_flat(who, "out", out, _WIRES, numel=out.numel(), device=full.device)
     block = block_size(out, full, torch.empty(0, dtype=wire))
-    last = out, *(None,) * 10, 0  # no state, table or flag
-    _launch_reduce(who, full, peers, last, block, epoch=epoch, divisor=divisor, wire=wire)
+    _launch(who, full, peers, out.numel(), (Result(out, None), None, None), block, epoch, divisor, wire)
 
 
 def ring_reduce_adamw(
@@ -221,12 +223,9 @@ def ring_reduce_adamw(
         ValueError: as `ring_reduce_scatter` and `reduce_adamw`.
     """
     who = "ring_reduce_adamw"
-    _check(who, full, peers, state.param.numel(), epoch)
-    _check_sum(who, full, divisor, wire)
     check_step(who, state, table)
     block = block_size(torch.empty(0))  # with more elements in each thread registers are spilled
-    last = None, *state, table.scalars, table.keys, table.rows, bad, table.first
-    _launch_reduce(who, full, peers, last, block, epoch=epoch, divisor=divisor, wire=wire)
+    _launch(who, full, peers, state.param.numel(), (Result(None, bad), state, table), block, epoch, divisor, wire)
 
 
 def ring_reduce_scatter_reference(
@@ -262,23 +261,35 @@ def _before_the_last(fulls: Sequence[Tensor], rank: int, wire: torch.dtype) -> t
     return partial_sum, order[-1]
 
 
-def _launch_reduce(
+def _launch(
     who: str,
     full: Tensor,
     peers: Peers,
-    last: tuple[Any, ...],
+    n: int,
+    last: tuple[Result, State | None, Table | None],
     block: int,
-    *,
     epoch: int,
     divisor: int,
     wire: torch.dtype,
 ) -> None:
-    """Launch the reduction. `last` are the kernel's arguments from `out_ptr` to `first`: what the last step needs."""
-    n = full.numel() // peers.world_size
+    """Check and launch a reduction of segments [n]; `last` is what the last step needs.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not match, or a number is out of range.
+    """
+    if not use_triton(full):
+        raise ValueError(f"{who}: full is on the CPU, which needs Triton's interpreter (TRITON_INTERPRET=1)")
+    check_flat(who, "full", full, _WIRES, numel=peers.world_size * n, device=full.device)
+    peers.check(who, full.device)
+    if not 1 <= epoch <= LARGEST_EPOCH:
+        raise ValueError(f"{who}: epoch must be from 1 to {LARGEST_EPOCH}, got {epoch}")
+    if wire not in _WIRES:
+        raise ValueError(f"{who}: wire must be fp32, bf16 or fp16, got {wire}")
+    check_divisor(who, divisor)
     blocks, programs = _cut(who, peers, n, block, wire.itemsize)
     launch(
         _ring_reduce_scatter_kernel,
-        *(full, peers.slots, peers.flags, peers.error, *last, float(divisor)),
+        *(full, Links(peers.slots, peers.flags, peers.error), *last, float(divisor)),
         *(peers.rank, peers.world_size, epoch, peers.limit, blocks),
         n=n,
         block=block,
@@ -286,7 +297,6 @@ def _launch_reduce(
         WIRE=getattr(tl, _WIRES[wire], None),
         DEPTH=peers.depth,
         AMD=_AMD,
-        INTERPRET=INTERPRET,
     )
 
 
@@ -303,19 +313,3 @@ def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int
     count = -(-n // block)
     blocks = min(most, max(1, count // (peers.programs * peers.depth)))
     return blocks, min(peers.programs, -(-count // blocks))
-
-
-def _check(who: str, full: Tensor, peers: Peers, numel: int, epoch: int) -> None:
-    if not use_triton(full):
-        raise ValueError(f"{who}: full is on the CPU, which needs Triton's interpreter (TRITON_INTERPRET=1)")
-    check_flat(who, "full", full, peers.world_size * numel, full.dtype, full.device)
-    peers.check(who, full.device)
-    if not 1 <= epoch <= LARGEST_EPOCH:
-        raise ValueError(f"{who}: epoch must be from 1 to {LARGEST_EPOCH}, got {epoch}")
-
-
-def _check_sum(who: str, full: Tensor, divisor: int, wire: torch.dtype) -> None:
-    if full.dtype not in _WIRES or wire not in _WIRES:
-        raise ValueError(f"{who}: full and wire must be fp32, bf16 or fp16, got {full.dtype} and {wire}")
-    if not 1 <= divisor <= LARGEST_DIVISOR:
-        raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")

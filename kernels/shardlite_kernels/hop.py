@@ -12,15 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32, rounded, store_rounded, widened
+from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
+from .rounding import as_stored, load_wide, store_rounded
 from .stats import check_stats, stats_block, stats_cpu, stats_reference, store_row
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in any mixture
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _NATIVE = (torch.float64, *_INTEGERS)  # added in their own dtype
 LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
-_CPU_CHUNK = 1 << 16  # elements: a temporary of 256 KB stays in the cache of a core
 
 
 @jit
@@ -34,7 +33,6 @@ def write_mean(
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ) -> None:
     """Divide a sum, store it in the dtype of `out_ptr`, and store the statistics of what was stored.
 
@@ -44,11 +42,9 @@ def write_mean(
         total = total / divisor  # fp64 only, whose division is correctly rounded
     elif DIVIDE:
         total = tl.div_rn(total, divisor)  # a plain `/` is off by up to two units in the last place
-    store_rounded(out_ptr, offsets, total, mask, INTERPRET)
+    store_rounded(out_ptr, offsets, total, mask)
     if STATS:
-        if not NATIVE:
-            total = widened(rounded(out_ptr, total, INTERPRET), INTERPRET)
-        store_row(stats_ptr, total, mask)
+        store_row(stats_ptr, as_stored(out_ptr, total, NATIVE), mask)
 
 
 @jit
@@ -62,16 +58,12 @@ def _hop_kernel(
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    if NATIVE:
-        total = tl.load(received_ptr + offsets, mask=mask) + tl.load(own_ptr + offsets, mask=mask)
-    else:
-        total = load_fp32(received_ptr, offsets, mask, INTERPRET) + load_fp32(own_ptr, offsets, mask, INTERPRET)
-    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS, INTERPRET)
+    total = load_wide(received_ptr, offsets, mask, NATIVE) + load_wide(own_ptr, offsets, mask, NATIVE)
+    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS)
 
 
 def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
@@ -93,7 +85,7 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
             stats_cpu(out, stats)  # a separate pass: several calls per cached chunk would take longer
         return
     block = block_size(*tensors) if stats is None else stats_block(out)
-    flags = {"NATIVE": out.dtype in _NATIVE, "DIVIDE": divisor > 1, "STATS": stats is not None, "INTERPRET": INTERPRET}
+    flags = {"NATIVE": out.dtype in _NATIVE, "DIVIDE": divisor > 1, "STATS": stats is not None}
     launch(_hop_kernel, *tensors, stats, float(divisor), n=out.numel(), block=block, **flags)
 
 
@@ -133,12 +125,7 @@ def check_hop(who: str, out: Tensor, received: Tensor, own: Tensor, divisor: int
         ValueError: shapes, devices or dtypes do not match, or `divisor` is not allowed for the dtype.
     """
     for name, tensor in (("out", out), ("received", received), ("own", own)):
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
-        if tensor.numel() != out.numel() or tensor.device != out.device:
-            raise ValueError(
-                f"{who}: {name} has {tensor.numel()} elements on {tensor.device}, out has {out.numel()} on {out.device}"
-            )
+        check_flat(who, name, tensor, numel=out.numel(), device=out.device)
     dtypes = {out.dtype, received.dtype, own.dtype}
     if not (dtypes <= set(_NARROW) or (len(dtypes) == 1 and out.dtype in _NATIVE)):
         raise ValueError(
@@ -147,10 +134,19 @@ def check_hop(who: str, out: Tensor, received: Tensor, own: Tensor, divisor: int
         )
     if divisor != 1 and out.dtype in _INTEGERS:
         raise ValueError(f"{who}: {out.dtype} cannot be divided by {divisor}: integers are only summed")
-    if not 1 <= divisor <= LARGEST_DIVISOR:
-        raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
+    check_divisor(who, divisor)
     if stats is not None:
         check_stats(who, out, stats)
+
+
+def check_divisor(who: str, divisor: int) -> None:
+    """Check that a divisor is positive and exact in fp32.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 1 <= divisor <= LARGEST_DIVISOR:
+        raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
 
 
 def hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1) -> None:
@@ -163,6 +159,5 @@ def hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1) -> Non
         torch.add(received, own, out=out)
         out.div_(divisor)
     else:
-        chunks = (torch.split(tensor, _CPU_CHUNK) for tensor in (out, received, own))
-        for out_chunk, received_chunk, own_chunk in zip(*chunks, strict=True):
+        for out_chunk, received_chunk, own_chunk in chunks(out, received, own):
             hop_reference(out_chunk, received_chunk, own_chunk, divisor)

@@ -21,8 +21,6 @@ NaN.
 Legend: `S` elements, `G = ceil(S / 32)` groups.
 """
 
-# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
-
 from __future__ import annotations
 
 import torch
@@ -105,65 +103,35 @@ def round_to_bf16(x: tl.tensor, random: tl.tensor) -> tl.tensor:
 
 
 @jit
-def load_avg(
-    avg_ptr: tl.tensor,
-    exponent_ptr: tl.tensor,
-    offsets: tl.tensor,
-    group: tl.tensor,
-    mask: tl.tensor,
-    in_group: tl.tensor,
-    INTERPRET: tl.constexpr,
-) -> tl.tensor:
-    """Return the first moments [G, 32] in fp32, from any format; exponents [G, 1] belong to codes."""
-    if exponent_ptr is None:
-        return load_fp32(avg_ptr, offsets, mask, INTERPRET)
+def load_moments(
+    state: tl.tuple, offsets: tl.tensor, group: tl.tensor, mask: tl.tensor, in_group: tl.tensor
+) -> tl.tuple:
+    """Return both moments [G, 32] in fp32, from any format; exponents [G, 1] belong to codes."""
+    if state.avg_exponent is None:
+        return load_fp32(state.exp_avg, offsets, mask), load_fp32(state.exp_avg_sq, offsets, mask)
     else:
-        exponent = tl.load(exponent_ptr + group, mask=in_group, other=0)
-        return decode_avg(tl.load(avg_ptr + offsets, mask=mask, other=0), exponent)
-
-
-@jit
-def load_sq(
-    sq_ptr: tl.tensor,
-    exponent_ptr: tl.tensor,
-    offsets: tl.tensor,
-    group: tl.tensor,
-    mask: tl.tensor,
-    in_group: tl.tensor,
-    INTERPRET: tl.constexpr,
-) -> tl.tensor:
-    """Return the second moments [G, 32] in fp32, from any format; exponents [G, 1] belong to codes."""
-    if exponent_ptr is None:
-        return load_fp32(sq_ptr, offsets, mask, INTERPRET)
-    else:
-        exponent = tl.load(exponent_ptr + group, mask=in_group, other=0)
-        return decode_sq(tl.load(sq_ptr + offsets, mask=mask, other=0), exponent)
+        exponent = tl.load(state.avg_exponent + group, mask=in_group, other=0)
+        m = decode_avg(tl.load(state.exp_avg + offsets, mask=mask, other=0), exponent)
+        exponent = tl.load(state.sq_exponent + group, mask=in_group, other=0)
+        return m, decode_sq(tl.load(state.exp_avg_sq + offsets, mask=mask, other=0), exponent)
 
 
 @jit
 def store_avg(
-    avg_ptr: tl.tensor,
-    exponent_ptr: tl.tensor,
-    offsets: tl.tensor,
-    group: tl.tensor,
-    m: tl.tensor,
-    mask: tl.tensor,
-    in_group: tl.tensor,
-    INTERPRET: tl.constexpr,
+    state: tl.tuple, offsets: tl.tensor, group: tl.tensor, m: tl.tensor, mask: tl.tensor, in_group: tl.tensor
 ) -> None:
     """Store the first moments in their format."""
-    if exponent_ptr is None:
-        store_rounded(avg_ptr, offsets, m, mask, INTERPRET)
+    if state.avg_exponent is None:
+        store_rounded(state.exp_avg, offsets, m, mask)
     else:
         exponent = exponent_of(m)
-        tl.store(avg_ptr + offsets, encode_avg(m, exponent), mask=mask)
-        tl.store(exponent_ptr + group, exponent.to(tl.uint8), mask=in_group)
+        tl.store(state.exp_avg + offsets, encode_avg(m, exponent), mask=mask)
+        tl.store(state.avg_exponent + group, exponent.to(tl.uint8), mask=in_group)
 
 
 @jit
 def store_sq(
-    sq_ptr: tl.tensor,
-    exponent_ptr: tl.tensor,
+    state: tl.tuple,
     offsets: tl.tensor,
     group: tl.tensor,
     v: tl.tensor,
@@ -173,14 +141,14 @@ def store_sq(
     in_group: tl.tensor,
 ) -> None:
     """Store the second moments, whose square root is `root`, in their format; narrow formats need random bits."""
-    if exponent_ptr is not None:
+    if state.sq_exponent is not None:
         exponent = exponent_of(root)
-        tl.store(sq_ptr + offsets, encode_sq(root, exponent, random), mask=mask)
-        tl.store(exponent_ptr + group, exponent.to(tl.uint8), mask=in_group)
-    elif sq_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(sq_ptr + offsets, round_to_bf16(v, random), mask=mask)
+        tl.store(state.exp_avg_sq + offsets, encode_sq(root, exponent, random), mask=mask)
+        tl.store(state.sq_exponent + group, exponent.to(tl.uint8), mask=in_group)
+    elif state.exp_avg_sq.dtype.element_ty == tl.bfloat16:
+        tl.store(state.exp_avg_sq + offsets, round_to_bf16(v, random), mask=mask)
     else:
-        tl.store(sq_ptr + offsets, v, mask=mask)
+        tl.store(state.exp_avg_sq + offsets, v, mask=mask)
 
 
 # ---- the specification, in PyTorch --------------------------------------------------------------------------------
@@ -191,8 +159,8 @@ def decode(avg: Tensor, sq: Tensor, avg_exponent: Tensor | None, sq_exponent: Te
     if avg_exponent is None or sq_exponent is None:
         narrow = avg.dtype == torch.bfloat16
         return (avg.float(), sq.float()) if narrow else (avg, sq)
-    root = avg.float() * _fp32(1 / 127)
-    sq_root = sq.float() * _fp32(1 / 255) * _each(_powers(sq_exponent), sq.numel())
+    root = avg.float() * (1 / 127)
+    sq_root = sq.float() * (1 / 255) * _each(_powers(sq_exponent), sq.numel())
     return root * root.abs() * _each(_powers(avg_exponent), avg.numel()), sq_root * sq_root
 
 
@@ -276,7 +244,3 @@ def _inverses(exponent: Tensor) -> Tensor:
 def _each(groups: Tensor, numel: int) -> Tensor:
     """Repeat a value per group [G] for each element [S]."""
     return groups.repeat_interleave(SCALE_BLOCK)[:numel]
-
-
-def _fp32(x: float) -> float:
-    return torch.tensor(x, dtype=torch.float32).item()

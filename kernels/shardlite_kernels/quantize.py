@@ -26,27 +26,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_triton
+from .launch import CPU_CHUNK, GROUP, SCALE_BLOCK, block_size, check_flat, jit, launch, tl, use_triton
 from .rounding import load_fp32, store_rounded
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _POISON = 255  # as a scale
-_CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
 
 
 @jit
 def _quantize_kernel(
-    codes_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    source_ptr: tl.tensor,
-    n: tl.tensor,
-    SHARED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BLOCK: tl.constexpr,
+    codes_ptr: tl.tensor, scales_ptr: tl.tensor, source_ptr: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // SHARED) + tl.arange(0, BLOCK // SHARED))[:, None]
-    offsets = blocks * SHARED + tl.arange(0, SHARED)[None, :]
-    x = load_fp32(source_ptr, offsets, offsets < n, INTERPRET)
+    blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
+    offsets = blocks * GROUP + tl.arange(0, GROUP)[None, :]
+    x = load_fp32(source_ptr, offsets, offsets < n)
     # Bits of positive floats are ordered as the floats are, with infinity and NaN on top: 255 when shifted.
     scale = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True) >> 23
     # 2^(127 - scale), so that the largest becomes 1 to 2. 2^-127 is subnormal: a mantissa bit, no exponent bits.
@@ -57,7 +50,7 @@ def _quantize_kernel(
     codes = tl.minimum(tl.maximum(codes, -127), 127)
     codes = tl.where(scale == 255, 0, codes)
     tl.store(codes_ptr + offsets, codes.to(tl.int8), mask=offsets < n)
-    tl.store(scales_ptr + blocks, scale.to(tl.uint8), mask=blocks * SHARED < n)
+    tl.store(scales_ptr + blocks, scale.to(tl.uint8), mask=blocks * GROUP < n)
 
 
 @jit
@@ -68,19 +61,17 @@ def _dequantize_kernel(
     codes_stride: tl.tensor,
     scales_stride: tl.tensor,
     n: tl.tensor,
-    SHARED: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
-    blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // SHARED) + tl.arange(0, BLOCK // SHARED))[:, None]
-    offsets = blocks * SHARED + tl.arange(0, SHARED)[None, :]  # in the row
+    blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
+    offsets = blocks * GROUP + tl.arange(0, GROUP)[None, :]  # in the row
     codes = tl.load(codes_ptr + row * codes_stride + offsets, mask=offsets < n, eviction_policy="evict_first")
-    scale = tl.load(scales_ptr + row * scales_stride + blocks, mask=blocks * SHARED < n, other=0).to(tl.int32)
+    scale = tl.load(scales_ptr + row * scales_stride + blocks, mask=blocks * GROUP < n, other=0).to(tl.int32)
     power = tl.where(scale == 0, 0x400000, scale << 23)  # 2^(scale - 127)
     power = tl.where(scale == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
     value = codes.to(tl.float32) * 0.015625 * power
-    store_rounded(out_ptr, row * n + offsets, value, offsets < n, INTERPRET)
+    store_rounded(out_ptr, row * n + offsets, value, offsets < n)
 
 
 def quantize(codes: Tensor, scales: Tensor, source: Tensor) -> None:
@@ -94,21 +85,20 @@ def quantize(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     Raises:
         ValueError: `S` is not a multiple of 32; shapes, devices or dtypes do not match.
     """
-    _check("quantise", "source", source, codes, scales)
+    _check("quantize", "source", source, codes, scales)
     if codes.dim() != 1:
-        raise ValueError(f"quantise: codes must be 1-D, got {list(codes.shape)}")
+        raise ValueError(f"quantize: codes must be 1-D, got {list(codes.shape)}")
     if not use_triton(source):
         chunks = _chunks(codes), _chunks(scales, SCALE_BLOCK), _chunks(source)
         for codes_chunk, scales_chunk, source_chunk in zip(*chunks, strict=True):
             _quantize_cpu(codes_chunk, scales_chunk, source_chunk)
         return
-    flags = {"SHARED": SCALE_BLOCK, "INTERPRET": INTERPRET}
-    launch(_quantize_kernel, codes, scales, source, n=source.numel(), block=block_size(source), **flags)
+    launch(_quantize_kernel, codes, scales, source, n=source.numel(), block=block_size(source))
 
 
 def quantize_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     """Specification of `quantize`."""
-    _check("quantise", "source", source, codes, scales)
+    _check("quantize", "source", source, codes, scales)
     blocks = source.float().view(-1, SCALE_BLOCK)
     exponent = blocks.abs().amax(1).view(torch.int32) >> 23
     step = _step_reference(exponent).unsqueeze(1)
@@ -127,19 +117,18 @@ def dequantize(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     Raises:
         ValueError: `S` is not a multiple of 32; shapes, devices or dtypes do not match.
     """
-    _check("dequantise", "out", out, codes, scales)
+    _check("dequantize", "out", out, codes, scales)
     rows = (codes.view(1, -1), scales.view(1, -1)) if codes.dim() == 1 else (codes, scales)
     if not use_triton(out):
         _dequantize_cpu(out, *rows)
         return
     strides, (number, n) = [each.stride(0) for each in rows], rows[0].shape
-    flags = {"SHARED": SCALE_BLOCK, "INTERPRET": INTERPRET}
-    launch(_dequantize_kernel, out, *rows, *strides, n=n, rows=number, block=block_size(out), **flags)
+    launch(_dequantize_kernel, out, *rows, *strides, n=n, rows=number, block=block_size(out))
 
 
 def dequantize_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Specification of `dequantize`."""
-    _check("dequantise", "out", out, codes, scales)
+    _check("dequantize", "out", out, codes, scales)
     step = _step_reference(scales.reshape(-1, 1))
     values = codes.reshape(-1, SCALE_BLOCK).double() * step
     out.copy_(torch.where(scales.reshape(-1, 1) == _POISON, torch.nan, values).view(-1))
@@ -152,10 +141,7 @@ def _step_reference(scales: Tensor) -> Tensor:
 
 def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Check that tensors match: `floats` [W*S], codes [W, S] and scales [W, S/32], or all 1-D."""
-    if floats.dim() != 1 or not floats.is_contiguous():
-        raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(floats.shape)}, {floats.stride()}")
-    if floats.dtype not in _FLOATS:
-        raise ValueError(f"{who}: {name} must be fp32, bf16 or fp16, got {floats.dtype}")
+    check_flat(who, name, floats, _FLOATS)
     if (codes.dtype, scales.dtype) != (torch.int8, torch.uint8):
         raise ValueError(f"{who}: codes must be int8 and scales uint8, got {codes.dtype} and {scales.dtype}")
     if not codes.device == scales.device == floats.device:
@@ -198,4 +184,4 @@ def _step_cpu(scales: Tensor) -> Tensor:
 
 def _chunks(tensor: Tensor, shared: int = 1) -> tuple[Tensor, ...]:
     """Split a tensor whose elements stand for `shared` numbers each."""
-    return torch.split(tensor, _CPU_CHUNK // shared)
+    return torch.split(tensor, CPU_CHUNK // shared)

@@ -1,7 +1,8 @@
 """Exact rounding: conversions on the device, and the fused multiply-add for the references.
 
-Everything rounds to nearest even, once. A GPU's own conversions do so. Triton's interpreter truncates fp32 to bf16 and
-misreads subnormal bf16 numbers, so there the conversions use integers.
+Everything rounds once, to nearest even. A GPU's own conversions do so. Triton's interpreter truncates fp32 to bf16 and
+misreads subnormal bf16 numbers, so there `rounded` and `widened` use integers. Nothing else in a kernel depends on
+where it runs.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -11,50 +12,66 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import jit, libdevice, tl
+from .launch import INTERPRETED, jit, libdevice, tl
 
 
 @jit
-def load_fp32(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+def load_fp32(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Return the values at `pointer + offsets` in fp32, which holds every bf16 and fp16 number exactly.
 
     They are read once, so they are marked to be evicted first from the L2 cache. They are zero outside `mask`.
     """
-    return widened(tl.load(pointer + offsets, mask=mask, other=0, eviction_policy="evict_first"), INTERPRET)
+    return widened(tl.load(pointer + offsets, mask=mask, other=0, eviction_policy="evict_first"))
 
 
 @jit
-def store_rounded(
-    pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor, INTERPRET: tl.constexpr
-) -> None:
+def load_wide(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """Return the values at `pointer + offsets` in the dtype of their arithmetic: their own if `NATIVE`, else fp32."""
+    if NATIVE:
+        return tl.load(pointer + offsets, mask=mask)
+    else:
+        return load_fp32(pointer, offsets, mask)
+
+
+@jit
+def as_stored(pointer: tl.tensor, value: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """Return what `load_wide` reads after `value` was stored at `pointer`."""
+    if NATIVE:
+        return value
+    else:
+        return widened(rounded(pointer, value))
+
+
+@jit
+def store_rounded(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
     """Store `value` at `pointer + offsets`, rounded to the pointer's dtype."""
-    tl.store(pointer + offsets, rounded(pointer, value, INTERPRET), mask=mask)
+    tl.store(pointer + offsets, rounded(pointer, value), mask=mask)
 
 
 @jit
-def rounded(pointer: tl.tensor, value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+def rounded(pointer: tl.tensor, value: tl.tensor) -> tl.tensor:
     """Return `value` in the dtype that `pointer` points to."""
-    if INTERPRET and pointer.dtype.element_ty == tl.bfloat16:
+    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:
         value = _bf16_by_integers(value)
     return value.to(pointer.dtype.element_ty)
 
 
 @jit
-def widened(value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+def widened(value: tl.tensor) -> tl.tensor:
     """Return a bf16, fp16 or fp32 `value` in fp32, which holds it exactly."""
-    if INTERPRET and value.dtype == tl.bfloat16:
+    if INTERPRETED and value.dtype == tl.bfloat16:
         bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
     return value.to(tl.float32)
 
 
 @jit
-def ratio(x: tl.tensor, y: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+def ratio(x: tl.tensor, y: tl.tensor) -> tl.tensor:
     """Return `x / y`, off by two units at most; a `y` below 2^-126 counts as zero.
 
     A plain `/` handles all `y`, which takes nine instructions instead of two.
     """
-    if INTERPRET:
+    if INTERPRETED:
         return x / y
     else:
         return libdevice.fast_dividef(x, y)

@@ -16,21 +16,18 @@ Legend: `W` ranks and rows, `S` elements, `P` rows of statistics (`stats.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from .hop import check_hop, divided_reference, dtype_of_sums, hop_cpu, hop_is_native, write_mean
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32, rounded, widened
+from .launch import CPU_CHUNK, block_size, jit, launch, tl, use_triton
+from .rounding import as_stored, load_wide
 from .stats import stats_block, stats_cpu, stats_reference
 
 _MOST_UNROLLED = 64
 """Up to so many rows the kernel has a load for each, so that all are under way at once. More are added in a loop."""
-
-_CPU_CHUNK = 1 << 16  # elements: the partial sum stays in the cache of a core
 
 
 @jit
@@ -42,25 +39,25 @@ def sum_rows(
     count: tl.tensor,
     stride: tl.tensor,
     UNROLL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Add `count` rows of fp32, bf16 or fp16, from row `begin` on, and return the sum in fp32.
+    """Add `count` rows from row `begin` on, and return the sum.
 
-    `UNROLL` is `count`, or 0 for a loop.
+    `UNROLL` is `count`, or 0 for a loop. `NATIVE`: in the dtype of the rows; otherwise in fp32, where partial sums are
+    rounded to the dtype of the rows.
     """
     row = begin.to(tl.int64)
-    total = load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+    total = load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     for i in tl.static_range(1, UNROLL):
         if i > 1:
-            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
+            total = as_stored(rows_ptr, total, NATIVE)
         row = tl.where(row + 1 < UNROLL, row + 1, 0)
-        total += load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+        total += load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     if UNROLL == 0:
         for _ in tl.range(1, count):
             row = tl.where(row + 1 < count, row + 1, 0)
-            # The first row is its own rounding.
-            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
-            total += load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+            total = as_stored(rows_ptr, total, NATIVE)  # rounding the first row changes nothing
+            total += load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     return total
 
 
@@ -73,7 +70,6 @@ def sum_tree(
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ) -> tl.tensor:
     """Add `COUNT` rows from row `FIRST` on as a balanced binary tree, and return the sum.
 
@@ -81,25 +77,22 @@ def sum_tree(
     """
     if COUNT == 1:
         row = tl.full((), FIRST, tl.int64)
-        if NATIVE:
-            total = tl.load(rows_ptr + row * stride + offsets, mask=mask)
-        else:
-            total = load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+        total = load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     else:
-        total = sum_tree(rows_ptr, offsets, mask, stride, FIRST, COUNT // 2, NATIVE, INTERPRET)
-        other = sum_tree(rows_ptr, offsets, mask, stride, FIRST + COUNT // 2, COUNT // 2, NATIVE, INTERPRET)
-        if COUNT > 2 and not NATIVE:  # a row is its own rounding
-            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
-            other = widened(rounded(rows_ptr, other, INTERPRET), INTERPRET)
+        total = sum_tree(rows_ptr, offsets, mask, stride, FIRST, COUNT // 2, NATIVE)
+        other = sum_tree(rows_ptr, offsets, mask, stride, FIRST + COUNT // 2, COUNT // 2, NATIVE)
+        if COUNT > 2:  # rounding a row changes nothing
+            total = as_stored(rows_ptr, total, NATIVE)
+            other = as_stored(rows_ptr, other, NATIVE)
         total += other
     return total
 
 
-UNSPECIALISED = ("begin",)
+UNSPECIALIZED = ("begin",)
 """Argument of the kernels that add rows in which ranks differ: otherwise they would compile different code."""
 
 
-@partial(jit, unspecialised=UNSPECIALISED)
+@partial(jit, unspecialized=UNSPECIALIZED)
 def _add_rows_kernel(
     out_ptr: tl.tensor,
     rows_ptr: tl.tensor,
@@ -114,26 +107,15 @@ def _add_rows_kernel(
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     if TREE:
-        total = sum_tree(rows_ptr, offsets, mask, stride, 0, UNROLL, NATIVE, INTERPRET)
-    elif NATIVE:
-        row = begin.to(tl.int64)
-        total = tl.load(rows_ptr + row * stride + offsets, mask=mask)
-        for _ in tl.static_range(1, UNROLL):
-            row = tl.where(row + 1 < UNROLL, row + 1, 0)
-            total += tl.load(rows_ptr + row * stride + offsets, mask=mask)
-        if UNROLL == 0:
-            for _ in tl.range(1, count):
-                row = tl.where(row + 1 < count, row + 1, 0)
-                total += tl.load(rows_ptr + row * stride + offsets, mask=mask)
+        total = sum_tree(rows_ptr, offsets, mask, stride, 0, UNROLL, NATIVE)
     else:
-        total = sum_rows(rows_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
-    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS, INTERPRET)
+        total = sum_rows(rows_ptr, offsets, mask, begin, count, stride, UNROLL, NATIVE)
+    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS)
 
 
 def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
@@ -164,7 +146,6 @@ def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1,
         NATIVE=hop_is_native(out),
         DIVIDE=divisor > 1,
         STATS=stats is not None,
-        INTERPRET=INTERPRET,
     )
 
 
@@ -223,24 +204,24 @@ def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) ->
     if len(rows) == 1:
         out.copy_(rows[0] if divisor == 1 else rows[0].to(dtype_of_sums(out)) / divisor)
         return
-    if first is not None:
-        order = [*range(first, len(rows)), *range(first)]
-        _ring_cpu(out, [rows[k] for k in order], divisor)
-        return
-    half = len(rows) // 2
-    for start in range(0, out.numel(), _CPU_CHUNK):
-        here = slice(start, start + _CPU_CHUNK)
-        hop_cpu(out[here], _tree_cpu(rows[:half, here]), _tree_cpu(rows[half:, here]), divisor)
+    memory = torch.empty_like(rows[0, :CPU_CHUNK])
+    for start in range(0, out.numel(), CPU_CHUNK):
+        part = rows[:, start : start + CPU_CHUNK]
+        if first is None:
+            half = len(part) // 2
+            received, own = _tree_cpu(part[:half]), _tree_cpu(part[half:])
+        else:
+            received, own = _ring_cpu(part, first, memory[: part.shape[1]])
+        hop_cpu(out[start : start + CPU_CHUNK], received, own, divisor)
 
 
-def _ring_cpu(out: Tensor, rows: Sequence[Tensor], divisor: int) -> None:
-    """Add two rows or more in their order."""
-    room = torch.empty_like(rows[0][:_CPU_CHUNK])
-    for out_chunk, total, *others, last in zip(*(torch.split(each, _CPU_CHUNK) for each in (out, *rows)), strict=True):
-        for other in others:
-            hop_cpu(partial_sum := room[: other.numel()], total, other)
-            total = partial_sum
-        hop_cpu(out_chunk, total, last, divisor)
+def _ring_cpu(rows: Tensor, first: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of all rows but the last, in `memory` if there are more than two, and the last row."""
+    total, *others, last = [*rows[first:], *rows[:first]]
+    for other in others:
+        hop_cpu(memory, total, other)
+        total = memory
+    return total, last
 
 
 def _tree_cpu(rows: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import SCALE_BLOCK
+from .launch import SCALE_BLOCK, constexpr
 from .noise import random_bits_by_group
 
 
@@ -44,7 +44,7 @@ class Hyper(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """fp32 scalars of a step: a row, which the kernel reads in this order."""
+    """fp32 scalars of a step: a row of the table."""
 
     beta1: float
     beta2: float
@@ -66,6 +66,9 @@ class Scalars(NamedTuple):
 
 
 COLUMNS = len(Scalars._fields)
+WIDTH = constexpr(COLUMNS)
+BETA1, BETA2, EPS, DECAY, STEP_SIZE, ROOT_BIAS2, LIMIT, FACTOR, GRAD_SCALE, ACTIVE = map(constexpr, range(COLUMNS))
+"""Where a kernel finds a scalar in a row, which has `WIDTH` numbers."""
 
 
 class Table(NamedTuple):

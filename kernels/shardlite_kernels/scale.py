@@ -11,20 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32, rounded, store_rounded, widened
+from .launch import block_size, check_flat, jit, launch, tl, use_triton
+from .rounding import as_stored, load_fp32, store_rounded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @jit
 def _scale_kernel(
-    x_ptr: tl.tensor,
-    factor_ptr: tl.tensor,
-    n: tl.tensor,
-    NATIVE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr: tl.tensor, factor_ptr: tl.tensor, n: tl.tensor, NATIVE: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
@@ -33,9 +28,9 @@ def _scale_kernel(
         if factor != 1.0:
             tl.store(x_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) * factor, mask=mask)
     else:
-        factor = widened(rounded(x_ptr, tl.load(factor_ptr).to(tl.float32), INTERPRET), INTERPRET)
+        factor = as_stored(x_ptr, tl.load(factor_ptr).to(tl.float32), False)
         if factor != 1.0:
-            store_rounded(x_ptr, offsets, load_fp32(x_ptr, offsets, mask, INTERPRET) * factor, mask, INTERPRET)
+            store_rounded(x_ptr, offsets, load_fp32(x_ptr, offsets, mask) * factor, mask)
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
@@ -49,8 +44,7 @@ def scale(x: Tensor, factor: Tensor) -> None:
     """
     _check(x, factor)
     if use_triton(x):
-        flags = {"NATIVE": x.dtype == torch.float64, "INTERPRET": INTERPRET}
-        launch(_scale_kernel, x, factor, n=x.numel(), block=block_size(x), **flags)
+        launch(_scale_kernel, x, factor, n=x.numel(), block=block_size(x), NATIVE=x.dtype == torch.float64)
     elif (near := _near(x, factor)) != 1:  # no synchronization: the factor is in host memory
         x.mul_(near)
 
@@ -68,11 +62,7 @@ def _near(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, factor: Tensor) -> None:
-    if x.dim() != 1 or not x.is_contiguous() or x.dtype not in _DTYPES:
-        raise ValueError(
-            f"scale: x must be 1-D and contiguous, of fp32, bf16, fp16 or fp64, got {tuple(x.shape)}, {x.stride()} of "
-            f"{x.dtype}"
-        )
+    check_flat("scale", "x", x, _DTYPES)
     if factor.dim() != 0 or factor.dtype not in (torch.float32, torch.float64) or factor.device != x.device:
         raise ValueError(
             f"scale: factor must be a single fp32 or fp64 number on {x.device}, got {tuple(factor.shape)} of "

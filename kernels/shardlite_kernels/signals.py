@@ -41,14 +41,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .launch import constexpr, jit, tl
+from .launch import check_flat, constexpr, jit, tl
 
 PROGRAMS = 32
 DEPTH = 4
 SLOT_NBYTES = 1 << 16  # holds a block of the interpreter in fp32
 LIMIT = 1 << 26
 LARGEST_EPOCH = 2**31 - 1
-FREED = constexpr(16)  # int64 numbers from flag to flag: 128 bytes, so that no two share a cache line
+_FLAG_STRIDE = 16  # int64 numbers from flag to flag: 128 bytes, so that no two share a cache line
+FREED = constexpr(_FLAG_STRIDE)
 
 NOTHING_ARRIVED = constexpr(1)
 NOTHING_FREED = constexpr(2)
@@ -99,23 +100,10 @@ def begin(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limit: tl
 
 
 @jit
-def await_message(arrived_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, patience: tl.tensor) -> tl.tensor:
-    """Wait for a flag to signal written messages. Return the remaining patience."""
-    return _await(arrived_ptr, value, step, NOTHING_ARRIVED, patience)
-
-
-@jit
-def await_room(
-    freed_ptr: tl.tensor, zero: tl.tensor, number: tl.tensor, step: tl.tensor, patience: tl.tensor, DEPTH: tl.constexpr
-) -> tl.tensor:
-    """Wait until message `number` of this epoch may be written. Return the remaining patience."""
-    return _await(freed_ptr, zero + tl.maximum(number - DEPTH + 1, 0), step, NOTHING_FREED, patience)
-
-
-@jit
-def _await(
+def await_flag(
     flag_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, REASON: tl.constexpr, patience: tl.tensor
 ) -> tl.tensor:
+    """Wait for a flag to reach `value`. Return the remaining patience, or below 0 the encoded failure."""
     seen = wait_signal(flag_ptr, value, patience)
     elsewhere = seen - value > 0x7FFFFFFF  # counts are smaller
     failed = (patience > 0) & ((seen < value) | elsewhere)
@@ -200,16 +188,12 @@ class Peers:
             ("flags", self.flags, self.world_size),
             ("error", self.error, 1),
         ):
-            if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((numel,), torch.int64, device):
-                raise ValueError(
-                    f"{who}: {name} must be [{numel}] of torch.int64 on {device}, "
-                    f"got {list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-                )
+            check_flat(who, name, tensor, (torch.int64,), numel=numel, device=device)
 
 
 def flag_numel(programs: int = PROGRAMS) -> int:
     """Return the number of int64 values in the flags of a rank."""
-    return programs * 2 * 16
+    return programs * 2 * _FLAG_STRIDE
 
 
 def slots_nbytes(programs: int = PROGRAMS, depth: int = DEPTH, slot_nbytes: int = SLOT_NBYTES) -> int:

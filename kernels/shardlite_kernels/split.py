@@ -23,9 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import block_size, jit, launch, tl, use_triton
-
-_CPU_CHUNK = 1 << 16  # elements: temporaries of 256 KB stay in the cache of a core
+from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
 
 
 @jit
@@ -47,30 +45,26 @@ def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: 
 
 
 @jit
-def load_weight(param_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Return weights in fp32: joined or, without `low_ptr`, as stored."""
-    if low_ptr is None:
-        return tl.load(param_ptr + offsets, mask=mask)
+def load_weight(state: tl.tuple, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Return weights in fp32: as stored, or joined if they are split."""
+    if state.low is None:
+        return tl.load(state.param + offsets, mask=mask)
     else:
-        return load_joined(param_ptr, low_ptr, offsets, mask)
+        return load_joined(state.param, state.low, offsets, mask)
 
 
 @jit
-def store_weight(param_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
-    """Store weights, split or, without `low_ptr`, unchanged."""
-    if low_ptr is None:
-        tl.store(param_ptr + offsets, x, mask=mask)
+def store_weight(state: tl.tuple, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
+    """Store weights, in fp32 or split."""
+    if state.low is None:
+        tl.store(state.param + offsets, x, mask=mask)
     else:
-        store_split(param_ptr, low_ptr, offsets, x, mask)
+        store_split(state.param, state.low, offsets, x, mask)
 
 
 @jit
 def _split_kernel(
-    high_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    source_ptr: tl.tensor,
-    n: tl.tensor,
-    BLOCK: tl.constexpr,
+    high_ptr: tl.tensor, low_ptr: tl.tensor, source_ptr: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
@@ -101,7 +95,7 @@ def split(high: Tensor, low: Tensor, source: Tensor) -> None:
     if use_triton(source):
         _launch(_split_kernel, (high, low, source))
         return
-    for parts in zip(*(torch.split(tensor, _CPU_CHUNK) for tensor in (high, low, source)), strict=True):
+    for parts in chunks(high, low, source):
         split_reference(*parts)
 
 
@@ -134,10 +128,10 @@ def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
     out.view(torch.int32).add_(low, alpha=256)
 
 
-def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, room: Tensor) -> None:
-    """`join` for a chunk [S] in the cache, with temporary memory `room` [S], int32: adding int8 to int32 is slow."""
+def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, memory: Tensor) -> None:
+    """`join` for a chunk [S] in the cache, with temporary `memory` [S], int32: adding int8 to int32 is slow."""
     out.copy_(high)
-    out.view(torch.int32).add_(room.copy_(low), alpha=256)
+    out.view(torch.int32).add_(memory.copy_(low), alpha=256)
 
 
 def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
@@ -160,18 +154,6 @@ def _launch(kernel: object, tensors: tuple[Tensor, ...]) -> None:
 
 
 def _check(who: str, whole: Tensor, high: Tensor, low: Tensor) -> None:
-    for name, tensor, dtype in (
-        ("fp32", whole, torch.float32),
-        ("high", high, torch.bfloat16),
-        ("low", low, torch.int8),
-    ):
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype != dtype:
-            raise ValueError(
-                f"{who}: the {name} part must be 1-D, contiguous and {dtype}, "
-                f"got {tuple(tensor.shape)}, {tensor.stride()}, {tensor.dtype}"
-            )
-        if tensor.numel() != whole.numel() or tensor.device != whole.device:
-            raise ValueError(
-                f"{who}: the {name} part has {tensor.numel()} elements on {tensor.device}, "
-                f"the fp32 one {whole.numel()} on {whole.device}"
-            )
+    dtypes = {"the fp32 part": torch.float32, "the high part": torch.bfloat16, "the low part": torch.int8}
+    for (name, dtype), tensor in zip(dtypes.items(), (whole, high, low), strict=True):
+        check_flat(who, name, tensor, (dtype,), numel=whole.numel(), device=whole.device)

@@ -11,13 +11,12 @@ Legend: `S` elements, `G = ceil(S / 32)` groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat, starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .launch import SCALE_BLOCK
+from .launch import SCALE_BLOCK, check_flat
 from .moments import FORMATS, decode
 from .split import join
 
@@ -50,26 +49,15 @@ class State(NamedTuple):
 
     def part(self, start: int, stop: int) -> State:
         """Return the state of elements `[start, stop)`; `start` is a multiple of 32."""
-        groups = slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
-        here = slice(start, stop)
-        return State(
-            self.param[here],
-            self.exp_avg[here],
-            self.exp_avg_sq[here],
-            None if self.low is None else self.low[here],
-            None if self.avg_exponent is None else self.avg_exponent[groups],
-            None if self.sq_exponent is None else self.sq_exponent[groups],
-        )
+        here, groups = slice(start, stop), slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
+        param, exp_avg, exp_avg_sq, low, *exponents = self
+        avg, sq = (None if each is None else each[groups] for each in exponents)
+        return State(param[here], exp_avg[here], exp_avg_sq[here], None if low is None else low[here], avg, sq)
 
     def split(self, numel: int) -> Iterator[State]:
-        """Split into parts of `numel` elements, a multiple of 32; the last may be shorter."""
-        count = max(1, -(-self.param.numel() // numel))  # an empty state has one part, as with torch.split
-        sizes = (numel, numel, numel, numel, numel // SCALE_BLOCK, numel // SCALE_BLOCK)
-        columns = [
-            repeat(None, count) if tensor is None else torch.split(tensor, size)
-            for tensor, size in zip(self, sizes, strict=True)
-        ]
-        return starmap(State, zip(*columns, strict=True))
+        """Yield parts of `numel` elements, a multiple of 32; the last may be shorter. An empty state has one part."""
+        for start in range(0, max(1, self.param.numel()), numel):
+            yield self.part(start, start + numel)
 
     def weight(self) -> Tensor:
         """Return the weights [S] in the dtype of the computation: `param`, or the joined fp32 numbers."""
@@ -91,8 +79,7 @@ class State(NamedTuple):
 
     def clone(self) -> State:
         """Return a copy."""
-        low, avg, sq = (None if each is None else each.clone() for each in (self.low, *self.codes()[2:]))
-        return State(self.param.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone(), low, avg, sq)
+        return State(*(None if each is None else each.clone() for each in self))  # type: ignore[arg-type]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are not `None`."""
@@ -113,23 +100,8 @@ class State(NamedTuple):
         )
         for name, tensor, length, dtype in zip(self._fields, self, lengths, dtypes, strict=True):
             if tensor is not None:
-                check_flat(who, name, tensor, length, dtype, device)
+                check_flat(who, name, tensor, (dtype,), numel=length, device=device)
         if moments not in (weights, *FORMATS.values()):
             raise ValueError(f"{who}: moments in {moments} do not go with a param in {weights}")
         if codes != (self.avg_exponent is not None) or codes != (self.sq_exponent is not None):
             raise ValueError(f"{who}: exponents go with moments in int8 codes, and only with those")
-
-
-def check_flat(who: str, name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that a tensor is 1-D and contiguous and has this length, dtype and device.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
-    if (tensor.numel(), tensor.dtype, tensor.device) != (numel, dtype, device):
-        raise ValueError(
-            f"{who}: {name} must have {numel} elements of {dtype} on {device}, "
-            f"got {tensor.numel()} of {tensor.dtype} on {tensor.device}"
-        )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32
+from .launch import block_size, check_flat, jit, launch, tl, use_triton
+from .rounding import load_wide
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP32 = torch.empty(0)
@@ -64,19 +64,11 @@ def store_row(stats_ptr: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
 
 @jit
 def _stats_kernel(
-    x_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    n: tl.tensor,
-    NATIVE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr: tl.tensor, stats_ptr: tl.tensor, n: tl.tensor, NATIVE: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    if NATIVE:
-        store_row(stats_ptr, tl.load(x_ptr + offsets, mask=mask), mask)
-    else:
-        store_row(stats_ptr, load_fp32(x_ptr, offsets, mask, INTERPRET), mask)
+    store_row(stats_ptr, load_wide(x_ptr, offsets, mask, NATIVE), mask)
 
 
 def stats(x: Tensor, out: Tensor) -> None:
@@ -93,7 +85,7 @@ def stats(x: Tensor, out: Tensor) -> None:
         stats_cpu(x, out)
         return
     native = x.dtype == torch.float64
-    launch(_stats_kernel, x, out, n=x.numel(), block=stats_block(x), NATIVE=native, INTERPRET=INTERPRET)
+    launch(_stats_kernel, x, out, n=x.numel(), block=stats_block(x), NATIVE=native)
 
 
 def stats_reference(x: Tensor, out: Tensor) -> None:
@@ -158,6 +150,5 @@ def _stats_of_blocks(blocks: Tensor, out: Tensor) -> None:
 
 
 def _check(x: Tensor, out: Tensor) -> None:
-    if x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(f"stats: x must be 1-D and contiguous, got {tuple(x.shape)}, {x.stride()}")
+    check_flat("stats", "x", x)
     check_stats("stats", x, out)

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from threading import Lock
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -400,12 +400,13 @@ def _replace_method(owner: type, name: str, change: Callable[[Any], Any]) -> Non
     setattr(owner, name, change(getattr(owner, name)))
 
 
-def _replace_inside(function: FunctionType, change: Callable[[Any], Any]) -> None:
+def _replace_inside(function: Callable[..., Any], change: Callable[[Any], Any]) -> None:
     """Replace what a function runs under `torch.no_grad()`, for programs that have imported it by name too.
 
     PyTorch's `_no_grad` keeps it in a closure variable, `func`.
     """
-    cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
+    wrapper = cast(FunctionType, function)
+    cell = (wrapper.__closure__ or ())[wrapper.__code__.co_freevars.index("func")]
     cell.cell_contents = change(cell.cell_contents)
 
 
@@ -424,7 +425,13 @@ class _AfterImport:
         if spec is not None:
             sys.meta_path.insert(0, self)  # until it is executed: if it raises, the program may import it again
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), sys.meta_path.remove(self), self._then())
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                sys.meta_path.remove(self)
+                self._then()
+
+            spec.loader.exec_module = exec_module
         return spec  # type: ignore[no-any-return]
 
 

@@ -306,7 +306,12 @@ class AdamW(Optimizer):
             steps, avgs, sqs = ([entry[name] for entry in entries] for name in ("step", "exp_avg", "exp_avg_sq"))
             beta1, beta2 = group["betas"]
             fused_adamw(
-                *(params, grads, avgs, sqs, [], steps),
+                list(params),
+                grads,
+                avgs,
+                sqs,
+                [],
+                steps,
                 fused=True,
                 grad_scale=None if amp.grad_scale is None else torch.as_tensor(amp.grad_scale, dtype=torch.float32),
                 found_inf=None if amp.found_inf is None else (torch.as_tensor(amp.found_inf) != 0).float(),

@@ -157,6 +157,7 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
         slow(2, "fp32", "ours", {"precision": Precision(quantized_gather=True)}),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_run_goes_on_with_the_same_bits(cluster, tmp_path, world_size, state, optimizer, options):
     cluster.check(resumes_body, world_size, tmp_path, state, optimizer, options)
 

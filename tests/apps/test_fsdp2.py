@@ -221,6 +221,7 @@ FAST = {
         for size in case.worlds
     ],
 )
+@pytest.mark.sample(5)
 def test_training_has_the_bits_of_the_rings_order(cluster, name, world_size):
     """And for two ranks those of FSDP2's own collectives."""
     cluster.check(training_body, world_size, name)

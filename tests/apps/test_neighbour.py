@@ -128,6 +128,7 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
         ("fp32", "fused", {"stage": 0}),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(cluster, tmp_path, state, optimizer, options):
     cluster.check(resumes_body, 2, tmp_path, state, optimizer, options)
 

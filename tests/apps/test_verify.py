@@ -135,6 +135,7 @@ SLOW = {"reentrant", "bf16", "dropout", "fp64", "batch-norm"}  # like "language-
         slow("mixed-dtypes", 4),
     ],
 )
+@pytest.mark.sample(3)
 def test_all_is_equal_or_within_its_bound(cluster, name, world_size):
     reports = cluster.run(verified, world_size, name)
     assert all(report == reports[0] for report in reports)

@@ -48,7 +48,7 @@ def deleted_body(group: Any, stage: int) -> tuple[list[int], int]:
     return [taken, heap.live - before, heap.warm], heap.resident - heap.live - heap.reserved
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_a_deleted_model_leaves_nothing(cluster, stage):
     for (taken, left, warm), pages in cluster.run(deleted_body, 2, stage):
         assert taken > 0 or stage >= 2  # there what lasts is this rank's own business

@@ -126,6 +126,7 @@ def outcome_of(cluster):
 
 
 @pytest.mark.parametrize("system", list(SYSTEMS))
+@pytest.mark.sample(2)
 def test_every_system_trains_and_begins_alike(system, outcome_of):
     outcome, base, standard = map(outcome_of, (system, BASE, STANDARD))
     assert outcome.fits, outcome.error

@@ -52,7 +52,7 @@ def becomes_tied(group: Any, stage: int) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in model.full_state_dict().items())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_parameters_of_one_memory_are_tied(cluster, stage):
     cluster.check(becomes_tied, 2, stage)
 

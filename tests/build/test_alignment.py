@@ -54,6 +54,6 @@ def body(group, stage):
         pair.step(loss, clip=0.5)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_the_gaps_change_no_bit(cluster, stage):
     cluster.check(body, 2, stage)

@@ -146,7 +146,7 @@ def born_body(group, stage, compute):
 
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_a_model_on_meta_becomes_the_plain_one(cluster, stage, compute):
     cluster.check(born_body, 2, stage, compute)
 

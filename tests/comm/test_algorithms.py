@@ -51,6 +51,7 @@ def reduce_by_algorithm(transport, cases, divisor):
 
 
 @pytest.mark.parametrize(("algorithm", "size", "node", "kind"), [*everywhere(0)])
+@pytest.mark.sample(3)
 def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algorithm, size, node):
     cases = cases_for(size, [torch.float32, torch.bfloat16])
     results = run(kind, cluster, reduce_by_algorithm, size, cases, 1, algorithm=algorithm, node=node)
@@ -67,6 +68,7 @@ def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algo
 
 
 @pytest.mark.parametrize(("algorithm", "size", "node", "kind"), [*everywhere(1)])
+@pytest.mark.sample(3)
 def test_other_algorithms_gather_everything(cluster, kind, algorithm, size, node):
     cases = cases_for(size, [torch.float32, torch.bool])
     for results in run(kind, cluster, gather_everything, size, cases, algorithm=algorithm, node=node):

@@ -84,6 +84,7 @@ def test_all_gather_fills_every_segment(world):
 
 
 @pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.sample(2)
 def test_reduce_scatter_adds_in_ring_order(world, divide):
     run, size = world
     divisor = size if divide else 1
@@ -96,6 +97,7 @@ def test_reduce_scatter_adds_in_ring_order(world, divide):
 
 
 @pytest.mark.parametrize("divisor", [1, 3])
+@pytest.mark.sample(2)
 def test_a_narrow_sum_is_finished_in_fp32(world, divisor):
     run, size = world
     cases = cases_for(size, NARROW)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardlite import LayoutError, ShardLite
 from shardlite.engine.module_buffers import LARGE
 from tests.support.models.residual import WIDTH, Block
-from tests.support.twins.sharded import Turn, number_of, same_bits
+from tests.support.twins.sharded import Turn, same_bits
 
 
 class Counting(nn.Module):
@@ -74,9 +74,9 @@ def like_ddp_body(group: Any, stage: int) -> None:
             same_bits(f"step {step}, {mode}: {name}", buffer, theirs[name])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_buffers_are_those_of_ddp(cluster, world_size):
-    cluster.check(like_ddp_body, world_size, number_of("buffers", world_size, below=4))
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 3)])
+def test_buffers_are_those_of_ddp(cluster, world_size, stage):
+    cluster.check(like_ddp_body, world_size, stage)
 
 
 class Normed(nn.Module):
@@ -105,7 +105,7 @@ def twice_body(group: Any, stage: int) -> None:
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_two_forwards_before_a_backward(cluster, stage):
     cluster.check(twice_body, 2, stage)
 

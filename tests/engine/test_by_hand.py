@@ -76,8 +76,9 @@ def written_body(group: Any, write: Callable[[nn.Parameter], None], stage: int, 
 
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("write", WRITES)
+@pytest.mark.sample(2)
 def test_new_values_are_kept_or_refused(cluster, write, stage, compute):
     cluster.check(written_body, 2, write, stage, compute)
 
@@ -124,7 +125,7 @@ def stepped_body(group: Any, step: Callable[[list[nn.Parameter]], None], stage: 
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("step", [by_data, by_add, without_data, at_once])
 def test_steps_of_whole_parameters_are_refused(cluster, step, stage):
     cluster.check(stepped_body, 2, step, stage)
@@ -148,7 +149,7 @@ def groups_body(group: Any, make: Callable[..., optim.Optimizer], stage: int) ->
     optimizer.step()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("make", [AdamW, optim.SGD])
 def test_groups_chosen_by_identity(cluster, make, stage):
     cluster.check(groups_body, 2, make, stage)

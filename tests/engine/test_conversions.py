@@ -131,6 +131,6 @@ def signature_body(group: Any, stage: int) -> None:
         same_bits("replaced", model(x), forward(x) + 1)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_the_signature_is_the_modules(cluster, stage):
     cluster.check(signature_body, 2, stage)

@@ -46,7 +46,7 @@ def grad_body(group: Any, stage: int) -> None:
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_gradients_by_weights(cluster, stage):
     cluster.check(grad_body, 2, stage)
 
@@ -75,7 +75,7 @@ def hooks_body(group: Any, stage: int) -> None:
         rows(model)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_hooks_for_accumulated_gradients(cluster, stage):
     cluster.check(hooks_body, 2, stage)
 
@@ -95,7 +95,7 @@ def stepping_body(group: Any, stage: int) -> None:
         rows(model).backward()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_optimizers_in_hooks(cluster, stage):
     cluster.check(stepping_body, 2, stage)
 
@@ -115,7 +115,7 @@ def sparse_body(group: Any, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_sparse_adam(cluster, stage):
     cluster.check(sparse_body, 2, stage)
 
@@ -176,6 +176,6 @@ def threads_body(group: Any, stage: int, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_two_threads(cluster, stage, whole):
     cluster.check(threads_body, 2, stage, whole)

@@ -67,7 +67,7 @@ def records(group: Any, record: Record, stage: int) -> None:
     model(x).sum().backward()  # nothing is left of the recording
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("record", [export, export_to_file, trace, trace_to_file])
 def test_graphs_are_recorded_inside_gathered(cluster, record, stage):
     cluster.check(records, 2, record, stage)
@@ -97,7 +97,7 @@ def refused(group: Any, record: Record, of: Callable[[ShardLite], nn.Module], st
         same_bits("later", trace(model.module, x)(x), expected)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("of", [of_module, of_wrapper])
 @pytest.mark.parametrize("record", [export, trace])
 def test_elsewhere_an_error_says_where(cluster, record, of, stage):
@@ -122,6 +122,6 @@ def reads_state_dict(group: Any, stage: int) -> None:
             model.module.state_dict()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_the_module_has_a_state_dict_inside_gathered(cluster, stage):
     cluster.check(reads_state_dict, 2, stage)

@@ -20,9 +20,9 @@ from tests.comm.test_races import on_rows as on_wide_rows
 from tests.engine.test_compile import recorded_graphs
 from tests.grads.test_unused import Model as Experts
 from tests.grads.test_unused import loss as on_routes
-from tests.model.test_composition import Nested
-from tests.model.test_composition import on_rows as on_residual_rows
-from tests.model.test_precision import MODELS, on_rows, on_tokens
+from tests.support.models.losses import MODELS, on_rows, on_tokens
+from tests.support.models.residual import Nested
+from tests.support.models.residual import on_rows as on_residual_rows
 from tests.support.models.small import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.support.models.small import Context as CalledTwice
 from tests.support.twins.duos import Duo, alike
@@ -101,6 +101,7 @@ def by_size() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", [*by_size()])
+@pytest.mark.sample(2)
 def test_it_has_the_bits_of_the_ordinary_step(cluster, number):
     cluster.check(named_case, CASES[number][1], number)
 
@@ -110,7 +111,7 @@ def named_case(group: Any, number: int) -> None:
     name, _, options = CASES[number]
     steps = 8 if name == "experts" else 3
     modes = [("local", "local", "step") if step % 3 == 1 else ("step",) for step in range(steps)]
-    alike(*MODELS_HERE[name], group, stages=some_stages(name, number), modes=modes, **options)
+    alike(*MODELS_HERE[name], group, stages=some_stages(1, 3), modes=modes, **options)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -248,7 +249,7 @@ def joins(group: Any, stage: int) -> None:
     duo.compare()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_uneven_batches(cluster, stage):
     cluster.check(joins, 3, stage)
 
@@ -307,7 +308,7 @@ def _since(model: ShardLite, before: dict[str, dict[str, Sent]], unit: str) -> d
 
 
 @pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_the_same_reductions_are_made_and_no_gradient_is_kept(cluster, stage, precision):
     cluster.check(keeps_nothing, 2, stage, precision)
 
@@ -337,7 +338,7 @@ def sees_new_weights(group: Any, stage: int) -> None:
         duo.steps += 1
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_backward_leaves_new_weights(cluster, world_size, stage):
     cluster.check(sees_new_weights, world_size, stage)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, NonFiniteError, PhaseError, Precision, ShardLite
 from tests.engine.test_recovery import AnyError, Trapped, loss_of
-from tests.model.test_precision import on_rows, on_tokens
+from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.models.small import Context as CalledTwice
 from tests.support.twins.duos import Duo
@@ -58,6 +58,7 @@ def forgets_the_step(group: Any, stage: int) -> None:
 
 
 @EVERY_STAGE
+@pytest.mark.sample(3)
 def test_a_backward_before_the_step_is_refused(cluster, world_size, stage):
     cluster.check(forgets_the_step, world_size, stage)
 
@@ -90,6 +91,7 @@ def goes_twice(group: Any, stage: int) -> None:
 
 
 @EVERY_STAGE
+@pytest.mark.sample(2)
 def test_a_graph_that_is_retained(cluster, world_size, stage):
     cluster.check(goes_twice, world_size, stage)
 
@@ -142,6 +144,7 @@ def refuses(group: Any, stage: int) -> None:
 
 
 @EVERY_STAGE
+@pytest.mark.sample(2)
 def test_what_wants_gradients_afterwards_is_refused(cluster, world_size, stage):
     cluster.check(refuses, world_size, stage)
 
@@ -278,7 +281,7 @@ def never_wrong(group: Any, kind: str, stage: int) -> None:
 
 @pytest.mark.parametrize("kind", ["calls", "recomputed", "one-call"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_a_weight_that_is_used_after_its_gradient_was_complete(cluster, kind, world_size, stage):
     cluster.check(never_wrong, world_size, kind, stage)
 
@@ -298,6 +301,7 @@ def differentiates_twice(group: Any, stage: int) -> None:
 
 
 @EVERY_STAGE
+@pytest.mark.sample(3)
 def test_gradients_of_gradients(cluster, world_size, stage):
     cluster.check(differentiates_twice, world_size, stage)
 

@@ -80,7 +80,7 @@ def join_body(group, stage):
 
 
 @pytest.mark.parametrize("world_size", [2, WIDE])
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_ranks_with_different_numbers_of_batches_finish_together(cluster, stage, world_size):
     assert cluster.run(join_body, world_size, stage) == [max(BATCHES[:1] if world_size == 2 else BATCHES)] * world_size
 

@@ -92,7 +92,7 @@ def test_the_next_step_is_as_if_nothing_had_been(cluster, error, backwards, worl
 
 @pytest.mark.parametrize("error", ["exception", "interrupt"])
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_ranks_may_fail_in_different_places(cluster, stage, backwards, error):
     cluster.check(recovery_body, 2, stage, ERRORS[error], backwards, OTHER_PLACES)
 

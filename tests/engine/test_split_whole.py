@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EMA, AdamW, PhaseError, ShardLite
-from tests.model.test_precision import on_rows, on_tokens
-from tests.model.test_split_weights import SPLIT, cut, parts, trained
+from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages
+from tests.support.twins.split import SPLIT, cut, parts, trained
 
 # ---- whole weights --------------------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def loads(group: Any, stage: int, saved: dict[str, Tensor]) -> dict[str, Tensor]
     return saved
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_state_dicts_have_all_24_bits_at_any_world_size(cluster, stage):
     saved, *others = cluster.run(saves, 2, stage)
     for other in others:
@@ -87,7 +87,7 @@ def _spoil(module: nn.Module) -> None:
     raise KeyError
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_writing_into_gathered_weights(cluster, world_size, stage):
     cluster.check(writes, world_size, stage)
@@ -141,7 +141,7 @@ def _own_part(model: ShardLite, name: str, whole: Tensor) -> Tensor:
     return next(f.part_of(i, whole) for f in flats for i, slot in enumerate(f.layout.slots) if slot.name == name)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_moving_averages(cluster, stage):
     cluster.check(averages, 2, stage)
 
@@ -198,7 +198,7 @@ def keeps_kinds(group: Any, stage: int) -> None:
     assert changed == {"0.fixed"}
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_of_all_dtypes_in_one_model(cluster, world_size, stage):
     cluster.check(keeps_kinds, world_size, stage)
@@ -206,7 +206,7 @@ def test_parameters_of_all_dtypes_in_one_model(cluster, world_size, stage):
 
 def from_meta(group: Any) -> None:
     """Body of a rank: the same weights are born on the meta device."""
-    for stage in some_stages("from_meta"):
+    for stage in some_stages(2, 3):
         torch.manual_seed(5)
         born = ShardLite(MLP([7, 33, 5]), group=group, stage=stage, precision=SPLIT).full_state_dict()
         with torch.device("meta"):

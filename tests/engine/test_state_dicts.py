@@ -56,7 +56,7 @@ def resumes_body(group: Any, kind: str, stage: int) -> None:
         same_bits(name, b.detach(), a.detach())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_state_of_the_same_shards_is_taken_over(cluster, kind, stage):
     cluster.check(resumes_body, 2, kind, stage)
@@ -146,6 +146,7 @@ def refused_body(group: Any, take: Any, kind: str, stage: int) -> None:
     [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)],
 )
 @pytest.mark.parametrize("take", FOREIGN)
+@pytest.mark.sample(3)
 def test_any_other_is_refused_on_every_rank(cluster, take, kind, stage):
     cluster.check(refused_body, 2, take, kind, stage)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from shardlite.engine.watch import EVERY, STEPS, SeenShard
-from tests.support.twins.sharded import number_of, slow
+from tests.support.twins.sharded import slow
 
 WIDTH = 40
 
@@ -142,9 +142,10 @@ def warned_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
         assert word in message
 
 
-@pytest.mark.parametrize("use", USES)
-def test_uses_of_parts_are_warned_of_once(cluster, use):
-    cluster.check(warned_body, 2, use, 1 + number_of(use.__name__, below=3))
+@pytest.mark.parametrize(("use", "stage"), [(use, 1 + place % 3) for place, use in enumerate(USES)])
+@pytest.mark.sample(2)
+def test_uses_of_parts_are_warned_of_once(cluster, use, stage):
+    cluster.check(warned_body, 2, use, stage)
 
 
 def penalty_body(group: Any, stage: int) -> None:
@@ -160,7 +161,7 @@ def penalty_body(group: Any, stage: int) -> None:
     assert heard(penalised) == []
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_penalties_in_the_loss_are_right(cluster, stage):
     cluster.check(penalty_body, 2, stage)
 

@@ -49,7 +49,8 @@ def follows(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("language", 2), ("recomputed", 3), ("branches", 3)])
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
+@pytest.mark.sample(2)
 def test_any_mixture_gives_the_bits_of_its_twin(cluster, name, world_size, stage):
     cluster.check(follows, world_size, name, stage)
 
@@ -67,7 +68,7 @@ def ends_clean(group: Any, stage: int) -> None:
         pair.step(lambda model, turn: model(torch.randn(2, 16, generator=turn.generator())).square().mean())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_what_was_accumulated_can_be_dropped(cluster, stage):
     cluster.check(ends_clean, 2, stage)
 
@@ -144,7 +145,7 @@ def sends(group: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_only_a_reduction_sends_gradients(cluster, stage, world_size):
     cluster.check(sends, world_size, stage)
 
@@ -165,7 +166,7 @@ def most_bucket_bytes(group: Any, stage: int) -> dict[str, int]:
     return peaks
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_sharded_accumulation_needs_few_buckets(cluster, stage):
     for peaks in cluster.run(most_bucket_bytes, 2, stage):
         assert peaks["local"] == 12  # the whole model's gradients

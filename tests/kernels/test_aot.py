@@ -22,8 +22,8 @@ KINDS = [
     "reduce_adamw: split24 weights, bf16 moments",
     *("add_rows_adamw: split24 weights, bf16 moments", "add_rows: 8 rows of bf16 to fp32"),
     "add_rows: 8 rows of bf16 to fp32, a tree",
-    *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantise: bf16 to 8 bits"),
-    *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantise: 8 bits to fp32"),
+    *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantize: bf16 to 8 bits"),
+    *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantize: 8 bits to fp32"),
     *(
         "ring reduce-scatter: bf16 by fp32 to bf16",
         "ring reduce-adamw: split24 weights, int8 moments",
@@ -89,7 +89,7 @@ def run(command):
     )
 
 
-def test_nothing_is_wrong_with_kernels_and_the_table_in_the_readme_is_theirs(rows, capsys):
+def test_nothing_is_wrong_with_kernels_and_the_table_is_theirs(rows, capsys):
     """A line of the table is of all targets."""
     check = ["--check"] if rows.targets == list(TARGETS) else []
     assert aot.main([*check, "--rows", str(rows.file), *rows.lines]) == 0, capsys.readouterr().err
@@ -99,8 +99,8 @@ def test_there_is_a_line_for_each_kernel():
     assert {line.partition(": ")[0] for line in KINDS} == {case.kernel for case in cases()}
 
 
-def test_the_readme_has_a_line_for_each_kernel_and_format():
-    table = aot.README.read_text().partition(aot.BEGIN)[2].partition(aot.END)[0]
+def test_the_table_has_a_line_for_each_kernel_and_format():
+    table = aot.TABLE.read_text().partition(aot.BEGIN)[2].partition(aot.END)[0]
     lines = [line.removeprefix("| ").split(" | ")[:2] for line in table.strip().split("\n")[2:]]
     assert sorted(": ".join(line) for line in lines) == sorted({case.line for case in cases()})
 
@@ -117,7 +117,7 @@ def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
     side_bits = {
         **{kernel: {} for kernel in ("split", "join", "cast", "hop")},
         **{kernel: {"stats": 32 + 32} for kernel in ("stats", "hop, statistics", "add_rows")},
-        **{kernel: {"scales": 8} for kernel in ("quantise", "dequantise")},
+        **{kernel: {"scales": 8} for kernel in ("quantize", "dequantize")},
         "scale": {"factor": 32},
     }
     ring = {"slot_table": 2 * 64, "flag_table": 3 * 64, "flags": 4 * 64, "error": 64}  # two flags, each in two places
@@ -140,7 +140,8 @@ def side_bits_of_adamw(row):
     the row and whether it is active are read once more.
     """
     coded, unscale = "int8" in row["format"], row["kernel"] == "adamw unscale"
-    bits = {"rows": 16 + 16 * coded, "scalars": 32 * (9 + unscale + coded)}
+    twice = coded and row["kernel"] == "adamw"  # its threads step twice as many elements
+    bits = {"rows": 16 + 16 * coded + 32 * twice, "scalars": 32 * (9 + unscale + coded + 2 * twice)}
     if "fp32 moments" not in row["format"]:
         bits["keys"] = 32
     if coded:
@@ -151,11 +152,12 @@ def side_bits_of_adamw(row):
 
 
 def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
-    rendezvous = {"reduce_adamw", "add_rows_adamw", "add_rows", "hop, statistics", "stats", "quantise"}
+    rendezvous = {"reduce_adamw", "add_rows_adamw", "add_rows", "hop, statistics", "stats", "quantize"}
     for row in rows.parsed:
         meets = row["kernel"] in rendezvous or "int8" in row["format"]
         flags = 8 if row["kernel"].startswith("ring") else 0  # what one thread has seen, for all
-        assert row["shared"] <= (1024 if meets else flags), row
+        twice = row["kernel"] == "adamw" and "int8" in row["format"]  # codes change places between threads
+        assert row["shared"] <= (8192 if twice else 1024 if meets else flags), row
 
 
 @pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])
@@ -245,7 +247,7 @@ def test_an_unknown_length_costs_the_wide_accesses_and_is_reported(capsys):
 @pytest.mark.parametrize(
     "line",
     [
-        *("hop: fp32 + fp32 to fp32", "dequantise: 8 bits to fp32"),
+        *("hop: fp32 + fp32 to fp32", "dequantize: 8 bits to fp32"),
         pytest.param("adamw: split24 weights, int8 moments", marks=pytest.mark.slow),
     ],
 )
@@ -279,17 +281,17 @@ def test_what_is_wrong_is_said(rows, tmp_path, capsys, change, said):
     assert capsys.readouterr().err == f"adamw fp32 weights, fp32 moments fp32 {rows.targets[0]}: {said}\n"
 
 
-def test_another_table_in_the_readme_is_noticed(rows, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(aot, "README", tmp_path / "README.md")
+def test_another_table_is_noticed(rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(aot, "TABLE", tmp_path / "table.md")
     monkeypatch.setattr(aot, "same_compiler", lambda version: True)
-    aot.README.write_text(f"above\n{aot.BEGIN}{aot.END}below\n")
+    aot.TABLE.write_text(f"above\n{aot.BEGIN}{aot.END}below\n")
     assert aot.main(["--check", "--rows", str(rows.file)]) == 1
     assert "python bench/kernels/aot.py --write" in capsys.readouterr().err
     assert aot.main(["--write", "--rows", str(rows.file)]) == 0
-    assert aot.README.read_text().startswith(f"above\n{aot.BEGIN}\n| kernel |")
-    assert aot.README.read_text().endswith(f"|\n\n{aot.END}below\n")
+    assert aot.TABLE.read_text().startswith(f"above\n{aot.BEGIN}\n| kernel |")
+    assert aot.TABLE.read_text().endswith(f"|\n\n{aot.END}below\n")
     assert aot.main(["--check", "--rows", str(rows.file)]) == 0
-    aot.README.write_text(aot.README.read_text().replace("| join |", "| joined |"))
+    aot.TABLE.write_text(aot.TABLE.read_text().replace("| join |", "| joined |"))
     assert aot.main(["--check", "--rows", str(rows.file)]) == 1
 
 

@@ -12,20 +12,7 @@ from shardlite_kernels import cast, cast_reference
 from torch import Tensor
 
 from tests.kernels.bits import assert_same_bits, pairs
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-NARROW = (torch.bfloat16, torch.float16)
-
-
-def near_ties(dtype: torch.dtype) -> Tensor:
-    """The middle of every two neighbours of bf16 or fp16, and what is just beside it, in fp64.
-
-    Some is nearer to the next number of fp32 than to the middle.
-    """
-    bits = torch.arange(-(2**15), 2**15 - 1).to(torch.int16)
-    lower, upper = bits.view(dtype).double(), (bits + 1).view(dtype).double()
-    middle = (lower + upper) / 2
-    return torch.cat([middle * (1 + beside) for beside in (0, 2**-40, -(2**-40), 0.75 * 2**-23, -0.75 * 2**-23)])
+from tests.kernels.pack_cases import DTYPES, NARROW, near_ties
 
 
 def sources(dtype: torch.dtype) -> Tensor:
@@ -85,12 +72,12 @@ X = torch.zeros(8)
 @pytest.mark.parametrize(
     ("out", "source", "message"),
     [
-        (X, torch.zeros(9), "source has 9 elements on cpu, out has 8"),
+        (X, torch.zeros(9), "source must have 8 elements on cpu, got 9"),
         (X, torch.zeros(2, 4), "source must be 1-D and contiguous"),
         (torch.zeros(16)[::2], X, "out must be 1-D and contiguous"),
         (X.int(), X, "out must be fp32, bf16, fp16 or fp64, got torch.int32"),
         (X, X.bool(), "source must be fp32, bf16, fp16 or fp64, got torch.bool"),
-        (X, X.to("meta"), "source has 8 elements on meta, out has 8 on cpu"),
+        (X, X.to("meta"), "source must have 8 elements on cpu, got 8 on meta"),
     ],
 )
 def test_errors_name_what_does_not_fit(out, source, message):

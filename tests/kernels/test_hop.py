@@ -105,7 +105,7 @@ def test_statistics_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("out", "received", "own", "divisor", "message"),
     [
-        (X, X, torch.zeros(9), 1, "own has 9 elements"),
+        (X, X, torch.zeros(9), 1, "own must have 8 elements on cpu, got 9"),
         (X, torch.zeros(2, 4), X, 1, "received must be 1-D and contiguous"),
         (torch.zeros(16)[::2], X, X, 1, "out must be 1-D and contiguous"),
         (X, X.double(), X, 1, "cannot add torch.float64 and torch.float32 into torch.float32"),
@@ -114,7 +114,7 @@ def test_statistics_that_do_not_fit_are_refused():
         (X.int(), X.int(), X.int(), 2, "torch.int32 cannot be divided by 2"),
         (X, X, X, 0, "divisor must be from 1"),
         (X, X, X, 2**24 + 1, "divisor must be from 1"),
-        (X.to("meta"), X, X, 1, "received has 8 elements on cpu, out has 8 on meta"),
+        (X.to("meta"), X, X, 1, "received must have 8 elements on meta, got 8 on cpu"),
     ],
 )
 def test_errors_name_what_does_not_fit(out, received, own, divisor, message):

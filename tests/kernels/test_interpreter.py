@@ -1,13 +1,26 @@
-"""Where Triton is missing. Kernels are tested in `interpreted/`, where its interpreter stands in for a GPU."""
+"""Kernels in Triton's interpreter, which stands in for a GPU, and where Triton is missing."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.patience import seconds
+from tests.support.twins.sharded import slow
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("which", ["not slow", slow("slow")])
+def test_kernels_are_interpreted(which):
+    """The tests in `interpreted/`, in a process whose Triton interprets kernels."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider", "tests/kernels/interpreted"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds(600))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_without_triton_cpu_tensors_work_and_others_are_refused():

@@ -8,46 +8,11 @@ from itertools import product
 import pytest
 import torch
 from shardlite_kernels import dequantize, dequantize_reference, quantize, quantize_reference
-from torch import Tensor
 
-from tests.kernels.bits import assert_same_bits, pairs
+from tests.kernels.bits import assert_same_bits
+from tests.kernels.pack_cases import FLOATS, INPUTS, inputs, read, written
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EXACT = (torch.float32, torch.bfloat16)
-
-
-def inputs() -> dict[str, Tensor]:
-    """fp32 numbers, [S] each: awkward ones, all magnitudes, all bit patterns, and blocks of one kind."""
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.randint(-149, 128, (3000, 1), generator=generator)
-    magnitudes = torch.randn(3000, 32, generator=generator).clamp(-1.9, 1.9) * 2.0 ** exponents.double()
-    bits = torch.randint(-(2**31), 2**31, (32 * 3000,), generator=generator)
-    largest = torch.finfo(torch.float32).max
-    return {
-        "awkward": pairs(70_016, seed=0)[0],  # more than one chunk
-        "magnitudes": magnitudes.float().view(-1),
-        "bits": bits.to(torch.int32).view(torch.float32).clone(),
-        "zeros": torch.tensor([0.0, -0.0] * 32),
-        "smallest": torch.full((32,), -1e-45),
-        "largest": torch.full((32,), largest).where(torch.arange(32) % 2 == 0, -largest),
-        "nothing": torch.empty(0),
-    }
-
-
-INPUTS = list(inputs())
-
-
-def written(source: Tensor, by=quantize) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(source.numel(), dtype=torch.int8)
-    scales = torch.empty(source.numel() // 32, dtype=torch.uint8)
-    by(codes, scales, source)
-    return codes, scales
-
-
-def read(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, by=dequantize) -> Tensor:
-    out = torch.empty(codes.numel(), dtype=dtype)
-    by(out, codes, scales)
-    return out
 
 
 @pytest.mark.parametrize(("name", "source", "out"), list(product(INPUTS, FLOATS, FLOATS)))
@@ -150,9 +115,9 @@ X, Q, S = torch.zeros(64), torch.zeros(64, dtype=torch.int8), torch.zeros(2, dty
     ],
 )
 def test_errors_name_what_does_not_fit(floats, codes, scales, message):
-    with pytest.raises(ValueError, match=f"^quantise: .*{message}"):
+    with pytest.raises(ValueError, match=f"^quantize: .*{message}"):
         quantize(codes, scales, floats)
-    with pytest.raises(ValueError, match=f"^dequantise: .*{message}"):
+    with pytest.raises(ValueError, match=f"^dequantize: .*{message}"):
         dequantize(floats, codes, scales)
 
 

@@ -82,7 +82,7 @@ def test_nothing_to_add():
         (torch.zeros(0, 8), 0, "there is no row 0, from which to add 0 rows"),
         (torch.zeros(3, 8), 3, "there is no row 3, from which to add 3 rows"),
         (torch.zeros(3, 8), None, "add_rows: a balanced tree has a power of two of rows, got 3"),
-        (torch.zeros(3, 9), 0, "add_rows: received has 9 elements"),
+        (torch.zeros(3, 9), 0, "add_rows: received must have 8 elements on cpu, got 9"),
         (torch.zeros(3, 8).int(), 0, "add_rows: cannot add torch.int32 and torch.int32 into torch.float32"),
     ],
 )

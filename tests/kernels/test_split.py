@@ -5,31 +5,10 @@ import torch
 from shardlite_kernels import join, join_reference, split, split_reference
 from shardlite_kernels.split import join_on_cpu, split_on_cpu
 
-from tests.kernels.bits import AWKWARD, assert_same_bits, pairs
+from tests.kernels.bits import AWKWARD, assert_same_bits
+from tests.kernels.pack_cases import NANS, bits_of, every_kind, from_bits
 
 LARGEST = torch.finfo(torch.float32).max
-NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FBFFFFF, 0x7FFFFF80, 0x7FFF8000]
-
-
-def from_bits(bits):
-    """Integers up to 2^32 as the fp32 numbers that have these bits."""
-    return torch.as_tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
-
-
-def bits_of(x):
-    return x.view(torch.int32).long() & 0xFFFFFFFF
-
-
-def every_kind():
-    """Fp32 numbers of every exponent and both signs, with mantissas next to the borders of rounding; no NaN."""
-    lower = [0, 1, 0x7F, 0x80, 0x81, 0xFF, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x807F, 0x8080, 0xFF7F, 0xFF80, 0xFFFF]
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.arange(255).repeat_interleave(4)
-    mantissas = torch.randint(0, 128, (len(exponents),), generator=generator)
-    mantissas[::4], mantissas[1::4] = 0, 127
-    upper = (exponents << 7 | mantissas) << 16
-    positive = (upper[:, None] + torch.tensor(lower)).flatten()
-    return torch.cat([from_bits(positive), from_bits(positive + 2**31), pairs(10_000, 1)[0].nan_to_num(1.0, 2.0, -2.0)])
 
 
 def split_in_cache(high, low, source):
@@ -210,13 +189,13 @@ X, HIGH, LOW = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), torch.zeros
 @pytest.mark.parametrize(
     ("whole", "high", "low", "message"),
     [
-        (X.double(), HIGH, LOW, r"the fp32 part must be 1-D, contiguous and torch\.float32"),
-        (X, X, LOW, r"the high part must be 1-D, contiguous and torch\.bfloat16"),
-        (X, HIGH, LOW.to(torch.uint8), r"the low part must be 1-D, contiguous and torch\.int8, .*torch\.uint8"),
+        (X.double(), HIGH, LOW, "the fp32 part must be fp32, got torch.float64"),
+        (X, X, LOW, "the high part must be bf16, got torch.float32"),
+        (X, HIGH, LOW.to(torch.uint8), "the low part must be int8, got torch.uint8"),
         (X, HIGH.view(2, 4), LOW, r"the high part must be 1-D.*\(2, 4\)"),
-        (X, HIGH, torch.zeros(16, dtype=torch.int8)[::2], r"the low part must be 1-D, contiguous .*\(2,\)"),
-        (X, HIGH[:7], LOW, "the high part has 7 elements on cpu, the fp32 one 8 on cpu"),
-        (X, HIGH, LOW.to("meta"), "the low part has 8 elements on meta"),
+        (X, HIGH, torch.zeros(16, dtype=torch.int8)[::2], r"the low part must be 1-D and contiguous, .*\(2,\)"),
+        (X, HIGH[:7], LOW, "the high part must have 8 elements on cpu, got 7 on cpu"),
+        (X, HIGH, LOW.to("meta"), "the low part must have 8 elements on cpu, got 8 on meta"),
     ],
 )
 def test_errors_name_what_does_not_fit(whole, high, low, message):

@@ -76,7 +76,7 @@ def train(model: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_of_peft_merge_and_unmerge(cluster, dora, safe, stage):

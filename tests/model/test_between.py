@@ -60,7 +60,7 @@ def unfreezing_body(group):
         "checkpointed": lambda model, module: checkpoint(model, ones().requires_grad_(), use_reentrant=True).sum(),
         "gathered": lambda model, module: module[0][0].weight.square().sum(),
     }
-    for stage in some_stages("unfreezing_body"):
+    for stage in some_stages(0, 3):
         for name, run in runs.items():
             module = net()
             module[0].requires_grad_(False)
@@ -120,7 +120,7 @@ def older_graph_body(group, stage):
     return results
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_a_step_between_forward_and_backward_is_right_or_an_error(cluster, stage):
     for expected, got in cluster.run(older_graph_body, 2, stage):
         assert got is None or torch.equal(got, expected)
@@ -129,7 +129,7 @@ def test_a_step_between_forward_and_backward_is_right_or_an_error(cluster, stage
 
 def gathered_steps_body(group):
     """Steps inside `gathered(writeback=False)` are never undone in silence."""
-    for stage in some_stages("gathered_steps_body"):
+    for stage in some_stages(0, 3):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         model(ones()).sum().backward()
@@ -148,7 +148,7 @@ def test_a_step_inside_gathered_is_kept(cluster):
 
 
 def only_accumulated_body(group):
-    for stage in some_stages("only_accumulated_body"):
+    for stage in some_stages(1, 3):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = AdamW(model.parameters())
         with model.no_sync():
@@ -187,7 +187,7 @@ def test_a_flag_goes_with_its_gradients(cluster, world_size):
 def scaler_body(group):
     """An ignored parameter overflows on one rank only: all skip, and the scales stay equal."""
     scales = []
-    for stage in some_stages("scaler_body"):
+    for stage in some_stages(0, 3):
         module = Scaled()
         model = ShardLite(module, group=group, stage=stage, ignore=[module.scale])
         optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -204,7 +204,7 @@ def scaler_body(group):
 
 
 def test_a_scaler_agrees_on_ignored_parameters_too(cluster):
-    assert cluster.run(scaler_body, 2) == [[2.0] * len(some_stages("scaler_body"))] * 2
+    assert cluster.run(scaler_body, 2) == [[2.0] * len(some_stages(0, 3))] * 2
 
 
 def outside_body(group):

@@ -24,19 +24,12 @@ from torch.utils.checkpoint import (
 )
 
 from shardlite import EscapedViewWarning
-from tests.support.models.residual import WIDTH, Block, net
+from tests.support.inspect import users
+from tests.support.models.residual import WIDTH, Block, Nested, net, on_rows, rows
 from tests.support.models.small import VOCABULARY, LanguageModel, run_all
 from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, trained
 
 Model = Callable[..., Any]
-
-
-def rows(turn: Turn, count: int = 3) -> Tensor:
-    return torch.randn(count, WIDTH, generator=turn.generator())
-
-
-def on_rows(model: Model, turn: Turn) -> Tensor:
-    return model(rows(turn)).square().mean()
 
 
 def inner(model: Any) -> nn.Module:
@@ -63,22 +56,6 @@ class Sequence(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint_sequential(list(self), 2, x.requires_grad_(), use_reentrant=self.reentrant)
-
-
-class Nested(nn.Module):
-    """Checkpoints all blocks together, and in it each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = net(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._run, x, use_reentrant=False)
-
-    def _run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
 
 
 def wrapped(reentrant: bool) -> nn.Module:
@@ -128,7 +105,7 @@ def recomputes(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_ways_of_activation_checkpointing(cluster, name, world_size, stage):
     cluster.check(recomputes, world_size, name, stage)
 
@@ -183,7 +160,8 @@ def selects(group: Any, span: int, saved: str, stage: int) -> None:
 
 @pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
+@pytest.mark.sample(2)
 def test_selective_checkpointing(cluster, span, saved, world_size, stage):
     cluster.check(selects, world_size, span, saved, stage)
 
@@ -246,7 +224,7 @@ def offloads(group: Any, stage: int) -> None:
             assert (3, WIDTH) in shapes
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((4, 3), (2, 2))
 def test_save_on_cpu_inside_and_around(cluster, world_size, stage):
     cluster.check(offloads, world_size, stage)
 
@@ -277,7 +255,7 @@ def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[
     return counts[0], counts[1]
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3), (2, 2))
 def test_two_forwards_before_one_backward(cluster, world_size, stage):
     """Each forward and each backward gathers, but the last unit is still there when the backward begins.
 
@@ -337,7 +315,7 @@ def prefers(group: Any, reentrant: bool | None, stage: int) -> dict[str, int]:
     [None, False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["plain", "nonreentrant", "reentrant"],
 )
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_dpo_with_a_frozen_reference(cluster, reentrant, world_size, stage):
     for counts in cluster.run(prefers, world_size, reentrant, stage):
         if stage == 3:
@@ -367,7 +345,7 @@ def shares_a_graph(group: Any, first_mode: str, stage: int) -> None:
         y = pair.model(rows(Turn(step, pair.rank, 0)))
         with accumulating(pair.model, first_mode):
             first(y).backward(retain_graph=True)
-        assert {unit.users for unit in pair.model._units} == {0}
+        assert set(users(pair.model)) == {0}
         second(y).backward()
         pair.finish(clip=0.01)
 
@@ -383,7 +361,7 @@ class LayersThenHead(nn.Module):
 
 
 @pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_two_losses_with_retain_graph(cluster, first_mode, world_size, stage):
     cluster.check(shares_a_graph, world_size, first_mode, stage)
 
@@ -426,11 +404,11 @@ def differentiates(group: Any, name: str, stage: int) -> None:
     pair.step(LOSSES_BY_HAND[name])
     reductions = [event for event in pair.model.trace.take() if event.startswith("reduce ")]
     assert sorted(reductions) == ["reduce (root)", *(f"reduce blocks.{i}" for i in range(3))]
-    assert {unit.users for unit in pair.model._units} == {0}
+    assert set(users(pair.model)) == {0}
 
 
 @pytest.mark.parametrize("name", LOSSES_BY_HAND)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_autograd_grad_of_inputs_within_a_step(cluster, name, world_size, stage):
     cluster.check(differentiates, world_size, name, stage)
 
@@ -462,10 +440,10 @@ def penalised(model: Model, turn: Turn) -> Tensor:
 def penalises(group: Any, recomputed: bool, stage: int) -> None:
     """Body of a rank."""
     pair = trained(partial(Critic, recomputed), penalised, group, stage=stage)
-    assert {unit.users for unit in pair.model._units} == {0}
+    assert set(users(pair.model)) == {0}
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_gradient_penalty_with_create_graph(cluster, recomputed, world_size, stage):
     cluster.check(penalises, world_size, recomputed, stage)

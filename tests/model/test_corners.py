@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
+from tests.support.inspect import users
 from tests.support.models.residual import WIDTH, Block, batch, net, square
 from tests.support.twins.sharded import assert_gradients_equal, compare
 
@@ -100,12 +101,12 @@ def interrupted_body(group):
     square(model).backward()
     square(twin).backward()
     assert_gradients_equal(model, twin)
-    return [unit.users for unit in model._units]
+    return users(model)
 
 
 def test_a_forward_that_raises_leaves_the_model_usable(cluster):
-    for users in cluster.run(interrupted_body, 2):
-        assert set(users) == {0}
+    for counts in cluster.run(interrupted_body, 2):
+        assert set(counts) == {0}
 
 
 def compiled_body(group):

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from shardlite import EMA, AdamW, LayoutError, NonFiniteWarning, PhaseError, Precision, Route, ShardLite, load, save
 from shardlite.telemetry import Held
+from tests.support.inspect import flats
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.patience import until
 from tests.support.ranks.in_process import run_in_process
@@ -162,7 +163,7 @@ def assert_alike(cluster: Any, names: Sequence[str], stage: int = 3) -> None:
             assert_equal(f"{name}, {world_size} ranks", got, expected)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_any_number_of_ranks_has_the_same_bits(cluster, stage):
     assert_alike(cluster, ["adamw", "sgd"], stage)
 
@@ -177,6 +178,7 @@ def test_any_number_of_ranks_has_the_same_bits(cluster, stage):
     ],
     ids="-".join,
 )
+@pytest.mark.sample(4)
 def test_optimizers_formats_and_transports(cluster, names):
     assert_alike(cluster, names)
 
@@ -271,6 +273,7 @@ def adds_a_tree(group: Any, parts: int, precision: Precision, stage: int) -> Non
 
 
 @pytest.mark.parametrize(("world_size", "parts"), [(1, 1), (1, 2), (1, 8), (2, 2), (2, 8), (4, 4), (4, 8)])
+@pytest.mark.sample(2)
 def test_gradients_are_those_of_the_tree_written_out(cluster, world_size, parts):
     for reduce in (torch.float32, torch.bfloat16):
         cluster.check(adds_a_tree, world_size, parts, Precision(reduce=reduce), 3)
@@ -366,11 +369,9 @@ def keeps_few_sums(group: Any, most: int) -> None:
     """Body of a rank: before the backward of a part there are as many sums as its number has ones."""
     torch.manual_seed(0)
     model = ShardLite(
-        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)),
-        group=group,
-        route=Route(order="tree", parts=16),
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), group=group, route=Route(order="tree", parts=16)
     )
-    nbytes = sum(flat.gradients.full_numel * 4 for unit in model._units for flat in unit.flats)
+    nbytes = sum(flat.gradients.full_numel * 4 for flat in flats(model))
     first = next(iter(model.parts()))
     for part in model.parts():
         assert held(model).now == nbytes * (part - first).bit_count()

@@ -16,19 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
+from tests.support.inspect import context
+from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.residual import WIDTH, net, square
-from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, with_lora
+from tests.support.models.small import LanguageModel, MixedDtypes, with_lora
 from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, slow, some_stages
 
 BF16 = Precision(compute=torch.bfloat16)
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randint(0, VOCABULARY, (2, 5), generator=turn.generator())).float().square().mean()
-
-
-def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randn(3, 7, generator=turn.generator())).float().square().mean()
 
 
 def language_model() -> LanguageModel:
@@ -193,7 +187,7 @@ def cost_body(group, stage):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_an_update_is_one_call_on_the_arena(cluster, world_size, stage):
     parts = stage in (1, 2) and world_size > 1
     for calls, units, averages, parameters in cluster.run(cost_body, world_size, stage):
@@ -266,7 +260,7 @@ def uses_body(group, stage):
     same_bits("forward outside", model(tokens).detach(), twin(tokens).detach())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_whatever_is_done_inside_has_the_averages(cluster, stage):
     cluster.check(uses_body, 2, stage)
 
@@ -299,7 +293,7 @@ def exception_body(group, stage):
         pass
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_trained_weights_are_back_after_an_exception(cluster, stage):
     cluster.check(exception_body, 2, stage)
 
@@ -385,7 +379,7 @@ def across_body(group, stage):
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_backward_across_is_an_error(cluster, world_size, stage):
     cluster.check(across_body, world_size, stage)
@@ -394,7 +388,7 @@ def test_a_backward_across_is_an_error(cluster, world_size, stage):
 def one_rank_body(group):
     """Ranks of which one has averaged weights must not hear each other's messages."""
     model = ShardLite(net(), group=group)
-    average, version = EMA(model), model._bridge.context.version
+    average, version = EMA(model), context(model).version
     changes = [version.number]
     with average.swapped():
         changes.append(version.number)
@@ -534,7 +528,7 @@ def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict(), "ema": average.state_dict()}
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_a_run_that_is_resumed_has_the_same_averages(cluster, stage):
     cluster.check(resume_body, 2, stage)
 
@@ -614,7 +608,7 @@ def inside_body(group):
 
 
 def in_use_body(group):
-    for stage in some_stages("in_use_body"):
+    for stage in some_stages(2, 3):
         model = ShardLite(net(), group=group, stage=stage)
         average = EMA(model)
         with model.gathered(), pytest.raises(PhaseError, match="the weights are in use: enter swapped"):

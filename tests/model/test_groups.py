@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
+from tests.support.inspect import flats, units
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import local_parts
 
@@ -86,7 +87,7 @@ def hybrid_bytes_body(group):
     del group
     mesh = init_device_mesh("cpu", (2, 2))
     models = [ShardLite(net(), group=ranks) for ranks in (mesh, mesh.get_group(1))]
-    return [sum(flat.local.nbytes for unit in model._units for flat in unit.flats) for model in models]
+    return [sum(flat.local.nbytes for flat in flats(model)) for model in models]
 
 
 def test_hybrid_sharding_holds_a_share_of_the_second_dimension(cluster):
@@ -166,7 +167,7 @@ def resharding_body(group, rule):
     events = model.trace.take()
     gathers = {str(i): events.count(f"gather {i}") for i in range(3)}
     held = model.memory()["gather buffers"]
-    return gathers, held.peak // model._units[1].nbytes, held.now
+    return gathers, held.peak // units(model)[1].nbytes, held.now
 
 
 def only_the_second(name, module):

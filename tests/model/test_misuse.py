@@ -37,7 +37,7 @@ def watched_body(group, stage):
     square(model).backward()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_hooks_that_look_at_weights(cluster, stage):
     cluster.check(watched_body, 2, stage)
 

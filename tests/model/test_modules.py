@@ -221,7 +221,7 @@ def trains(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_layers_train_and_evaluate_like_the_twins(cluster, name, world_size, stage):
     cluster.check(trains, world_size, name, stage)
 
@@ -271,7 +271,7 @@ def counted(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., 
     return counting
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_transformer_encoder_on_its_fast_path(cluster, world_size, stage):
     cluster.check(takes_fast_path, world_size, stage)
 
@@ -332,7 +332,7 @@ def reads_from_outside(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", READ_FROM_OUTSIDE)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_weights_of_modules_that_are_never_called(cluster, name, world_size, stage):
     """What is around them reads them: containers of parameters, and the last layer of PyTorch's attention."""
     cluster.check(reads_from_outside, world_size, name, stage)
@@ -397,7 +397,7 @@ def trains_reparametrised(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", REPARAMETRISED)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_reparametrised_weights_train_like_the_twins(cluster, name, world_size, stage):
     cluster.check(trains_reparametrised, world_size, name, stage)
 
@@ -428,7 +428,7 @@ def keeps_statistics(group: Any, stage: int, buffers: str) -> None:
         torch.testing.assert_close(same, statistics, rtol=0, atol=0)
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((4, 3), (2, 2))
 @pytest.mark.parametrize("buffers", ["rank0", "own"])
 def test_batch_norm_statistics(cluster, world_size, stage, buffers):
     cluster.check(keeps_statistics, world_size, stage, buffers)

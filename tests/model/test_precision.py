@@ -10,46 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardlite import LayoutError, Precision, ShardLite
-from tests.support.models.small import MLP, VOCABULARY, LanguageModel, MixedDtypes, frozen
+from tests.support.models.losses import BF16, MODELS, on_rows, on_tokens
+from tests.support.models.small import MLP, LanguageModel, MixedDtypes
 from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, some_stages
 
-BF16 = Precision(compute=torch.bfloat16)
 BF16_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    """Predict the next token."""
-    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randn(5, 7, generator=turn.generator())).float().square().mean()
-
-
-def partly_frozen() -> nn.Module:
-    return frozen(LanguageModel(), lambda name: "qkv" in name or "blocks.1" in name)
-
-
-def mostly_bf16() -> nn.Module:
-    """A model as it is often loaded, with norms in fp32."""
-    model = LanguageModel(reentrant=False).bfloat16()
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.float()
-    return model
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
-    "plain": (LanguageModel, on_tokens),
-    "checkpointed": (lambda: LanguageModel(blocks=3, reentrant=True, span=2), on_tokens),
-    "frozen": (partly_frozen, on_tokens),
-    "bf16": (mostly_bf16, on_tokens),
-    "mixed": (MixedDtypes, on_rows),
-}
 
 CASES: Sequence[Any] = [
     ("plain", BF16, 2),
@@ -73,7 +40,7 @@ CASES: Sequence[Any] = [
 def follows(group: Any, name: str, precision: Precision) -> None:
     """Body of a rank: with clipping and accumulation, whose sums have the dtype of the wire."""
     make, loss = MODELS[name]
-    for stage in some_stages(name, precision):
+    for stage in some_stages(1, 3):
         pair = Pair(make, group, stage=stage, precision=precision)
         pair.step(loss)
         pair.step(loss, ("local", "local", "step"), clip=0.01)
@@ -84,13 +51,14 @@ def follows(group: Any, name: str, precision: Precision) -> None:
 
 
 @pytest.mark.parametrize(("name", "precision", "world_size"), CASES, ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.sample(5)
 def test_training_follows_the_twin_of_its_precision(cluster, name, precision, world_size):
     cluster.check(follows, world_size, name, precision)
 
 
 def trains(group: Any, precision: Precision) -> None:
     """Body of a rank: SGD, so that a wrong scale shows."""
-    for stage in some_stages(precision):
+    for stage in some_stages(0, 3):
         pair = Pair(lambda: MLP([7, 33, 5]), group, stage=stage, recipe="sgd", precision=precision)
         assert {p.dtype for p in pair.model.module.parameters()} == {precision.compute or torch.float32}
         for _ in range(3):
@@ -244,7 +212,7 @@ def keeps_frozen(group: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("body", [keeps_masters, writes_some, keeps_frozen])
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_masters_keep_all_their_digits(cluster, body, stage):
     cluster.check(body, 3, stage)
 
@@ -292,7 +260,7 @@ def follows_under_autocast(group: Any, dtype: torch.dtype, reentrant: bool | Non
         with torch.autocast("cpu", dtype):
             return on_tokens(model, turn)
 
-    for stage in some_stages("follows_under_autocast"):
+    for stage in some_stages(0, 3):
         pair = Pair(lambda: LanguageModel(reentrant=reentrant), group, stage=stage)
         pair.step(cast, ("local", "step"))
         pair.step(cast, clip=0.01)

@@ -97,7 +97,7 @@ def refused(group: Any, make: Make, loss_of: Any, stage: int) -> None:
         same_bits(name, full[name], value)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize(("make", "loss_of"), CASES)
 def test_a_wrapped_model_says_how_to_resize(cluster, make, loss_of, stage):
     cluster.check(refused, 2, make, loss_of, stage)
@@ -121,7 +121,7 @@ def loads(group: Any, make: Make, loss_of: Any, folder: Path, stage: int) -> Non
         smaller.load_full_state_dict(first.full_state_dict())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize(("make", "loss_of"), CASES)
 def test_a_model_that_was_resized_before_wrapping_loads(cluster, tmp_path, make, loss_of, stage):
     cluster.check(loads, 2, make, loss_of, tmp_path, stage)

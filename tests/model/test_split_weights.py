@@ -9,84 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from shardlite_kernels import join, split
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from shardlite.params.layout import ARENA_ALIGN, round_up
-from tests.model.test_precision import BF16, on_rows, on_tokens
+from tests.support.inspect import flats
+from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel, MixedDtypes, frozen
-from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import Pair, Turn, _seeded, same_bits, some_stages, without_warnings
-
-SPLIT = Precision(compute=torch.bfloat16, master="split24")
-
-
-def parts(whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both parts of fp32 numbers, in their shape."""
-    flat = whole.detach().reshape(-1).contiguous()
-    high, low = torch.empty_like(flat, dtype=torch.bfloat16), torch.empty_like(flat, dtype=torch.int8)
-    split(high, low, flat)
-    return high.view(whole.shape), low.view(whole.shape)
-
-
-def cut(whole: Tensor) -> Tensor:
-    """Round fp32 numbers to 24 bits."""
-    high, low = (part.reshape(-1) for part in parts(whole))
-    out = torch.empty_like(high, dtype=torch.float32)
-    join(out, high, low)
-    return out.view(whole.shape)
-
-
-class CutAdamW(PaddedAdamW):
-    """PyTorch's fused AdamW, whose weights are cut to 24 bits after each step."""
-
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        super()._update(param, group)
-        param.copy_(cut(param))
-
-
-class CutTwin(Twin):
-    """A twin whose masters have 24 bits, and which computes with their upper part."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, precision=BF16, **options)
-        with torch.no_grad():
-            for master in self.masters.values():
-                if master.requires_grad:
-                    master.copy_(cut(master))
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        for name, param in self._own.items():
-            param.copy_(parts(self.masters[name])[0] if param.requires_grad else self.masters[name])
-
-
-class SplitPair(Pair):
-    """A model whose weights are split, beside its twin."""
-
-    def __init__(self, make: Callable[[], nn.Module], group: Any, **options: Any) -> None:
-        self.rank = torch.distributed.get_rank()
-        self.twin = CutTwin(_seeded(make), torch.distributed.get_world_size(group), options.get("units"))
-        self.model = ShardLite(_seeded(make), group=group, precision=SPLIT, **options)
-        hyper = {"lr": 0.02, "weight_decay": 0.1}
-        self.optimizer: Any = AdamW(self.model.parameters(), **hyper)
-        self._theirs = CutAdamW(self.twin.masters.values(), **hyper)
-        self._steps = 0
-
-    def finish(self, clip: float | None = None) -> None:
-        if clip is not None:
-            same_bits(self._what("norm"), self.model.clip_grad_norm_(clip), self.twin.clip_grad_norm(clip))
-        self._compare("gradient", lambda tensor: tensor.grad)
-        for optimizer in (self.optimizer, self._theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        full = self.model.full_state_dict()
-        for name, value in self.twin.state_dict().items():
-            same_bits(self._what(f"full_state_dict()[{name!r}]"), full[name], value)
-        self._steps += 1
-
+from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages, without_warnings
+from tests.support.twins.split import SPLIT, SplitPair, cut, trained
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
@@ -102,7 +34,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 def follows(group: Any, name: str) -> None:
     """Body of a rank: with clipping and both kinds of accumulation."""
     make, loss = MODELS[name]
-    for stage in some_stages("follows"):
+    for stage in some_stages(1, 3):
         pair = SplitPair(make, group, stage=stage)
         pair.step(loss)
         pair.step(loss, ("local", "local", "step"), clip=0.01)
@@ -118,21 +50,9 @@ def follows(group: Any, name: str) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
     ],
 )
+@pytest.mark.sample(2)
 def test_training_follows_a_twin_in_24_bits(cluster, name, world_size):
     cluster.check(follows, world_size, name)
-
-
-def trained(
-    group: Any, *, steps: int = 3, same_batch: bool = False, options: dict[str, Any] | None = None, **model: Any
-) -> tuple[ShardLite, AdamW]:
-    """Train a model for some steps."""
-    sharded = ShardLite(_seeded(LanguageModel), group=group, **{"precision": SPLIT, **model})
-    optimizer = AdamW(sharded.parameters(), lr=0.01, weight_decay=0.1, **(options or {}))
-    for step in range(steps):
-        on_tokens(sharded, Turn(step, 0 if same_batch else torch.distributed.get_rank(), 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded, optimizer
 
 
 def alike(group: Any, kind: str) -> None:
@@ -140,7 +60,7 @@ def alike(group: Any, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
     for state in ("fp32", "bf16", "int8"):
         weights = [
-            trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages("alike")
+            trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages(0, 3)
         ]
         for other in weights[1:]:
             for name, value in weights[0].items():
@@ -158,12 +78,11 @@ def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit:
     units = {"units": lambda *_: False} if one_unit else {}
     model, optimizer = trained(group, steps=5, same_batch=True, stage=stage, options=options, **units)
     found = {}
-    for unit in model._units:
-        for flat in unit.flats:
-            assert flat.low is not None
-            for slot, shard, low in zip(flat.layout.slots, flat.shards, flat.shard_views(flat.low), strict=True):
-                entries = {"high": shard.detach(), "low": low, **optimizer.state[shard]}
-                found.update({f"{key} of {slot.name}": value.reshape(-1) for key, value in entries.items()})
+    for flat in flats(model):
+        assert flat.low is not None
+        for slot, shard, low in zip(flat.layout.slots, flat.shards, flat.shard_views(flat.low), strict=True):
+            entries = {"high": shard.detach(), "low": low, **optimizer.state[shard]}
+            found.update({f"{key} of {slot.name}": value.reshape(-1) for key, value in entries.items()})
     return found
 
 
@@ -217,7 +136,7 @@ def bytes_of(group: Any, stage: int) -> None:
     assert held["optimizer state"].now == mine * (2 + 2 / 32) + rows + counts
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_weights_take_three_bytes_and_with_a_narrow_state_five(cluster, stage):
     cluster.check(bytes_of, 2, stage)
 
@@ -254,7 +173,7 @@ def scaled(group: Any, stage: int) -> None:
     assert scaler.get_scale() == 2.0**7
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_gradient_scalers_and_steps_that_are_left_out(cluster, stage):
     cluster.check(scaled, 2, stage)
 
@@ -278,7 +197,7 @@ def refuses(group: Any, stage: int) -> None:
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_that_know_nothing_of_it_are_refused(cluster, world_size, stage):
     cluster.check(refuses, world_size, stage)

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.models.small import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
+from tests.support.models.losses import on_tokens
+from tests.support.models.small import MLP, WIDTH, LanguageModel, Residual
 from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
 
 WORLDS = (2, WIDE)
@@ -27,10 +28,6 @@ BF16 = Precision(compute=torch.bfloat16)
 def on_rows(width: int) -> Loss:
     """Make the output small, for random rows."""
     return lambda model, turn: model(torch.randn(3, width, generator=turn.generator())).float().square().mean()
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())).float().square().mean()
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -73,6 +70,7 @@ def keeps(group: Any, stage: int, precision: Precision) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
 )
+@pytest.mark.sample(2)
 def test_a_rank_keeps_what_zero_says(cluster, world_size, compute, stage, sharded):
     def share(what: str, nbytes: int) -> int:
         return nbytes // world_size if what in sharded else nbytes
@@ -137,7 +135,7 @@ def follows_over_replicas(group: Any, stage: int) -> None:
         pair.step(on_tokens, ("local", "step") if step > 1 else ("sharded", "step"), 0.01 if step else None)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
     cluster.check(follows_over_replicas, 4, stage)
 

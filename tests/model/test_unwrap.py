@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
 from shardlite.params import Sharded, ShardInfo
+from tests.support.inspect import bridge as bridge_of
+from tests.support.inspect import units
 from tests.support.twins.sharded import same_bits
 
 
@@ -161,13 +163,13 @@ def spent_body(group: Any) -> None:
     with pytest.raises(PhaseError, match="gathered"), model.gathered():
         model.unwrap()
     if dist.get_rank(group) == 0:
-        model._units[0].users += 1  # as an unfinished forward on this rank alone
+        units(model)[0].users += 1  # as an unfinished forward on this rank alone
     with pytest.raises((PhaseError, Exception), match="outside of forwards"):
         model.unwrap()
     if dist.get_rank(group) == 0:
-        model._units[0].users -= 1
+        units(model)[0].users -= 1
     train(model, AdamW(model.parameters(), lr=0.1), 1)
-    bridge = weakref.ref(model._bridge)
+    bridge = weakref.ref(bridge_of(model))
     del ema
     module = model.unwrap()
     for call in (model.parameters, model.state_dict, model.full_state_dict, model.unwrap, model.memory, model.gathered):
@@ -187,7 +189,7 @@ def leftover_body(group: Any, ours: bool, stepped: bool) -> None:
     optimizer = (AdamW if ours else optim.AdamW)(model.parameters(), lr=0.1)
     if stepped:
         train(model, optimizer, 1)
-    bridge = weakref.ref(model._bridge)
+    bridge = weakref.ref(bridge_of(model))
     module = model.unwrap()
     module(tokens()).sum().backward()
     with pytest.raises(PhaseError, match="AdamW holds shards of a ShardLite model that was unwrapped"):

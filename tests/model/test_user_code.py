@@ -17,18 +17,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from shardlite import EscapedViewWarning, LayoutError, ShardLite
-from tests.support.models.residual import WIDTH, Block, net
+from tests.support.models.residual import WIDTH, Block, net, on_rows, rows
 from tests.support.twins.sharded import Pair, Turn, same_bits, trained
 
 Model = Callable[..., Any]
-
-
-def rows(turn: Turn) -> Tensor:
-    return torch.randn(3, WIDTH, generator=turn.generator())
-
-
-def on_rows(model: Model, turn: Turn) -> Tensor:
-    return model(rows(turn)).square().mean()
 
 
 # ---- hooks of modules ---------------------------------------------------------------------------------------------
@@ -116,7 +108,7 @@ def observes(group: Any, before: bool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before-wrapping", "after-wrapping"])
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_forward_and_backward_hooks_of_modules(cluster, before, world_size, stage):
     cluster.check(observes, world_size, before, stage)
 
@@ -141,7 +133,7 @@ def sees_all(group: Any, stage: int) -> None:
     pair.step(on_rows)
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_global_hooks_and_hooks_that_stop_a_forward(cluster, world_size, stage):
     cluster.check(sees_all, world_size, stage)
 
@@ -203,7 +195,7 @@ def keeps(group: Any, stage: int) -> None:
         trained(lambda: nn.Sequential(*(Quantised() for _ in range(4))), on_rows, group, stage=stage)
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((4, 3), (2, 2))
 def test_a_function_that_keeps_a_view_of_a_weight_is_right_and_reported(cluster, world_size, stage):
     cluster.check(keeps, world_size, stage)
 
@@ -213,7 +205,7 @@ def saves(group: Any, stage: int) -> None:
     trained(lambda: nn.Sequential(*(Saving() for _ in range(4))), on_rows, group, stage=stage)
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_a_function_that_saves_weights_for_backward(cluster, world_size, stage):
     cluster.check(saves, world_size, stage)
 
@@ -269,7 +261,7 @@ def transforms(group: Any, stage: int) -> None:
     trained(net, around, group, stage=stage)
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_vmap_and_functional_call_inside_a_forward(cluster, world_size, stage):
     cluster.check(transforms, world_size, stage)
 
@@ -286,7 +278,7 @@ def replaces(group: Any, stage: int) -> None:
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_functional_call_of_a_unit_with_other_tensors_is_an_error(cluster, world_size, stage):
     cluster.check(replaces, world_size, stage)
 
@@ -301,6 +293,6 @@ def takes_slopes(group: Any, stage: int) -> None:
         on_rows(model, Turn(0, 0, 0))
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_func_grad_inside_a_forward_works_below_stage_3(cluster, world_size, stage):
     cluster.check(takes_slopes, world_size, stage)

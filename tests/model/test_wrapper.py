@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
+from tests.support.inspect import flats, gatherer, units, users
 from tests.support.patience import until
 from tests.support.twins.sharded import assert_gradients_equal, local_parts
 
@@ -146,11 +147,11 @@ def gathered_body(group):
     with model.gathered(writeback=False), torch.no_grad():
         for param in plain.parameters():
             param.zero_()
-    model._hooks._calls.gatherer.finish_prefetched()
-    versions = [unit.version() for unit in model._units]
+    gatherer(model).finish_prefetched()
+    versions = [unit.version() for unit in units(model)]
     with model.gathered():
         pass
-    assert versions == [unit.version() for unit in model._units]  # reading changes nothing
+    assert versions == [unit.version() for unit in units(model)]  # reading changes nothing
     full = model.full_state_dict()
     return full, twin.state_dict()
 
@@ -183,13 +184,13 @@ def failing_body(group):
             param.zero_()
         _ = 1 / 0
     after = model.full_state_dict()
-    return all(torch.equal(before[name], after[name]) for name in before), [unit.users for unit in model._units]
+    return all(torch.equal(before[name], after[name]) for name in before), users(model)
 
 
 def test_an_exception_inside_gathered_writes_nothing_and_holds_nothing(cluster):
-    for same, users in cluster.run(failing_body, 2):
+    for same, counts in cluster.run(failing_body, 2):
         assert same
-        assert set(users) == {0}
+        assert set(counts) == {0}
 
 
 def direct_write_body(group):
@@ -250,7 +251,7 @@ def memory_body(group):
     with_gradients = model.ledger.current()
     optimizer.zero_grad()
     after = model.ledger.current()
-    padded = sum(flat.layout.full_numel for unit in model._units for flat in unit.flats) * 4
+    padded = sum(flat.layout.full_numel for flat in flats(model)) * 4
     return with_gradients, after, padded
 
 

@@ -52,7 +52,7 @@ def through(group: Any, loss: Any, stage: int) -> None:
     trained(Methods, loss, group, stage=stage, units=Block)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("loss", [by_method, by_outputs])
 def test_methods_and_outputs(cluster, loss, stage):
     cluster.check(through, 2, loss, stage)
@@ -121,8 +121,9 @@ def writes(group: Any, step: Any, stage: int) -> None:
         same_bits("restored", losses[1], losses[3])
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
+@pytest.mark.sample(2)
 def test_shards_may_be_written_through_data(cluster, step, stage):
     cluster.check(writes, 2, step, stage)
 
@@ -159,7 +160,7 @@ def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
 
 
 @pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_former_data_keeps_its_values(cluster, of, stage):
     cluster.check(swaps, 2, of, stage)
 
@@ -179,7 +180,7 @@ def refused(group: Any, stage: int) -> None:
     assert not shard.any()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_data_that_would_change_something_else_is_refused(cluster, stage):
     cluster.check(refused, 2, stage)
 
@@ -215,7 +216,7 @@ def scripted(group: Any, how: str, stage: int) -> None:
     trained(partial(Scripted, how), on_width, group, stage=stage)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_torchscript(cluster, how, stage):
     cluster.check(scripted, 2, how, stage)
@@ -260,7 +261,7 @@ def attributes(group: Any, stage: int) -> None:
     assert not hasattr(shards["0.inner.bias"], "_no_weight_decay")
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_attributes_of_parameters_are_on_shards(cluster, stage):
     cluster.check(attributes, 2, stage)
 
@@ -312,7 +313,7 @@ def configures(group: Any, kind: Any, stage: int) -> None:
         torch.testing.assert_close(value, twin.state_dict()[name])
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_a_model_may_build_its_optimizer(cluster, stage):
     cluster.check(configures, 2, torch.optim.AdamW, stage)
 
@@ -369,8 +370,9 @@ def drops(group: Any, drop: Any, stage: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
+@pytest.mark.sample(2)
 def test_gradients_are_dropped(cluster, drop, stage):
     cluster.check(drops, 2, drop, stage)
 
@@ -383,7 +385,7 @@ def gives_gradients(group: Any, stage: int) -> None:
         param.grad = torch.zeros(WIDTH, WIDTH)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_gradients_belong_to_shards(cluster, stage):
     cluster.check(gives_gradients, 2, stage)
 
@@ -418,7 +420,7 @@ def adapts(group: Any, stage: int) -> None:
         same_bits("loss", *losses)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_a_model_may_be_called_with_other_parameters(cluster, stage):
     cluster.check(adapts, 2, stage)
 

@@ -14,17 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, CommError, ShardLite
 from shardlite.optim.adamw import accumulating, adopt
-from tests.support.models.small import MLP, VOCABULARY, LanguageModel
+from tests.support.models.losses import on_tokens
+from tests.support.models.small import MLP, LanguageModel
 from tests.support.optim_cases import place_shards
 from tests.support.ranks import in_process
 from tests.support.ranks.in_process import RankError, check_in_process, failures_in_process, run_in_process
-from tests.support.twins.sharded import Pair, Turn
+from tests.support.twins.sharded import Pair
 
 # ---- whole models ---------------------------------------------------------------------------------------------------
-
-
-def on_tokens(model: Any, turn: Turn) -> Tensor:
-    return model(torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())).float().square().mean()
 
 
 def follows(group: Any, stage: int) -> None:

@@ -74,6 +74,7 @@ def by_stage(*world_sizes: int) -> pytest.MarkDecorator:
 
 @by_stage(2, 4)
 @pytest.mark.parametrize("compute", [None, slow(torch.bfloat16)])
+@pytest.mark.sample(2)
 def test_traffic_is_exact_and_as_zero_has_it(cluster, world_size, stage, compute):
     """Per step and rank: `(W-1)/W` of the padded bytes for each time that a unit goes round."""
     weight = 4 if compute is None else 2

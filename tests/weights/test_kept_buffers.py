@@ -22,6 +22,7 @@ from shardlite.comm import Transport
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.grads.bucket import Bucket
+from shardlite.params import ROOT, Buffer, Unit
 from shardlite.weights.gather_order import MEMORY
 from shardlite.weights.policy import BufferPolicy, BufferPool
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
@@ -91,6 +92,7 @@ STEADY = [name for name, options in RUNS.items() if options.get("stage", 3) == 3
 
 
 @pytest.mark.parametrize("name", STEADY)
+@pytest.mark.sample(2)
 def test_weights_lie_in_each_step_where_they_lay_in_the_second(name):
     with Gpu().ranks(WORLD_SIZE), places() as now:
         training, steps = Training(**RUNS[name]), []
@@ -224,6 +226,7 @@ def test_a_bucket_that_is_dropped_before_it_is_zeroed_leaves_no_trace():
         for options in ({}, {"prefetch": 2}, *[{"in_backward": True}] * (event not in NOT_IN_BACKWARD))
     ],
 )
+@pytest.mark.sample(2)
 def test_weights_come_to_rest_again_after_anything_else(event, options):
     with Gpu().ranks(WORLD_SIZE), places() as now:
         training = Training(**options)
@@ -320,7 +323,7 @@ def test_what_is_kept_is_counted():
         assert held(training.model, "gradient buckets") == 0
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_a_model_that_is_deleted_frees_what_it_kept(stage):
     with Gpu().ranks(WORLD_SIZE):
         training = Training(stage=stage)

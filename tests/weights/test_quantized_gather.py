@@ -187,6 +187,7 @@ def training_body(group: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [slow(n) if n in LIKE_OTHERS else n for n in TRAINED])
+@pytest.mark.sample(2)
 def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(cluster, name):
     """The gradient for quantized weights is applied to those that they were made of."""
     cluster.check(training_body, 2, name)

@@ -144,8 +144,9 @@ def follows(group: Any, make: Any, stage: int) -> None:
     trained(make, on_words, group, stage=stage, units=UNITS)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.sample(2)
 def test_programs_that_read_weights(cluster, make, stage):
     cluster.check(follows, 2, make, stage)
 
@@ -180,7 +181,7 @@ def hooked(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
         pair.step(on_words)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("register", HOOKS)
 def test_hooks_registered_after_wrapping(cluster, register, stage):
     cluster.check(hooked, 2, register, stage)
@@ -197,7 +198,7 @@ def hooked_around(group: Any, stage: int) -> None:
         pair.step(on_words)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_hooks_of_the_wrapper(cluster, stage):
     cluster.check(hooked_around, 2, stage)
 

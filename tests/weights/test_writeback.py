@@ -99,7 +99,7 @@ def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
             same_bits(f"{name} after step {step}", full[name], value)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_a_forward_writes_is_kept(cluster, kind, stage):
     cluster.check(keeps, 2, kind, stage)
@@ -134,7 +134,7 @@ def assigns_inside(group: Any, stage: int) -> None:
     assert torch.equal(full["out.bias"], torch.full((WIDTH,), 2.0))
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_what_is_assigned_inside_gathered_is_kept(cluster, stage):
     cluster.check(assigns_inside, 2, stage)
 
@@ -180,7 +180,7 @@ def assigns_what_it_computes(group: Any, change: Any, stage: int) -> None:
         same_bits(name, full[name], value)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
 def test_what_was_computed_from_former_data_may_be_assigned(cluster, change, stage):
     cluster.check(assigns_what_it_computes, 2, change, stage)

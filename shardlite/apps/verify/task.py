@@ -69,7 +69,7 @@ class Task:
 
 
 def mean_loss(
-    task: Task, module: nn.Module, step: int, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple
+    task: Task, module: Callable[..., Any], step: int, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple
 ) -> Tensor:
     """Return the mean of the losses of `ranks`, [], each computed with the random numbers of its rank."""
     losses = [module(*convert(task.batch(step, rank))) for rank in ranks]

@@ -1,14 +1,14 @@
 """Systems that train one model on the same batches, each returning a record of its results. Judging is done elsewhere.
 
     sharded               by ShardLite, at any stage
-    simple, ring_ordered  replicas whose gradients rank 0 averages: in the simplest way, or in ring order
+    simple, ring_ordered  plain twins, whose gradients are averaged in the simplest way, or in ring order
     data_parallel         by `torch.nn.parallel.DistributedDataParallel`
     one_process           rank 0 alone, on the batches of all ranks
     survey, exact         no training, only the first step: each rank separately, and in fp64
 
 The first three compute as `Precision` says, the others in the model's own dtypes.
 
-Legend: `W` ranks, `n` elements of one parameter, `S` elements per shard.
+Legend: `W` ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -26,17 +25,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardlite.apps.verify.masters import Masters
+from shardlite.apps.verify.plain import Mean, PaddedAdamW, Twin, ring_mean, simple_mean
 from shardlite.apps.verify.task import Batch, Task, doubled, joined_batch, mean_loss
-from shardlite.build import partition_module, plan_flats
 from shardlite.comm import all_gather_json
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
-from shardlite.params import ALIGN, as_they_are, round_up
+from shardlite.params import as_they_are
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
-Mean: TypeAlias = Callable[[Sequence[Tensor], torch.dtype, str], Tensor]
-"""From the gradients of all ranks, in the dtype of their sum, the master's dtype and the name, to the mean."""
 
 
 @dataclass(frozen=True)
@@ -86,23 +82,17 @@ def sharded(task: Task, stage: int) -> Record:
 
 
 def simple(task: Task) -> tuple[Record, bool]:
-    """Train replicas whose gradients rank 0 averages in the simplest way: `(g0 + g1 + ...) / W`.
+    """Train plain twins whose gradients are averaged in the simplest way.
 
     Also return whether any rank did not use a parameter in any step.
     """
-    replica = _Replica(task, _replicated(task), simple_mean)
-    return _train(replica), _any_rank(task, replica.unused)
+    system = _Plain(task, _twin(task, simple_mean))
+    return _train(system), system.twin.unused
 
 
 def ring_ordered(task: Task) -> Record:
-    """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
-    module = _replicated(task)
-    device = next(module.parameters()).device
-    units = partition_module(module, task.units)
-    plans = [plan_flats(unit, task.world_size, task.precision, device=device) for unit in units]
-    layouts = [flat.layout for plan in plans for flat in plan]
-    cuts = {slot.name: [edge - slot.start for edge in layout.cuts] for layout in layouts for slot in layout.slots}
-    return _train(_Replica(task, module, lambda parts, dtype, name: ring_mean(parts, dtype, cuts[name])))
+    """Train plain twins whose gradients are averaged in the order of ShardLite's ring."""
+    return _train(_Plain(task, _twin(task, ring_mean)))
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
@@ -118,7 +108,11 @@ def one_process(task: Task, *, join: bool) -> Record:
 
 def survey(task: Task) -> Survey:
     """Run the first step on each rank separately: with `Precision`, in the model's own dtypes, and in fp64."""
-    own = _first_step(task, _with_masters(task, _replicated(task)), [task.rank])
+    twin = _twin(task, simple_mean)
+    with twin.caught() as sums:
+        loss = mean_loss(task, twin, 0, [task.rank])
+        loss.backward()  # type: ignore[no-untyped-call]
+    own = _step(loss, sums, twin.masters)
     plain = _first_step(task, _replicated(task), [task.rank])
     true = exact(task, _replicated(task), [task.rank])
     errors = None
@@ -146,7 +140,7 @@ def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-class _Plain:
+class _System:
     """A module, trained on this rank's batches. Subclasses override what differs."""
 
     def __init__(self, task: Task, module: nn.Module, optimizer: Callable[..., Optimizer]) -> None:
@@ -159,12 +153,16 @@ class _Plain:
         value: Tensor = self.module(*self.task.batch(step, self.task.rank))
         return value
 
-    def average(self) -> None:
-        """Average the gradients over the ranks, if backward did not."""
+    def run(self, step: int) -> Tensor:
+        """Run forward and backward, and average the gradients over the ranks."""
+        loss = self.loss(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        _densify(self.module)
+        return loss
 
     def gradients(self) -> Gradients:
         """Return the whole gradients."""
-        return _gradients(self.module)
+        return _gradients(_trainable(self.module))
 
     def weights(self) -> Mapping[str, Any]:
         """Return a whole state dict."""
@@ -172,7 +170,7 @@ class _Plain:
         return state
 
 
-class _Sharded(_Plain):
+class _Sharded(_System):
     def __init__(self, task: Task, stage: int) -> None:
         module = task.model()
         self._shapes = {name: param.shape for name, param in module.named_parameters()}
@@ -206,37 +204,28 @@ class _Sharded(_Plain):
         return self._model.full_state_dict()
 
 
-class _Replica(_Plain):
-    def __init__(self, task: Task, module: nn.Module, mean: Mean) -> None:
-        self._masters = _with_masters(task, module)
-        super().__init__(task, self._masters, _PaddedAdamW)
-        self._mean = mean
-        self.unused = False
+class _Plain(_System):
+    def __init__(self, task: Task, twin: Twin) -> None:
+        self.task, self.twin = task, twin
+        self.optimizer = PaddedAdamW(twin.masters.values(), lr=task.lr, weight_decay=task.weight_decay)
 
-    def average(self) -> None:
-        params, sums = _trainable(self._masters), self._masters.sums
-        self.unused |= len(sums) < len(params)
-        for name, param in params.items():
-            param.grad = self._through_rank_0(name, param, sums.pop(name, None))
+    def run(self, step: int) -> Tensor:
+        def backward() -> Tensor:
+            loss: Tensor = self.twin(*self.task.batch(step, self.task.rank))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
 
-    def _through_rank_0(self, name: str, master: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-        """Send a gradient to rank 0, which averages those of all ranks, and receive the mean."""
-        if not _any_rank(self.task, grad is not None):
-            return None
-        group = self.task.group
-        own = self._masters.zeros(name) if grad is None else grad.contiguous()
-        mean = torch.empty_like(master, memory_format=torch.contiguous_format)
-        if self.task.rank == 0:
-            parts = [torch.empty_like(own) for _ in range(self.task.world_size)]
-            dist.gather(own, parts, group=group, group_dst=0)
-            mean.copy_(self._mean(parts, mean.dtype, name))
-        else:
-            dist.gather(own, group=group, group_dst=0)
-        dist.broadcast(mean, group=group, group_src=0)
-        return mean
+        loss: Tensor = self.twin.backward(backward)
+        return loss
+
+    def gradients(self) -> Gradients:
+        return _gradients({name: master for name, master in self.twin.masters.items() if master.requires_grad})
+
+    def weights(self) -> Mapping[str, Any]:
+        return self.twin.state_dict()
 
 
-class _DataParallel(_Plain):
+class _DataParallel(_System):
     def __init__(self, task: Task, unused: bool) -> None:
         super().__init__(task, task.model(), _fused_adamw)
         self._model = DistributedDataParallel(
@@ -248,7 +237,7 @@ class _DataParallel(_Plain):
         return value
 
 
-class _OneProcess(_Plain):
+class _OneProcess(_System):
     def __init__(self, task: Task, join: bool) -> None:
         super().__init__(task, task.model(), _fused_adamw)
         self._join = join
@@ -259,15 +248,12 @@ class _OneProcess(_Plain):
         return mean_loss(self.task, self.module, step, range(len(batches))) if joined is None else self.module(*joined)
 
 
-def _train(system: _Plain) -> Record:
+def _train(system: _System) -> Record:
     """Run all steps."""
     losses: list[Tensor] = []
     first: Gradients = {}
     for step in range(system.task.steps):
-        loss = system.loss(step)
-        loss.backward()  # type: ignore[no-untyped-call]
-        system.average()
-        _densify(system.module)
+        loss = system.run(step)
         first = first or system.gradients()
         system.optimizer.step()
         system.optimizer.zero_grad()
@@ -280,9 +266,18 @@ def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Ca
     loss = mean_loss(task, module, 0, ranks, convert)
     loss.backward()  # type: ignore[no-untyped-call]
     _densify(module)
-    local = module.sums if isinstance(module, Masters) else _gradients(module)
-    gradients = {name: _or_zeros(local.get(name), param).double() for name, param in _trainable(module).items()}
-    return Step(loss.detach().double(), gradients)
+    params = _trainable(module)
+    return _step(loss, _gradients(params), params)
+
+
+def _step(loss: Tensor, gradients: Gradients, params: Mapping[str, nn.Parameter]) -> Step:
+    """Return a step in fp64; a parameter that this rank did not use has a zero gradient."""
+    whole = {}
+    for name, param in params.items():
+        if param.requires_grad:
+            grad = gradients.get(name)
+            whole[name] = (torch.zeros_like(param).detach() if grad is None else grad).double()
+    return Step(loss.detach().double(), whole)
 
 
 def _replicated(task: Task) -> nn.Module:
@@ -296,85 +291,13 @@ def _replicated(task: Task) -> nn.Module:
     return module
 
 
-def _with_masters(task: Task, module: nn.Module) -> Masters:
-    return Masters(module, task.precision, alone=task.world_size == 1)
+def _twin(task: Task, mean: Mean) -> Twin:
+    group = dist.group.WORLD if task.group is None else task.group
+    return Twin(_replicated(task), task.world_size, task.units, mean, precision=task.precision, group=group)
 
 
 def _fused_adamw(*args: Any, **options: Any) -> Optimizer:
     return torch.optim.AdamW(*args, **options, fused=True)
-
-
-def simple_mean(parts: Sequence[Tensor], dtype: torch.dtype, _: str = "") -> Tensor:
-    """Add one rank after the other, and divide once."""
-    total = parts[0].to(dtype)
-    for part in parts[1:]:
-        total = total + part.to(dtype)
-    return total / len(parts)
-
-
-def ring_mean(parts: Sequence[Tensor], dtype: torch.dtype, cuts: Sequence[int]) -> Tensor:
-    """Add segment `k` of the unit in the order k+1, k+2, ..., k, and divide it by `W`, once.
-
-    Segment `k` is `[cuts[k], cuts[k+1])`, relative to the start of the parameter. Partial sums have the dtype of the
-    parts; the last addition and the division use that of the mean, or fp32 if it has fewer bits.
-    """
-    mean = torch.empty_like(parts[0], dtype=dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    for k, edges in enumerate(pairwise(cuts)):
-        first, stop = (max(0, edge) for edge in edges)
-        segments = [part.view(-1)[first:stop] for part in parts]
-        total, *others, last = segments[k + 1 :] + segments[: k + 1]
-        for other in others:
-            total = total + other
-        mean.view(-1)[first:stop] = (total.to(wide) + last.to(wide)) / len(parts)
-    return mean
-
-
-class _PaddedAdamW(Optimizer):
-    """PyTorch's fused AdamW on flat copies of the parameters, padded with zeros to a multiple of 32 elements.
-
-    The padding matters: PyTorch's vector loop rounds the last `n % 16` elements differently.
-    """
-
-    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient; each counts its own steps.
-
-        No parameter is stepped if a gradient is not finite, as in ShardLite.
-        """
-        pairs = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
-        if all(bool(param.grad.isfinite().all()) for param, _ in pairs):
-            for param, group in pairs:
-                self._update(param, group)
-
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        assert param.grad is not None
-        flat, grad, state = _padded(param), _padded(param.grad), self.state[param]
-        if not state:
-            state["moments"] = torch.zeros_like(flat), torch.zeros_like(flat)
-            state["count"] = torch.zeros(())
-        state["count"] += 1
-        first, second = state["moments"]
-        torch._fused_adamw_(
-            *([flat], [grad], [first], [second], [], [state["count"]]),
-            lr=group["lr"],
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=group["weight_decay"],
-            amsgrad=False,
-            maximize=False,
-        )
-        param.copy_(flat[: param.numel()].view(param.shape))
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    flat = tensor.new_zeros(round_up(tensor.numel(), ALIGN))
-    flat[: tensor.numel()] = tensor.reshape(-1)
-    return flat
 
 
 # ---- what a model holds ---------------------------------------------------------------------------------------------
@@ -384,8 +307,8 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 
-def _gradients(module: nn.Module) -> Gradients:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in _trainable(module).items()}
+def _gradients(params: Mapping[str, nn.Parameter]) -> Gradients:
+    return {name: None if param.grad is None else param.grad.clone() for name, param in params.items()}
 
 
 def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -412,11 +335,6 @@ def _any_rank(task: Task, yes: bool) -> bool:
     ranks = torch.tensor(int(yes))
     dist.all_reduce(ranks, group=task.group)
     return bool(ranks.item())
-
-
-def _or_zeros(grad: Tensor | None, param: nn.Parameter) -> Tensor:
-    """Return this rank's gradient, or zeros if it did not use the parameter."""
-    return torch.zeros_like(param).detach() if grad is None else grad
 
 
 def _apart(one: Step, other: Step) -> Step:

@@ -222,6 +222,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.sample(2)
 def test_it_is_found(name, monkeypatch):
     owner, method, without, program = MUTANTS[name]
     monkeypatch.setattr(owner, method, _method(without))

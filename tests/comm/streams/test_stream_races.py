@@ -43,6 +43,7 @@ def by_lag():
 
 
 @pytest.mark.parametrize(("name", "lag"), [*by_lag()])
+@pytest.mark.sample(3)
 def test_training(name, lag):
     programs.trains(gpu := Gpu(lag), name)
     assert_no_race(gpu)
@@ -103,6 +104,7 @@ OTHERS = [{"stage": 3}, {"in_backward": True}]
         for each in (*PLAIN, *[{"in_backward": True}] * (event not in NOT_IN_BACKWARD))
     ],
 )
+@pytest.mark.sample(2)
 def test_between_steps(event, options):
     programs.is_interrupted(gpu := Gpu(1), event, **options)
     assert_no_race(gpu)

@@ -23,7 +23,7 @@ from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
-from tests.model.test_precision import MODELS, on_tokens
+from tests.support.models.losses import MODELS, on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster
@@ -95,6 +95,7 @@ def train_over_both(group, stage, in_backward, optimizer, options):
         slow(4, 1, {"max_update": 0.5}, {}),
     ],
 )
+@pytest.mark.sample(3)
 def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward, optimizer, options):
     cluster.check(train_over_both, size, stage, in_backward, optimizer, options)
 

@@ -30,7 +30,7 @@ from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.comm.transport.whole import as_bytes
 from shardlite.config import Route
-from tests.model.test_precision import MODELS, on_rows, on_tokens
+from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster, run_local

@@ -1,33 +1,21 @@
-"""These items run in a process with `TRITON_INTERPRET=1`, which Triton reads at import.
+"""Tests with `TRITON_INTERPRET=1`, which Triton reads at import: `test_interpreter.py` runs them in another process.
 
-In a session without it they are collected here and run in a side process (`side_process.py`). In a session with it,
-as `TRITON_INTERPRET=1 pytest tests/kernels/interpreted`, they run like any others.
+By hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted`. Without the variable nothing is collected here.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
-from tests.kernels.interpreted.side_process import SideProcess
-
-FOLDER = Path(__file__).parent
-ENVIRONMENT = {"TRITON_INTERPRET": "1"}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 
 
-def pytest_configure(config):
-    if not ENVIRONMENT.items() <= os.environ.items():
-        config.pluginmanager.register(SideProcess(config, FOLDER, ENVIRONMENT), "interpreter")
-    else:
+def pytest_configure():
+    if INTERPRETED:
         from tests.kernels.interpreted.language import quicken
 
         quicken()
-
-
-@pytest.hookimpl(tryfirst=True)  # `tests/conftest.py` makes groups of what has none
-def pytest_itemcollected(item):
-    """Keep all these tests on one worker of pytest-xdist: each worker with one starts a side process."""
-    item.add_marker(pytest.mark.xdist_group("interpreter"))
 
 
 @pytest.fixture

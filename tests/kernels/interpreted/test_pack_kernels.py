@@ -1,4 +1,4 @@
-"""Casts and quantisation, run by Triton's interpreter, against their references: equal to the bit."""
+"""Casts and quantization, run by Triton's interpreter, against their references: equal to the bit."""
 
 from itertools import product
 
@@ -7,8 +7,7 @@ import torch
 from shardlite_kernels import cast, cast_reference, dequantize, dequantize_reference, quantize, quantize_reference
 
 from tests.kernels.bits import assert_same_bits, pairs
-from tests.kernels.test_cast import DTYPES, NARROW, near_ties
-from tests.kernels.test_quantize import FLOATS, INPUTS, inputs, read, written
+from tests.kernels.pack_cases import DTYPES, FLOATS, INPUTS, NARROW, inputs, near_ties, read, written
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
@@ -28,7 +27,7 @@ def test_cast(out, source):
 
 
 @pytest.mark.parametrize(("name", "source"), list(product(INPUTS, FLOATS)))
-def test_quantize_and_dequantise(name, source):
+def test_quantize_and_dequantize(name, source):
     x = inputs()[name].to(source)
     coded = written(x, quantize)
     for got, expected in zip(coded, written(x, quantize_reference), strict=True):

@@ -5,7 +5,7 @@ import torch
 from shardlite_kernels import join, join_reference, split, split_reference
 
 from tests.kernels.bits import AWKWARD, assert_same_bits
-from tests.kernels.test_split import NANS, every_kind, from_bits
+from tests.kernels.pack_cases import NANS, every_kind, from_bits
 
 
 def sources():

@@ -1,7 +1,13 @@
 """The plainest model with repeated blocks, and a loss: for tests that are about something else than the model."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.twins.sharded import Turn
 
 WIDTH = 16
 
@@ -25,3 +31,27 @@ def batch() -> Tensor:
 
 def square(model: nn.Module) -> Tensor:
     return model(batch()).square().mean()
+
+
+def rows(turn: Turn, count: int = 3) -> Tensor:
+    return torch.randn(count, WIDTH, generator=turn.generator())
+
+
+def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
+    return model(rows(turn)).square().mean()
+
+
+class Nested(nn.Module):
+    """Checkpoints all blocks together, and in it each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = net(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardlite import Route, ShardLite
-from tests.model.test_precision import MODELS
+from tests.support.models.losses import MODELS
 from tests.support.transports.played_symmetric import playing
 from tests.support.twins.duos import Side
 from tests.support.twins.sharded import Pair, Turn, _seeded, local_parts, same_bits

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardlite import AdamW, ShardLite
+from tests.support.inspect import units
 from tests.support.twins.sharded import Loss, Turn, _seeded, accumulating, same_bits
 
 Schedule = Callable[[optim.Optimizer], Any]
@@ -48,7 +49,7 @@ class Side:
         for name, shard in self.model.named_parameters():
             for key, value in self.optimizer.state.get(shard, {}).items():
                 found[f"{key} of {name!r}"] = value
-        for unit in self.model._units:
+        for unit in units(self.model):
             for i, flat in enumerate(unit.flats):
                 if flat.low is not None:
                     found[f"lower part of unit {unit.name!r}, flat {i}"] = flat.low

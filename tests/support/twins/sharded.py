@@ -3,7 +3,6 @@
 import copy
 import os
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.build.partition import UnitPolicy
+from tests.support.inspect import flats, units
 from tests.support.twins.plain import RECIPES, Twin
 
 
@@ -35,16 +35,9 @@ class Turn:
 STAGES = (0, 1, 2, 3)
 
 
-def some_stages(*names: object) -> tuple[int, ...]:
-    """Return the stages for a body: 3 and one that the names of its case choose, or all where slow tests run."""
-    if EVERY_STAGE in os.environ:
-        return STAGES
-    return number_of(*names, below=3), 3
-
-
-def number_of(*names: object, below: int) -> int:
-    """Return a number below `below` that is always the same for these names."""
-    return zlib.crc32(" ".join(map(str, names)).encode()) % below
+def some_stages(*sample: int) -> tuple[int, ...]:
+    """Return the stages for a body of ranks: the sample, or all where slow tests run."""
+    return STAGES if EVERY_STAGE in os.environ else sample
 
 
 EVERY_STAGE = "SHARDLITE_TEST_EVERY_STAGE"
@@ -91,11 +84,10 @@ def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
 def local_parts(model: ShardLite, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cut whole tensors, named like the model's parameters, into what this rank's shards hold."""
     parts = {}
-    for unit in model._units:
-        for flat in unit.flats:
-            for row, slot in enumerate(flat.layout.slots):
-                if slot.name in full:
-                    parts[slot.name] = flat.part_of(row, full[slot.name].detach())
+    for flat in flats(model):
+        for row, slot in enumerate(flat.layout.slots):
+            if slot.name in full:
+                parts[slot.name] = flat.part_of(row, full[slot.name].detach())
     return parts
 
 
@@ -112,8 +104,8 @@ def assert_gradients_equal(model: ShardLite, twin: nn.Module) -> None:
 
 def most_buffers(model: ShardLite) -> int:
     """Return how many buffers of the (equal) blocks there were at most at once, since the last `reset_peak`."""
-    block = next(unit for unit in model._units if not unit.keep_unsharded)
-    kept = sum(unit.nbytes for unit in model._units if unit.keep_unsharded)
+    block = next(unit for unit in units(model) if not unit.keep_unsharded)
+    kept = sum(unit.nbytes for unit in units(model) if unit.keep_unsharded)
     return (model.ledger.peak()["gather buffers"] - kept) // block.nbytes
 
 
