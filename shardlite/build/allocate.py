@@ -139,7 +139,7 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
         shard.__dict__.update(flat.params[row].__dict__)  # user attributes such as `_no_weight_decay`
         ShardInfo(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
         if flat.low is not None:
-            shard.grad_dtype = None  # gradients are sums in fp32, beside an upper part in bf16
+            shard.grad_dtype = None  # gradients are fp32 sums, the upper part is bf16
     return shards
 
 

@@ -37,7 +37,7 @@ HELD = ("parameters", "optimizer state", "buffers", "staging", "chunks of a step
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What determines the bytes of a step beside the plan of the units."""
+    """What determines the bytes of a step in addition to the plan of the units."""
 
     stage: int = 3
     world_size: int = 1
@@ -52,7 +52,7 @@ class Recipe:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether a backward uses as little memory as possible, instead of gathers and reductions beside it."""
+        """Whether a backward uses as little memory as possible, at the price of overlap."""
         return self.in_backward and not self.on_gpu
 
 

@@ -3,6 +3,7 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
+from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import BUCKETS, Buffer, storage_key
 from shardlite.params.layout import (
     ALIGN,
@@ -30,4 +31,4 @@ from shardlite.params.parameters import (
     take_grad,
 )
 from shardlite.params.shard_tensor import ShardTensor, apart
-from shardlite.params.unit import ROOT, Flat, Gradients, Unit, Weights, check_move
+from shardlite.params.unit import ROOT, Gradients, Unit, Weights, check_move

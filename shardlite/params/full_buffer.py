@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 BUCKETS = 2
-"""Maximum number of buckets on a CPU beside the root's: one is reduced while the other fills.
+"""Maximum number of buckets on a CPU, not counting the root's: one is reduced while the other fills.
 
 It is 1 if shards are stepped in the backward on CPUs: such a program needs little memory, and reductions take the cores
 that would fill the next bucket. A backward waits for a reduction before it allocates another bucket, but not if a peer
@@ -43,7 +43,7 @@ class Buffer:
         return cached
 
     def escaped(self, params: int = 0) -> bool:
-        """Return whether a tensor outside the library views this buffer, beside `params` parameters that are bound."""
+        """Return whether a tensor outside the library views this buffer, other than `params` bound parameters."""
         return bool(torch._C._storage_Use_Count(self.key) > self._own_uses + params)
 
     def poison(self) -> None:

@@ -286,7 +286,7 @@ def _as_one(parts: Sequence[Tensor]) -> Tensor:
 
 
 class ShardInfo(NamedTuple):
-    """What an optimizer needs to know about a shard beside its values. Ordinary parameters have no such record."""
+    """What an optimizer needs to know about a shard except its values. Ordinary parameters have no such record."""
 
     offset: int
     """Number of elements of the whole parameter that precede the shard."""

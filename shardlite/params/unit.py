@@ -1,31 +1,24 @@
 """A unit: the parameters that are gathered together. It owns its state; others decide when it changes.
 
-Three things stand for one parameter. The module's own `nn.Parameter` is what forward and autograd see: a view of the
-full buffer while there is one, else a placeholder. The shard is what the optimizer sees: a view of the arena under the
-original name. The slot says where both lie.
-
-Legend: `W` ranks, `r` this rank, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original
-shape if this rank has all of the parameter, else `[k, 1, ...]`.
+Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from itertools import accumulate, compress
+from itertools import accumulate
 from operator import attrgetter
 
 import torch
-from shardlite_kernels import join, split
 from torch import Tensor, nn
 
 from shardlite.comm import Work
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.params.full_buffer import Buffer, storage_key
-from shardlite.params.layout import Layout, Place, Slot, mark_padded, round_up, views
-from shardlite.params.parameters import as_they_are, to_full, to_placeholders
-from shardlite.params.shard_tensor import Gather, ShardTensor, apart
+from shardlite.params.flat import Flat
+from shardlite.params.full_buffer import Buffer
+from shardlite.params.layout import round_up
+from shardlite.params.parameters import as_they_are, to_full
 
 ROOT = "(root)"
 """Name of the root unit, which holds the parameters of no other unit."""
@@ -34,192 +27,7 @@ _FLAT_ALIGN = 256
 """Bytes: flats start at multiples of it in a buffer, so that every access can be a wide one."""
 
 _version_of = attrgetter("_version")  # `map` reads it of many tensors without a call in Python
-_requires_grad_of = attrgetter("requires_grad")
 _local_version_of = attrgetter("local._version")
-
-
-@dataclass(eq=False, kw_only=True)
-class Flat:
-    """The parameters of one kind (dtypes, trainable) in a unit."""
-
-    layout: Layout
-    """Layout of the weights as this rank keeps them."""
-
-    compute: torch.dtype
-    """Dtype of the full weights, which forward and backward use."""
-
-    reduce: torch.dtype
-    """Dtype in which gradients are summed."""
-
-    quantized: bool
-    """Whether gathers send 8-bit codes."""
-
-    params: Sequence[nn.Parameter]
-    """The module's own parameters, one per slot."""
-
-    rank: int | None
-    """Rank whose shard of the layout is kept here, or `None` if all shards are."""
-
-    local: Tensor
-    """Weights that this rank keeps: its shard [S] in the arena, or all [W*S]."""
-
-    low: Tensor | None = None
-    """Lower part of split weights, laid out like `local`, which is then the upper part."""
-
-    full: Tensor | None = None
-    """Permanent memory of the full weights [W*S], if they have any. `local` may be a part of it."""
-
-    shards: Sequence[nn.Parameter] = ()
-    """Parts of `local` that belong to each slot, as the optimizer sees them."""
-
-    placeholder: Tensor | None = None
-    """Memory of placeholders: one element, NaN if the dtype has it."""
-
-    rows: tuple[int, ...] = field(init=False)
-    """Indices of the slots that have gradients."""
-
-    gradients: Layout = field(init=False)
-    """Layout of the gradients: of those slots only."""
-
-    _own_gradients: Sequence[Place] = field(init=False)
-    """Place of each gradient's elements in this rank's gradient shard."""
-
-    _hidden: Sequence[Tensor] = field(init=False, default=())
-    """The placeholder in the shape of each slot."""
-
-    def __post_init__(self) -> None:
-        self.follow_requires_grad()
-
-    def rows_now(self) -> tuple[int, ...]:
-        """Return the indices of the slots whose parameters require gradients."""
-        with as_they_are():
-            return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
-
-    def follow_requires_grad(self) -> None:
-        """Update which slots have gradients: those whose parameters require them now."""
-        self.rows = self.rows_now()
-        self.gradients = self.layout.only(self.rows, self.reduce)
-        self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
-
-    @property
-    def master(self) -> torch.dtype:
-        """Dtype in which weights are stepped."""
-        return self.local.dtype if self.low is None else torch.float32
-
-    def weights(self) -> Tensor:
-        """Return this rank's weights in full precision: `local` itself, or a copy in fp32 if they are split."""
-        return self.local if self.low is None else _joined(self.local, self.low)
-
-    def write(self, weights: Tensor, begin: int = 0) -> None:
-        """Overwrite elements of `local` from `begin` on with `weights` [n] (any float dtype)."""
-        part = slice(begin, begin + weights.numel())
-        if self.low is None:
-            self.local[part].copy_(weights)
-        else:
-            split(self.local[part], self.low[part], weights.to(self.local.device, torch.float32).contiguous())
-            torch.autograd.graph.increment_version(self.local)  # kernels do not
-
-    def write_param(self, index: int, weights: Tensor) -> None:
-        """Overwrite this rank's elements of the parameter of a slot (same numel, any float dtype)."""
-        self.write(weights.reshape(-1), self.layout.slots[index].within(*self.own_range(self.layout))[0])
-
-    def shard_tensor(self, index: int, gather: Gather) -> Tensor:
-        """Return this rank's elements of the parameter of a slot in full precision: a plain tensor if it keeps all.
-
-        `gather` gathers the whole tensor.
-        """
-        slot, own = self.layout.slots[index], self.own_range(self.layout)
-        start, stop = slot.within(*own)
-        if slot.numel == 0:  # no rank has a shard of it
-            return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
-        if self.low is None:
-            (local,) = views(self.local, [_place(slot, start, stop)])
-            if self.rank is None:
-                return apart(local)
-            return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
-        high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
-        return ShardTensor(
-            lambda high, low: _joined(high, low).view(shape),
-            slot.shape,
-            self.range_of(index)[0],
-            sources=(high, low),
-            numel=stop - start,
-            dtype=torch.float32,
-            device=high.device,
-            encode=partial(self.write_param, index),
-            gather=gather,
-        )
-
-    @property
-    def in_place(self) -> bool:
-        """Whether `local` is the permanent memory of the full weights, or a part of it."""
-        return self.full is not None and storage_key(self.full) == storage_key(self.local)
-
-    def own_range(self, layout: Layout) -> tuple[int, int]:
-        """Return the range of a full buffer in this layout that this rank keeps."""
-        return (0, layout.full_numel) if self.rank is None else layout.shard_range(self.rank)
-
-    def own_part(self, full: Tensor) -> Tensor:
-        """Return the part of the full weights [W*S] that this rank keeps: [S], or all of it."""
-        return full[slice(*self.own_range(self.layout))]
-
-    def unbind(self) -> None:
-        """Turn the module's parameters into placeholders: their shape over the memory of one NaN."""
-        if self.placeholder is None:
-            self.placeholder = _placeholder(self.compute, self.local.device)
-            self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
-        to_placeholders(zip(self.params, self._hidden, strict=True))
-
-    def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Return the module's parameters, each with its view of a full buffer [W*S]."""
-        return zip(self.params, self.layout.views(full), strict=True)
-
-    def shard_views(self, local: Tensor) -> list[Tensor]:
-        """Cut a tensor laid out like `local` into the part of each shard."""
-        return views(local, _places(self.layout, self.own_range(self.layout)))
-
-    def part_of(self, index: int, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor, shaped like the parameter of a slot, that belongs to its shard."""
-        first, stop = self.range_of(index)
-        return tensor.reshape(-1)[first:stop].view(self.shards[index].shape)
-
-    def range_of(self, index: int) -> tuple[int, int]:
-        """Return the range of elements of the parameter of a slot that this rank keeps, `(0, 0)` if none."""
-        slot, own = self.layout.slots[index], self.own_range(self.layout)
-        first, stop = slot.within(*own)
-        return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
-
-    def cuts_of(self, index: int) -> list[int]:
-        """Return the cuts between ranks inside the parameter of a slot, in its elements, [W + 1]."""
-        slot = self.layout.slots[index]
-        return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
-
-    def gradient_views(self, mean: Tensor) -> list[Tensor]:
-        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `rows`."""
-        return mark_padded(views(mean, self._own_gradients))
-
-
-def _joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return split weights in fp32."""
-    whole = torch.empty_like(high, dtype=torch.float32)
-    join(whole, high, low)
-    return whole
-
-
-def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
-    """Return the place of each slot's elements in the part `own` of a full buffer."""
-    return [_place(slot, *slot.within(*own)) for slot in layout.slots]
-
-
-def _place(slot: Slot, first: int, stop: int) -> Place:
-    """Return the place of elements `[first, stop)`: the original shape if that is the whole slot, else `[k, 1, ...]`.
-
-    The number of dimensions stays, so that rules like "no weight decay where `ndim < 2`" still work.
-    """
-    if stop - first == slot.numel:
-        return slot.shape, slot.stride, first
-    ones = (1,) * max(len(slot.shape), 1)
-    return (stop - first, *ones[1:]), ones, first
 
 
 class Weights(Enum):
@@ -277,7 +85,7 @@ class _Gathered:
     """Whether the full weights may have been written to."""
 
     streams: set[torch.cuda.Stream] = field(default_factory=set)
-    """Streams beside the home stream that read the full weights."""
+    """Streams other than the home stream that read the full weights."""
 
 
 @dataclass(eq=False)
@@ -332,7 +140,7 @@ class Unit:
         self._params = tuple(param for flat in self.flats for param in flat.params)
         self.needs_gather = any(not (flat.in_place and flat.rank is None) for flat in self.flats)
         self.copied = any(not flat.in_place for flat in self.flats)
-        lengths = (round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
+        lengths = (round_up(flat.full_nbytes, _FLAT_ALIGN) for flat in self.flats)
         *self._starts, self.nbytes = accumulate(lengths, initial=0)
 
     # ---- transitions ------------------------------------------------------------------------------------------------
@@ -518,18 +326,18 @@ class Unit:
     def _cut_fulls(self, memory: Tensor) -> list[Tensor]:
         """View bytes [nbytes] as one full tensor [W*S] per flat."""
         return [
-            memory[start : start + _full_nbytes(flat)].view(flat.compute)
+            memory[start : start + flat.full_nbytes].view(flat.compute)
             for flat, start in zip(self.flats, self._starts, strict=True)
         ]
 
     def check_not_overwritten(self, offset: int) -> None:
-        """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
+        """Check that the full weights at this byte of the buffer are those from before the backward's own steps.
 
         Raises:
             RuntimeError: they are not, in the words of PyTorch's own error.
         """
         for flat, start in zip(self.flats, self._starts, strict=True):
-            if flat in self.overwritten and start <= offset < start + _full_nbytes(flat):
+            if flat in self.overwritten and start <= offset < start + flat.full_nbytes:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} whose gradients were complete, "
@@ -559,11 +367,3 @@ class Unit:
                         f"parameter {slot.name!r} was given other memory (`.data = ...`, `.half()`, `.to(...)`), so it "
                         "is no longer the sharded one. Write into it inside `gathered()`, and convert before wrapping"
                     )
-
-
-def _full_nbytes(flat: Flat) -> int:
-    return flat.layout.full_numel * flat.compute.itemsize
-
-
-def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)

@@ -154,7 +154,7 @@ class Gather:
     """Kind of the pass, for errors."""
 
     by_hosts: bool
-    """Whether messages go through the memory of the hosts, beside those of other gathers."""
+    """Whether messages go through the memory of the hosts, because other gathers may be in flight."""
 
     def run(self) -> None:
         """Gather flat by flat. A flat that every rank has is not gathered."""
@@ -207,7 +207,7 @@ def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -
 
 
 class GatherQueue:
-    """Runs gathers one after the other on a queue of their own, beside the computation.
+    """Runs gathers one after the other on their own queue, overlapping the computation.
 
     With `by_hosts` it has a thread, and messages go through the memory of the hosts.
     """
@@ -277,7 +277,7 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else None
     other = streams.other() if streams is not None and streams.on_gpu else None
     if modes is None and other is None and not torch.is_inference_mode_enabled():
-        return as_they_are()  # by far the most frequent case, and the only one that has to be cheap
+        return as_they_are()  # by far the most frequent case, which must be cheap
     stack = ExitStack()
     if streams is not None and other is not None:
         stack.enter_context(streams.across(other))

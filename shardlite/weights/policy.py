@@ -2,9 +2,10 @@
 
     take -> [gather, compute] -> idle -> evict -> take again: by the unit that had the buffer last, if possible
 
-A model of any depth runs through `1 + prefetch` buffers beside the root's, and more while more units are in use at
-once. On a GPU a pool keeps these buffers for the life of the model. A unit then finds its weights at the same addresses
-in every step, which a CUDA graph needs, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
+A model of any depth needs `1 + prefetch` buffers and one for the root, and more while more units are in use at once.
+
+On a GPU a pool keeps these buffers for the life of the model. A unit then finds its weights at the same addresses in
+every step, which a CUDA graph needs, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
 transport reuses the pages.
 
 Units are numbers here and buffers are sizes. `unshard.py` follows the policy with memory, `build/timeline.py` without,

@@ -3,7 +3,7 @@
     FULL, used -> IDLE -> [step] -> SHARDED, placeholders -> [gather] -> FULL
 
 After a step each rank has new weights in its own shard only. The next pass starts all gathers at once, in the order of
-registration, whatever it is going to use, and each unit waits for its own. So they run beside the computation, and
+registration, whatever it is going to use, and each unit waits for its own. So they overlap the computation, and
 ranks whose forwards take different branches still gather the same units. At stage 0, where every rank steps everything,
 nothing is gathered; weights are cast if the master weights have another dtype.
 """
