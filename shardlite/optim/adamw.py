@@ -55,8 +55,7 @@ class AdamW(Optimizer):
     frozen one, is not stepped and keeps its own step count.
 
     Parameters of wrapped models are stepped by ShardLite's kernels. Other parameters (ignored ones, those of models
-    that are not wrapped) are stepped by PyTorch's fused kernel: their moments have the parameter's dtype, and they
-    are stepped by `step()`, also with `in_backward`.
+    that are not wrapped) are stepped by PyTorch's fused kernel, with moments in the parameter's dtype.
 
     Like PyTorch's fused optimizers it supports `torch.amp.GradScaler`, which sets two attributes for a step: a tensor
     `found_inf`, which disables the step unless it is zero, and a tensor `grad_scale` (or `None`), by which gradients
@@ -244,13 +243,12 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        layout = self._layout_of_step()
-        others = self._others(layout)
         if self._steps_in_backward is not None:
             self._step_the_rest()
             self._steps_in_backward.close(self.param_groups)
-            self._step_others(others, Amp())
             return loss
+        layout = self._current_layout()
+        others = self._others(layout)
         slots = layout.active(self.state)
         # The scaler deletes them after the step.
         grad_scale = getattr(self, "grad_scale", None)
@@ -282,17 +280,19 @@ class AdamW(Optimizer):
         found = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.requires_grad and p not in layout.by_param]
-            for param in params:
-                check_state(param, self.state.get(param))
-                check_dense(param.grad)
-            if params and group["max_update"] is not None:
-                raise ValueError(
-                    f"AdamW: max_update={group['max_update']} is supported for parameters of ShardLite models only, "
-                    "and the group has others: give them a group with max_update=None"
-                )
-            if params:
-                found.append((group, params))
-        return found
+            self._check_others(group, params)
+            found.append((group, params))
+        return [(group, params) for group, params in found if params]
+
+    def _check_others(self, group: Group, params: Sequence[Tensor]) -> None:
+        for param in params:
+            check_state(param, self.state.get(param))
+            check_dense(param.grad)
+        if params and group["max_update"] is not None:
+            raise ValueError(
+                f"AdamW: max_update={group['max_update']} is supported for parameters of ShardLite models only, and "
+                "the group has others: give them a group with max_update=None"
+            )
 
     def _step_others(self, others: Sequence[tuple[Group, Sequence[Tensor]]], amp: Amp) -> None:
         """Step parameters that are no shards as `torch.optim.AdamW(fused=True)` does."""
@@ -360,14 +360,14 @@ class AdamW(Optimizer):
         return layout.counts
 
     def _catch(self, params: Iterable[Tensor]) -> None:
-        """Step shards that are not reduced (of one rank) as soon as autograd has accumulated their gradients."""
+        """Step parameters whose gradients are not reduced as soon as autograd has accumulated them."""
         if self._steps_in_backward is not None:
             for param in params:
-                if param.requires_grad and _is_unreduced(param):
+                if param.requires_grad and not isinstance(param, Shard):
                     self._steps_in_backward.catch(param, WeakMethod(self._step_one))
 
     def _step_the_rest(self) -> None:
-        """Step shards that still have a gradient because they were frozen and had no hook.
+        """Step parameters that still have a gradient because they were frozen and had no hook.
 
         Raises:
             PhaseError: gradients were scaled, or a shard has a gradient that does not come from a backward.
@@ -378,30 +378,35 @@ class AdamW(Optimizer):
                 "optimizer without in_backward with a gradient scaler. (bf16 needs no scaler)"
             )
         for param in self._params():
-            if param.grad is None or not param.requires_grad or not ShardInfo.is_of(param):
-                continue
-            if not _is_unreduced(param):
-                raise PhaseError(
-                    "AdamW(in_backward=True) steps with the gradients of a backward, but the gradient of a shard was "
-                    "set otherwise: call zero_grad(), or use an optimizer without in_backward"
-                )
-            self._step_one(param)
-            self._catch([param])
+            if param.grad is not None and param.requires_grad:
+                if isinstance(param, Shard):
+                    raise PhaseError(
+                        "AdamW(in_backward=True) steps with the gradients of a backward, but the gradient of a shard "
+                        "was set otherwise: call zero_grad(), or use an optimizer without in_backward"
+                    )
+                self._step_one(param)
+                self._catch([param])
 
     @torch.no_grad()
     def _step_one(self, param: Tensor) -> None:
         """Step `param` with its gradient, and drop the gradient."""
         assert self._steps_in_backward is not None
-        if not ShardInfo.is_of(param):
-            return  # its model was unwrapped
-        step = self.prepare_in_backward([(param, 0)])
-        step.activate(torch.ones(1, device=param.device))
-        slot = self._layout_of_step().by_param[param]
-        if not slot.holds(self.state.get(param)):
-            slot.adopt(self.state)
+        assert param.grad is not None
         check_dense(param.grad)
-        _step_slots([slot], unscale=False, bad=step.bad)
-        self._steps_in_backward.note(step.bad)
+        slot = self._layout_of_step().by_param.get(param)
+        if slot is None:
+            group = next(group for group in self.param_groups if any(each is param for each in group["params"]))
+            self._check_others(group, [param])
+            self._steps_in_backward.open([param])
+            self._steps_in_backward.note((~param.grad.isfinite().all()).to(torch.int32))
+            self._step_others([(group, [param])], Amp())
+        else:
+            step = self.prepare_in_backward([(param, 0)])
+            step.activate(torch.ones(1, device=param.device))
+            if not slot.holds(self.state.get(param)):
+                slot.adopt(self.state)
+            _step_slots([slot], unscale=False, bad=step.bad)
+            self._steps_in_backward.note(step.bad)
         param.grad = None
 
     # ---- layout -------------------------------------------------------------------------------------------------
@@ -409,7 +414,6 @@ class AdamW(Optimizer):
     def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Replace each `param` by `shards[param]`; see `adopt`."""
         params = self._params()
-        self._catch(params)
         held = {param: shards[param] for param in params if shards.get(param, param) is not param}
         if not held:
             return
@@ -422,6 +426,8 @@ class AdamW(Optimizer):
             group["params"][:] = [held.get(param, param) for param in group["params"]]
         for param in held:
             self.state.pop(param, None)
+            if self._steps_in_backward is not None:
+                self._steps_in_backward.release(param)
         self.state.update(states)
         self._layout = None
 
@@ -463,11 +469,6 @@ def _plain_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False)
     values = canonical(entry) if entry["exp_avg"].dtype != param.dtype else entry
     moments = {name: values[name].to(param.device, param.dtype, copy=copy) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": step, **moments}
-
-
-def _is_unreduced(param: Tensor) -> bool:
-    """Return whether `param` is a shard of a model on one rank, where autograd accumulates the gradients of shards."""
-    return ShardInfo.is_of(param) and not isinstance(param, Shard)
 
 
 # ---- all optimizers of the process ----------------------------------------------------------------------------------

@@ -69,6 +69,12 @@ class InBackwardSteps:
             if self._paused[param] == 0:
                 del self._paused[param]
 
+    def release(self, param: Tensor) -> None:
+        """Remove the hook of `param`."""
+        handle = self._handles.pop(param, None)
+        if handle is not None:
+            handle.remove()
+
     def ready(self) -> None:
         """Check that no step of an earlier backward is open.
 
@@ -91,19 +97,23 @@ class InBackwardSteps:
             self.ready()
 
     def prepare(self, members: Sequence[tuple[StateSlot, int]]) -> InBackwardStep:
-        """Return the in-backward step of `members`: slots with the offsets of their gradients in a buffer.
+        """Return the in-backward step of `members`: slots with the offsets of their gradients in a buffer."""
+        self.open([slot.param for slot, _ in members])
+        return InBackwardStep(members)
 
-        Opens a step if none is open.
+    def open(self, params: Sequence[Tensor]) -> None:
+        """Open a step if none is open, and record that `params` are stepped.
+
+        Raises:
+            PhaseError: one of them was stepped in a step that is still open.
         """
-        params = {slot.param for slot, _ in members}
         for param in params:
             self.ready_for(param)
         if not self._counts:
             begin = self._begin()
             assert begin is not None, "the optimizer has called"
             self._counts = begin()
-        self._done |= params
-        return InBackwardStep(members)
+        self._done.update(params)
 
     def note(self, bad: Tensor) -> None:
         """Record whether a gradient of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.adamw import AdamW, adopt
 from shardlite.params import ShardInfo
 from tests.support.optim_cases import HYPER, PaddedTwins, assert_same, make_arena, plain_params, set_grads, shard_params
@@ -135,13 +136,19 @@ def test_a_state_is_exchanged_between_shards_and_others():
     torch.testing.assert_close(runs[0], runs[1], rtol=1e-5, atol=1e-6)
 
 
-def test_in_backward_leaves_them_for_the_step():
-    weight, state = nn.Parameter(torch.ones(3)), torch.ones(3)
-    optimizer = AdamW([weight], lr=0.1, in_backward=True)
+def test_in_backward_they_are_stepped_by_hooks():
+    weight, frozen = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = AdamW([weight, frozen.requires_grad_(False)], lr=0.1, in_backward=True)
     weight.sum().backward()
-    assert_same(weight.data, state)
-    assert weight.grad is not None
-    optimizer.step()
     assert (weight < 1).all()
-    optimizer.init_state()
-    assert optimizer.state[weight]["step"].item() == 1.0
+    assert weight.grad is None
+    with pytest.raises(PhaseError, match="in an earlier backward"):
+        weight.sum().backward()
+    optimizer.step()
+    frozen.requires_grad_(True).sum().backward()
+    optimizer.step()
+    assert frozen.grad is None
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}
+    (weight.sum() * float("nan")).backward()
+    with pytest.raises(NonFiniteError, match="go on from a checkpoint"):
+        optimizer.step()
