@@ -174,7 +174,9 @@ def dirty_buckets() -> Iterator[Counter[str]]:
 
     def copying(bucket: Bucket) -> tuple[Callable[[], None], list[Tensor]]:
         run, gradients = copy_in(bucket)
-        places = [flat.gradients.gaps(bucket._used_slots(flat)) for flat in bucket.flats]
+        places = [
+            flat.gradients.gaps({i for i, used in enumerate(bucket.flags(flat)) if used}) for flat in bucket.flats
+        ]
         gaps = [full[slice(*each)] for some, full in zip(places, bucket.full, strict=True) for each in some]
 
         def checked() -> None:
