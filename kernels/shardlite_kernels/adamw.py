@@ -1,7 +1,8 @@
 """AdamW on flat tensors, in place, with the arithmetic of PyTorch's fused optimizer on CUDA; alone or as the last hop.
 
-`adamw` steps by a gradient, `reduce_adamw` by the sum of a ring reduction's last hop: the received partial sum plus
-this rank's own part, and `add_rows_adamw` by that of all hops at once (`rows.py`). The sum is never written to memory.
+`adamw` steps by a gradient. `reduce_adamw` steps by the sum of a ring reduction's last hop, the received partial sum
+plus this rank's own part. `add_rows_adamw` steps by the sum of all hops at once (`rows.py`). Sums are never written to
+memory.
 
 Bytes per element, read and written, where weights and moments take `s` (12 in fp32, 5.0625 with split weights and
 codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16` and `add_rows_adamw`
@@ -23,10 +24,10 @@ correctly here and computed by CUDA's `powf` in PyTorch, which is off by a few u
 once `beta2^step` vanishes beside 1, and in between where `powf` rounds correctly. And a weight is not multiplied if
 `decay` is zero, even if that is because `lr` is: PyTorch then turns an infinite weight into NaN, and -0 into 0.
 
-Extensions to PyTorch: the gradient may be multiplied by a factor first, and the subtrahend of the last line may be
-clamped to a limit. Factor 1 and limit infinity change no bit. Narrow weights and moments are computed in fp32, too:
-`split.py` and `moments.py` describe how they are read and written. With 8-bit codes, roots and quotients are the
-device's approximations, off by two units at most, and the division by `sqrt(bias2)` is a multiplication.
+Beyond PyTorch, the gradient may be multiplied by a factor first, and the subtrahend of the last line may be clamped to
+a limit. Factor 1 and limit infinity change no bit. Narrow weights and moments are computed in fp32, too: `split.py` and
+`moments.py` describe how they are read and written. With 8-bit codes, roots and quotients are the device's
+approximations, off by two units at most, and the division by `sqrt(bias2)` is a multiplication.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -293,9 +294,9 @@ def _launch(
 def block_of(state: State, grad: Tensor | None, received: Tensor | None, *, unscale: bool = False) -> int:
     """Return the elements per program: each thread moves 16 bytes of the widest tensor that is written.
 
-    A gradient is only read: one in fp32 beside narrow states takes two accesses. Beside moments in 8 bits each thread
-    steps twice as many elements by a gradient that is there: 0.86 of the bandwidth of a copy on an H200, 0.72 with half
-    as many (split24 weights, fp32 gradient, 2^27 elements).
+    A gradient is only read, so one in fp32 takes two accesses if the state is narrow. With moments in 8 bits, `adamw`
+    steps twice as many elements per thread: 0.86 of the bandwidth of a copy on an H200, instead of 0.72 (split24
+    weights, fp32 gradient, 2^27 elements).
     """
     alone = received is None and not unscale
     return (1 + (alone and state.exp_avg.dtype is torch.int8)) * block_size(

@@ -48,7 +48,7 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def new_stats(x: Tensor) -> Tensor:
-    """Allocate uninitialised memory for the rows of `x` [S]: [P, 2]."""
+    """Allocate uninitialized memory for the rows of `x` [S]: [P, 2]."""
     return x.new_empty(stats_rows(x.numel(), x), 2, dtype=stats_dtype(x.dtype))
 
 

@@ -198,7 +198,7 @@ def step_body(group: Any, stage: int) -> dict[str, list[str]]:
     return seen
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_from_a_step_to_the_kernel_are_six_calls_in_three_files(cluster, stage):
     for seen in cluster.run(step_body, 2, stage):
         assert seen == {"before": BEFORE_A_STEP, "kernel": TO_THE_KERNEL}

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardlite import EscapedViewWarning
-from tests.support.inspect import users
+from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, Nested, net, on_rows, rows
 from tests.support.models.small import VOCABULARY, LanguageModel, run_all
 from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, trained

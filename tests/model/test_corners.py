@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
-from tests.support.inspect import users
+from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, batch, net, square
 from tests.support.twins.sharded import assert_gradients_equal, compare
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from shardlite import EMA, AdamW, LayoutError, NonFiniteWarning, PhaseError, Precision, Route, ShardLite, load, save
 from shardlite.telemetry import Held
-from tests.support.inspect import flats
+from tests.support.internals import flats
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.patience import until
 from tests.support.ranks.in_process import run_in_process

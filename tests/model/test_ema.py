@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
-from tests.support.inspect import context
+from tests.support.internals import context
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.residual import WIDTH, net, square
 from tests.support.models.small import LanguageModel, MixedDtypes, with_lora

@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.inspect import flats, units
+from tests.support.internals import flats, units
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import local_parts
 

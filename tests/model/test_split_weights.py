@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from shardlite.params.layout import ARENA_ALIGN, round_up
-from tests.support.inspect import flats
+from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel, MixedDtypes, frozen
 from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages, without_warnings

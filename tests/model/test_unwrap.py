@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
 from shardlite.params import Sharded, ShardInfo
-from tests.support.inspect import bridge as bridge_of
-from tests.support.inspect import units
+from tests.support.internals import bridge as bridge_of
+from tests.support.internals import units
 from tests.support.twins.sharded import same_bits
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
-from tests.support.inspect import flats, gatherer, units, users
+from tests.support.internals import flats, gatherer, units, users
 from tests.support.patience import until
 from tests.support.twins.sharded import assert_gradients_equal, local_parts
 

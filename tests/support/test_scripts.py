@@ -106,7 +106,7 @@ def test_a_script_finds_a_launched_rank_and_leaves_no_trace(cluster, script, tmp
         ("import sys\nsys.exit(3)\n", "train.py exited with status 3"),
         ("import warnings\nwarnings.warn('old')\n", "UserWarning: old"),
         ("import torch.distributed as dist\ndist.get_rank()\n", "Default process group has not been initialized"),
-        ("import torch.distributed as dist\n" + 2 * "dist.init_process_group()\n", "initialised twice"),
+        ("import torch.distributed as dist\n" + 2 * "dist.init_process_group()\n", "initialized twice"),
         ("import torch.distributed as dist\ndist.init_process_group('nccl')\n", "the cluster's group is gloo's"),
     ],
     ids=["line", "status", "warning", "no group", "twice", "backend"],

@@ -109,7 +109,7 @@ def verify(
 ) -> Report:
     """Train a model by ShardLite at each stage and by reference methods, with AdamW, and compare.
 
-    Collective over an initialised process group on the CPU; every rank gets the same report. The model is made about
+    Collective over an initialized process group on the CPU; every rank gets the same report. The model is made about
     fifteen times, and a few copies of its weights and gradients exist at once. At the end rank 0 trains on the batches
     of all ranks, while the others wait for it, at most for the group's timeout.
 

@@ -343,7 +343,7 @@ def _answer(request: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
 
 @contextlib.contextmanager
 def _nothing_ignored() -> Iterator[None]:
-    """Raise what Python only prints: an exception (so a warning, too) in a finaliser."""
+    """Raise what Python only prints: an exception (so a warning, too) in a finalizer."""
     ignored: list[str] = []
 
     def note(unraisable: Any) -> None:
@@ -354,7 +354,7 @@ def _nothing_ignored() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
-    assert not ignored, f"ignored in a finaliser: {ignored[0]}"
+    assert not ignored, f"ignored in a finalizer: {ignored[0]}"
 
 
 def _transport(group: dist.ProcessGroup) -> Any:

@@ -175,7 +175,7 @@ def _process_group(group: dist.ProcessGroup) -> Iterator[None]:
     destroy = dist.destroy_process_group
 
     def give(backend: str | None = None, *_: Any, **options: Any) -> None:
-        assert not dist.is_initialized(), "a process group is initialised twice"
+        assert not dist.is_initialized(), "a process group is initialized twice"
         assert backend in (None, "gloo", "cpu:gloo,cuda:nccl"), f"the cluster's group is gloo's, not {backend!r}"
         dist.group.WORLD = group
 

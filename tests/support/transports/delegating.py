@@ -25,7 +25,7 @@ class Delegating(Transport):
         self.holder = transport.holder
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return uninitialised memory [nbytes] of the wrapped transport."""
+        """Return uninitialized memory [nbytes] of the wrapped transport."""
         return self._transport.empty(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:

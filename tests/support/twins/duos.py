@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardlite import AdamW, ShardLite
-from tests.support.inspect import units
+from tests.support.internals import units
 from tests.support.twins.sharded import Loss, Turn, _seeded, accumulating, same_bits
 
 Schedule = Callable[[optim.Optimizer], Any]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.build.partition import UnitPolicy
-from tests.support.inspect import flats, units
+from tests.support.internals import flats, units
 from tests.support.twins.plain import RECIPES, Twin
 
 
