@@ -227,9 +227,7 @@ class ShardLite(nn.Module):
         plan = agree_on_plan(module, options, self._groups, ShardLite)
         check_memory_limit(module, plan, options, self._groups.shards)
         self._context = share(self._groups, plan.device, options.timeout, options.route)
-        self._placement = placement_of(
-            plan, stage, self._context.transport.rank, self._context.world_size, reshard_after_forward
-        )
+        self._placement = placement_of(plan, options, self._context.transport.rank, self._context.world_size)
         self._units = self._build(plan, init)
         self._connect(plan, options)
 

@@ -17,8 +17,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardlite.build.partition import UnitPlan, UnitRule, applies
-from shardlite.build.plan import FlatPlan, Plan
+from shardlite.build.partition import UnitPlan, applies
+from shardlite.build.plan import FlatPlan, Options, Plan
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas, zeros_on
 
 
@@ -39,14 +39,14 @@ class Placement:
     """Return whether a unit stays unsharded from its forward to the end of the backward."""
 
 
-def placement_of(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
+def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Placement:
     """Return the placement for `rank` among the `world_size` ranks that shard a model."""
     single_rank = world_size == 1 and not plan.casts and not plan.in_parts
     return Placement(
-        rank=None if stage == 0 or single_rank else rank,
-        permanent=stage < 3 or single_rank,
+        rank=None if options.stage == 0 or single_rank else rank,
+        permanent=options.stage < 3 or single_rank,
         single_rank=single_rank,
-        keep_unsharded=lambda unit: unit.name == "" or not applies(reshard, unit),
+        keep_unsharded=lambda unit: unit.name == "" or not applies(options.reshard_after_forward, unit),
     )
 
 

@@ -7,7 +7,7 @@ Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -15,8 +15,7 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbyt
 from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
-from shardlite.build.partition import UnitRule
-from shardlite.build.plan import Plan
+from shardlite.build.plan import Options, Plan
 from shardlite.comm import BLOCK, rows_numel
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 
@@ -37,18 +36,23 @@ HELD = ("parameters", "optimizer state", "buffers", "staging", "chunks of a step
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What determines the bytes of a step in addition to the plan of the units."""
+    """How a model is trained, as far as the bytes of a step depend on it."""
 
-    stage: int = 3
+    options: Options = field(default_factory=Options)
     world_size: int = 1
-    prefetch: int = 1
+    """Number of ranks that share the model."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     state: str = "fp32"
     """Format of the moments, as in `AdamW(state=...)`."""
 
     in_backward: bool = False
     """Whether the optimizer steps in the backward."""
 
-    on_gpu: bool = False
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a GPU."""
+        return self.device.type == "cuda"
 
     @property
     def saves_memory(self) -> bool:
@@ -114,9 +118,9 @@ class Budget:
     """Bytes that are allocated and freed in the optimizer's step."""
 
 
-def budget_of(plan: Plan, recipe: Recipe, *, reshard: UnitRule = True, rank: int = 0, buffers: int = 0) -> Budget:
+def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) -> Budget:
     """Return the budget of `rank`, given the bytes of the module's own `buffers`. Allocates nothing."""
-    placement = placement_of(plan, recipe.stage, rank, recipe.world_size, reshard)
+    placement = placement_of(plan, recipe.options, rank, recipe.world_size)
     units = build_units(replace(plan, device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
     held = {
@@ -157,14 +161,14 @@ def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
     bucket, world_size = layout.full_numel * flat.reduce.itemsize, recipe.world_size
     shard = layout.full_numel // world_size
     sent = (world_size - 1) * shard * flat.reduce.itemsize
-    if recipe.stage == 0:
+    if recipe.options.stage == 0:
         gathered = (world_size - 1) * shard * flat.master.itemsize
         return FlatBudget(
             bucket=bucket, mean=0 if same else layout.full_numel * flat.master.itemsize, sent=sent + gathered
         )
     if recipe.in_backward and world_size > 1:
         return FlatBudget(bucket=bucket, mean=0, sent=sent)  # the last hop steps the weights
-    in_bucket = (recipe.stage == 1 or world_size == 1) and same
+    in_bucket = (recipe.options.stage == 1 or world_size == 1) and same
     return FlatBudget(bucket=bucket, mean=0 if in_bucket else shard * flat.master.itemsize, sent=sent)
 
 
@@ -234,7 +238,7 @@ def _nbytes(tensors: Iterable[Tensor | None]) -> int:
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:
     trained = [flat for flat in flats if flat.layout.trainable]
-    sums = recipe.in_backward and recipe.world_size > 1 and recipe.stage > 0
+    sums = recipe.in_backward and recipe.world_size > 1 and recipe.options.stage > 0
     longest = _longest(flats)
     if sums and recipe.world_size > 2:
         longest = min(longest, BLOCK)  # several messages are added block by block

@@ -4,7 +4,7 @@ In: a plan that all ranks agree on, and the options. Out: nothing, or an error, 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,46 +12,41 @@ from torch import nn
 from shardlite.build.budget import Recipe, budget_of
 from shardlite.build.plan import Options, Plan, plan_units
 from shardlite.build.timeline import ACTIVATIONS, Course, course_of, plain_events
-from shardlite.config import MemoryLimit, Precision
+from shardlite.config import MemoryLimit
 from shardlite.errors import LayoutError
 
 MOST_RANKS = 4096
 """Up to which more ranks are tried."""
 
-_COMPACT = Precision(compute=torch.bfloat16, master="split24")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What is planned, or could be instead."""
-
-    words: str
-    options: Options
-    limit: MemoryLimit
-    world_size: int
-    device: torch.device
-
 
 def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_size: int) -> None:
-    """Compare what a rank will hold with the limit in `options`, if there is one. To be called before allocation.
+    """Compare the memory of a rank with `options.memory_limit`, if there is one. Call it before allocation.
 
-    Counted are states and buffers at their largest together, the module's own buffers, and the activations that the
-    limit names.
+    Counted are states and buffers at their joint peak, the module's own buffers, and the activations that the limit
+    names.
 
     Raises:
-        LayoutError: they do not fit.
+        LayoutError: they exceed the limit.
     """
     limit = options.memory_limit
     if limit is None:
         return
-    asked = Variant("as asked", options, limit, world_size, plan.device)
+    asked = Recipe(
+        options=options,
+        world_size=world_size,
+        device=plan.device,
+        state=limit.state,
+        in_backward=limit.in_backward,
+    )
     course = _course(module, asked, plan)
     total = course.total + limit.activations
     if total <= limit.nbytes:
         return
-    rows = [("as asked", total), *_what_would_do(module, asked)]
+    variants = [*_variants(asked), *_with_more_ranks(module, asked, limit)]
+    rows = [(words, _course(module, recipe).total + limit.activations) for words, recipe in variants]
+    rows.insert(0, ("as asked", total))
     width = max(len(words) for words, _ in rows)
-    table = [f"  {words:<{width}}  {_gb(nbytes)}{_fits(nbytes, limit)}" for words, nbytes in rows]
+    table = [f"  {words:<{width}}  {_gb(nbytes)}{', fits' * (nbytes <= limit.nbytes)}" for words, nbytes in rows]
     parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in course.peak.items() if nbytes)
     raise LayoutError(
         f"memory_limit: a rank would hold {_gb(total)} of {_gb(limit.nbytes)}: {parts}"
@@ -60,60 +55,39 @@ def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_si
     )
 
 
-def _what_would_do(module: nn.Module, asked: Variant) -> Iterator[tuple[str, int]]:
-    for variant in _variants(asked):
-        nbytes = _course(module, variant).total + variant.limit.activations
-        yield variant.words, nbytes
-    ranks = asked.world_size
-    while 2 * ranks <= MOST_RANKS:
-        ranks *= 2
-        nbytes = _course(module, replace(asked, world_size=ranks)).total + asked.limit.activations
-        if nbytes <= asked.limit.nbytes or 2 * ranks > MOST_RANKS:
-            yield f"{ranks} ranks", nbytes
+def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Yield one change after the other, and all together."""
+    options = asked.options
+    if options.stage < 3:
+        yield "stage=3", replace(asked, options=replace(options, stage=3))
+    if not asked.in_backward:
+        yield "AdamW(in_backward=True)", replace(asked, in_backward=True)
+    if asked.state != "int8":
+        yield 'AdamW(state="int8")', replace(asked, state="int8")
+    compact = replace(options.precision, compute=torch.bfloat16, master="split24")
+    if options.precision.master != "split24":
+        words = 'Precision(compute=torch.bfloat16, master="split24")'
+        yield words, replace(asked, options=replace(options, precision=compact))
+    all_options = replace(options, stage=3, precision=compact)
+    yield "all of these, at stage 3", replace(asked, options=all_options, state="int8", in_backward=True)
+
+
+def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> Iterator[tuple[str, Recipe]]:
+    """Yield the recipe with the smallest number of ranks that fits, or with the largest that is tried."""
+    recipe = asked
+    while 2 * recipe.world_size <= MOST_RANKS:
+        recipe = replace(recipe, world_size=2 * recipe.world_size)
+        if _course(module, recipe).total + limit.activations <= limit.nbytes or 2 * recipe.world_size > MOST_RANKS:
+            yield f"{recipe.world_size} ranks", recipe
             return
 
 
-def _variants(asked: Variant) -> Iterator[Variant]:
-    """Yield one change after the other, and all together."""
-    options, limit = asked.options, asked.limit
-    sharded = replace(options, stage=3)
-    compact = replace(sharded, precision=_COMPACT)
-    small = replace(limit, state="int8", in_backward=True)
-    if options.stage < 3:
-        yield replace(asked, words="stage=3", options=sharded)
-    if not limit.in_backward:
-        yield replace(asked, words="AdamW(in_backward=True)", limit=replace(limit, in_backward=True))
-    if limit.state != "int8":
-        yield replace(asked, words='AdamW(state="int8")', limit=replace(limit, state="int8"))
-    if options.precision.master != "split24":
-        words = 'Precision(compute=torch.bfloat16, master="split24")'
-        yield replace(asked, words=words, options=replace(options, precision=_COMPACT))
-    yield replace(asked, words="all of these, at stage 3", options=compact, limit=small)
-
-
-def _course(module: nn.Module, variant: Variant, plan: Plan | None = None) -> Course:
+def _course(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> Course:
     """Return the course of a step without activations."""
-    plan = plan or plan_units(module, variant.options, variant.world_size, variant.device)
-    recipe = Recipe(
-        stage=variant.options.stage,
-        world_size=variant.world_size,
-        prefetch=variant.options.prefetch,
-        state=variant.limit.state,
-        in_backward=variant.limit.in_backward,
-        on_gpu=variant.device.type == "cuda",
-    )
-    budget = budget_of(
-        plan,
-        recipe,
-        reshard=variant.options.reshard_after_forward,
-        buffers=sum(each.nbytes for each in module.buffers()),
-    )
+    plan = plan or plan_units(module, recipe.options, recipe.world_size, recipe.device)
+    budget = budget_of(plan, recipe, buffers=sum(each.nbytes for each in module.buffers()))
     return course_of(budget, list(plain_events(budget)))
 
 
 def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3g} GB"
-
-
-def _fits(nbytes: int, limit: MemoryLimit) -> str:
-    return ", fits" if nbytes <= limit.nbytes else ""

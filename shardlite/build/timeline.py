@@ -116,7 +116,7 @@ class _Weights:
     def __init__(self, budget: Budget) -> None:
         recipe, order = budget.recipe, GatherOrder()
         sizes = [UnitSize(unit.full, unit.is_root, unit.keep_unsharded) for unit in budget.units]
-        self._policy = BufferPolicy(sizes, order, Space, prefetch=recipe.prefetch, keeps=recipe.on_gpu)
+        self._policy = BufferPolicy(sizes, order, Space, prefetch=recipe.options.prefetch, keeps=recipe.on_gpu)
         self._order = order
         self._saves_memory = recipe.saves_memory
         self._users = [0] * len(sizes)

@@ -65,12 +65,11 @@ class Setting:
     def recipe(self) -> Recipe:
         """What of this decides the bytes."""
         return Recipe(
-            stage=self.stage,
+            options=_options(self),
             world_size=self.world_size,
-            prefetch=self.prefetch,
+            device=torch.device("cuda" if self.on_gpu else "cpu"),
             state=self.state,
             in_backward=self.in_backward,
-            on_gpu=self.on_gpu,
         )
 
 
@@ -179,14 +178,14 @@ class Planner:
     def _units(self, setting: Setting) -> Budget:
         _check(setting)
         plan = plan_units(self._module, _options(setting), setting.world_size, _META)
-        return budget_of(plan, setting.recipe, reshard=setting.reshard_after_forward, buffers=self._buffers)
+        return budget_of(plan, setting.recipe, buffers=self._buffers)
 
     def _trace(self, compute: torch.dtype | None, recomputes: bool) -> Sequence[Event]:
         how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
         self._progress(f"tracing a step{how}")
         module = _cast(self._make(), compute)
         plan = plan_units(module, _options(Setting()), 2, _META)
-        units = build_units(plan, placement_of(plan, 3, 0, 2, True))
+        units = build_units(plan, placement_of(plan, Options(), 0, 2))
         if recomputes:
             _checkpoint(plan.units)
         with self._faking(), torch.enable_grad():
@@ -231,7 +230,12 @@ def _check(setting: Setting) -> None:
 
 
 def _options(setting: Setting) -> Options:
-    return Options(stage=setting.stage, precision=setting.precision, prefetch=setting.prefetch)
+    return Options(
+        stage=setting.stage,
+        precision=setting.precision,
+        prefetch=setting.prefetch,
+        reshard_after_forward=setting.reshard_after_forward,
+    )
 
 
 def _cast(module: nn.Module, compute: torch.dtype | None) -> nn.Module:
