@@ -1,6 +1,6 @@
 """The list of everything that ShardLite patches in PyTorch, and the functions that it puts there.
 
-`install()` applies the list at the first `ShardLite(...)`. Until then, and for everything that is in no wrapped model,
+`install_patches()` applies the list at the first `ShardLite(...)`. Until then, and for everything that is in no wrapped model,
 PyTorch works as ever. A program may have imported a function by its name before: so what is replaced is a method of a
 class, or what a function runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
 """
@@ -439,7 +439,7 @@ _lock = Lock()
 _installed = False
 
 
-def install() -> None:
+def install_patches() -> None:
     """Apply all patches, once."""
     global _installed
     with _lock:
