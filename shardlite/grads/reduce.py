@@ -28,6 +28,7 @@ from shardlite.comm import (
     Context,
     FusedStep,
     Operation,
+    Transport,
     Work,
     all_gather,
     all_reduce,
@@ -253,14 +254,18 @@ class ReduceQueue:
                 operation=sink.operation,
             )
         if replicas:
-            scratch = self._scratch(staging_numel(mean.own.numel(), replicas, mean.own.dtype), mean.own.dtype)
-            across = sink.operation._replace(tally=self._context.traffic.tally("reduce over replicas", sink.unit))
-            all_reduce(mean.own, replicas, divisor=sink.divisor, staging=scratch, operation=across)
+            self._reduce_over_replicas(mean.own, replicas, sink)
         if in_place or replicas:
             stats(mean.own, mean.stats)
         if self._stage == 0:
             all_gather(mean.whole, shard, operation=sink.operation, cuts=cuts)
         stats_total(mean.stats, out=mean.total)
+
+    def _reduce_over_replicas(self, own: Tensor, replicas: Transport, sink: Sink) -> None:
+        """Sum this rank's segment [S] over the replicas, in place, and divide it."""
+        staging = self._scratch(staging_numel(own.numel(), replicas, own.dtype), own.dtype)
+        operation = sink.operation._replace(tally=self._context.traffic.tally("reduce over replicas", sink.unit))
+        all_reduce(own, replicas, divisor=sink.divisor, staging=staging, operation=operation)
 
     def _step_in_last_hop(self, flat: Flat, full: Tensor, sink: Sink, step: Step) -> bool:
         """Step while the gradients are reduced, if the last addition yields the mean. Return whether it was done.
