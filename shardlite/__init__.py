@@ -21,8 +21,8 @@ from shardlite.errors import (
 )
 
 if TYPE_CHECKING:
-    from shardlite.apps.checkpoint import async_save, load, save, save_in_memory
     from shardlite.apps.verify.verify import verify
+    from shardlite.checkpoint import async_save, load, save, save_in_memory
     from shardlite.config import MemoryLimit, Precision, Route
     from shardlite.ema import EMA
     from shardlite.model import ShardLite
@@ -65,10 +65,10 @@ _LATE = {
     "Precision": "shardlite.config",
     "Route": "shardlite.config",
     "ShardLite": "shardlite.model",
-    "async_save": "shardlite.apps.checkpoint",
-    "load": "shardlite.apps.checkpoint",
-    "save": "shardlite.apps.checkpoint",
-    "save_in_memory": "shardlite.apps.checkpoint",
+    "async_save": "shardlite.checkpoint",
+    "load": "shardlite.checkpoint",
+    "save": "shardlite.checkpoint",
+    "save_in_memory": "shardlite.checkpoint",
     "verify": "shardlite.apps.verify.verify",
 }
 """The module that defines each name."""
@@ -81,8 +81,6 @@ def _import_late(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("shardlite.model")  # first, whatever is asked for: it patches PyTorch's own tools
-    if _LATE[name] == "shardlite.apps.checkpoint":
-        import_module(_STATE_DICTS)  # before it, as `_patch_state_dicts` does: other threads may import both
     globals()[name] = value = getattr(import_module(_LATE[name]), name)
     return value
 
@@ -152,8 +150,8 @@ def _patch_torch() -> None:
 
 
 def _patch_state_dicts() -> None:
-    """Import what teaches `torch.distributed.checkpoint.state_dict` which parameters a wrapped model has."""
-    import_module("shardlite.apps.checkpoint")
+    """Let `torch.distributed.checkpoint.state_dict` handle wrapped models."""
+    import_module("shardlite.checkpoint").install()
 
 
 _after_import("torch", _patch_torch)

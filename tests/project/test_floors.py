@@ -17,7 +17,7 @@ FLOORS = [
     ["params"],
     ["weights", "grads", "optim", "build"],
     ["engine"],
-    ["model", "ema"],
+    ["model", "ema", "checkpoint"],
     ["apps"],
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
@@ -67,7 +67,7 @@ def test_there_are_at_most_seven_floors_and_every_file_is_on_one():
     assert len(FLOORS) <= 7
     entries = {room_of(module) for module in MODULES} - ENTRANCES
     assert entries == set(HEIGHT)
-    assert len(entries) <= 13  # and __main__
+    assert len(entries) <= 14  # and __main__
 
 
 @pytest.mark.parametrize("path", sources(HOUSE), ids=name_of)
@@ -110,7 +110,7 @@ def test_no_imports_go_in_a_circle():
 def test_rooms_are_small():
     for folder in {path.parent for path in MODULES.values()}:
         files = [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-        assert len(files) <= 15, folder
+        assert len([path for path in files if path.stem not in ENTRANCES]) <= 14, folder
 
 
 def test_kernels_import_only_torch_and_triton():
@@ -126,7 +126,7 @@ def test_only_the_transports_and_the_edges_know_process_groups():
     """
 
     def communicates(module: str) -> bool:
-        return "torch.distributed" in module and not module.startswith("torch.distributed.checkpoint.")
+        return "torch.distributed" in module and not module.startswith("torch.distributed.checkpoint")
 
     users = {room_of(name) for name, path in MODULES.items() if any(communicates(m) for m, _ in imported(path))}
     assert users <= {"comm", "apps"}

@@ -94,13 +94,13 @@ print(*{f.__code__.co_filename for f in vars(state_dict).values() if hasattr(f, 
                 "import torch.distributed.checkpoint; import shardlite",
                 "from shardlite import ShardLite",
                 "from shardlite import save",
-                "import shardlite.apps.checkpoint.distributed_state_dict",
+                "import shardlite.checkpoint.state_dict_patches",
             )
         ),
     ],
 )
 def test_functions_for_state_dicts_know_wrapped_models_whoever_imports_them_first(program):
-    assert str(ROOT / "shardlite" / "apps" / "checkpoint" / "distributed_state_dict.py") in run(program + TAUGHT)
+    assert str(ROOT / "shardlite" / "checkpoint" / "state_dict_patches.py") in run(program + TAUGHT)
 
 
 def test_an_import_that_fails_is_followed_when_it_is_tried_again(tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
-"""Weights to and from folders of safetensors files, as `from_pretrained` and `save_pretrained` use them.
+"""Weights in the files of Hugging Face's `save_pretrained`.
 
-    model.safetensors                                           all weights, or
-    model-00001-of-00002.safetensors, ...                       a part of them each, and
-    model.safetensors.index.json                                which file has which weight
+    model.safetensors                     all weights; or, of a large model,
+    model-00001-of-00003.safetensors      a part of them each, and
+    model.safetensors.index.json          which file has which weight
 
-The format executes no code. It is read and written by the package `safetensors`.
+The format executes no code. The package `safetensors` reads and writes it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,29 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from shardlite.apps.checkpoint import files
-from shardlite.apps.checkpoint.lease import hold
-from shardlite.apps.checkpoint.reading import Checkpoint
-from shardlite.apps.checkpoint.saving import finish
-from shardlite.apps.checkpoint.writing import write_part
+from shardlite.checkpoint import files
+from shardlite.checkpoint.lease import acquire
+from shardlite.checkpoint.reading import Checkpoint
+from shardlite.checkpoint.saving import RankFile, publish
 from shardlite.errors import CheckpointError
 from shardlite.params import ShardTensor
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST = 5 * 10**9
-"""Bytes of weights in a file, as Hugging Face cuts them."""
+"""Bytes of weights per file, as Hugging Face divides them."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def is_safetensors(folder: Path) -> bool:
@@ -44,25 +56,24 @@ def _package() -> Any:
         import safetensors.torch
     except ImportError:
         raise CheckpointError(
-            "the package safetensors is not installed, which reads and writes *.safetensors: pip install safetensors"
+            "reading and writing *.safetensors requires the package safetensors: pip install safetensors"
         ) from None
     return safetensors
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What of a weight is read."""
+    """The part of a weight that is read."""
 
-    name: str
     offsets: Sequence[int]
     lengths: Sequence[int]
 
 
 class SafetensorsFolder:
-    """A folder of safetensors files, read like a `Checkpoint`.
+    """A folder of safetensors files, with the methods of `Checkpoint` that `load` calls.
 
     Args:
-        folder: where it is.
+        folder: the folder.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -94,31 +105,29 @@ class SafetensorsFolder:
                     dtype, size = _DTYPES[view.get_dtype()], torch.Size(view.get_shape())
                     self.entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [])
                     self._places[name] = path
-        except CheckpointError:
-            raise
-        except Exception as error:  # the package's own class, of whatever is wrong with a file
+        except Exception as error:  # the package raises a class of its own, whatever is wrong with a file
             raise CheckpointError(f"{path} is damaged: {error!r}. {files.REMEDY}") from None
 
     def path_of(self, name: str) -> tuple[str, ...]:
-        """Return the keys on the way to an entry."""
+        """Return the keys of an entry: its name only."""
         return (name,)
 
     def size_of(self, name: str) -> torch.Size | None:
-        """Return the shape of a tensor, `None` if it is not there."""
+        """Return the shape of a tensor, or `None` if it is missing."""
         return self.entries[name].size if name in self.entries else None
 
-    def items(self, name: str, target: Tensor) -> list[_Part]:
-        """Return the reads that fill `target`, a tensor or a `ShardTensor`."""
+    def items(self, _: str, target: Tensor) -> list[_Part]:
+        """Return the parts that fill `target`, a tensor or a `ShardTensor`."""
         if isinstance(target, ShardTensor):
-            return [_Part(name, *box) for box in target.boxes()]
-        return [_Part(name, [0] * target.ndim, target.shape)]
+            return [_Part(*box) for box in target.boxes()]
+        return [_Part([0] * target.ndim, target.shape)]
+
+    def object_items(self, _: Iterable[str]) -> Iterator[Any]:
+        """Return nothing, because there are tensors only."""
+        return iter(())
 
     def check(self, _: Iterable[Any]) -> None:
         """No-op: sizes are checked when files are opened, and the format has no checksums."""
-
-    def object_items(self, _: Iterable[str]) -> Iterator[Any]:
-        """Return nothing: there are tensors only."""
-        return iter(())
 
     def read(self, name: str, target: Tensor) -> None:
         """Fill a tensor, or this rank's part of a `ShardTensor`."""
@@ -132,20 +141,6 @@ class SafetensorsFolder:
                 box.detach().copy_(view[where] if where else file.get_tensor(name))
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
 def export_weights(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -156,16 +151,19 @@ def export_weights(
     """Write the weights of a checkpoint into safetensors files, without the optimizer's state.
 
     Args:
-        path: the folder of a run, of which the newest checkpoint is taken, or of one checkpoint.
-        out: a folder.
-        dtype: convert weights that are floating-point numbers to it.
-        largest: most bytes of weights per file, beside a weight that is larger. So much memory is needed.
+        path: folder of a run, whose newest checkpoint is taken, or of one checkpoint.
+        out: folder for the files.
+        dtype: dtype to which floating-point weights are converted. Default: as they are saved.
+        largest: most bytes of weights per file, except for a larger weight. As much memory is needed.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no weights, or the package is missing.
+        CheckpointError: the checkpoint is damaged or has no weights, or the package safetensors is missing.
+
+    Example:
+        >>> export_weights("runs/first", "weights", dtype=torch.bfloat16)
     """
     package, folder = _package(), Path(out)
     if is_safetensors(folder) or any(folder.glob("model-*.safetensors")):
@@ -175,25 +173,24 @@ def export_weights(
     if not names:
         raise CheckpointError(f"{checkpoint.folder} has no entries `model.*`: was it saved by shardlite.save?")
     checkpoint.check(checkpoint.object_items(names))
-    sizes = {name: _nbytes(checkpoint, name, dtype) for name in names}
+    sizes = {name: _nbytes(checkpoint.entries[name], dtype) for name in names}
     parts: list[list[str]] = [[]]
     for name in names:
         if parts[-1] and sum(sizes[each] for each in parts[-1]) + sizes[name] > largest:
             parts.append([])
         parts[-1].append(name)
-    count = len(parts)
     folder.mkdir(parents=True, exist_ok=True)
     written, places = [], {}
     for number, members in enumerate(parts, start=1):
-        file = folder / (_ONE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors")
+        file = folder / (_ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors")
         tensors = {name.removeprefix("model."): _converted(checkpoint.object(name), dtype) for name in members}
-        file.touch()  # with the permissions that new files get, which the package does not give
+        file.touch()  # gives it the permissions of new files, which the package does not
         mode = file.stat().st_mode
         package.torch.save_file(tensors, file, metadata={"format": "pt"})
         file.chmod(mode)
         places.update(dict.fromkeys(tensors, file.name))
         written.append(file)
-    if count > 1:
+    if len(parts) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         files.write_synced(folder / _INDEX, json.dumps(index, indent=2).encode())
         written.append(folder / _INDEX)
@@ -203,50 +200,51 @@ def export_weights(
 def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Write a checkpoint with the weights of a folder of safetensors files, one weight at a time.
 
-    `load` takes the folder itself, too.
+    `load` also reads such a folder directly.
 
     Args:
-        path: the folder with the files.
-        out: folder of a run; the checkpoint becomes its newest.
+        path: folder with the files.
+        out: folder of a run. The checkpoint becomes its newest.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the package is missing.
+        CheckpointError: a file is missing or damaged, or the package safetensors is missing.
+
+    Example:
+        >>> import_weights("weights", "runs/second")
     """
     source, root = SafetensorsFolder(Path(path)), Path(out)
-    entries = {f"model.{name}": _later(source, name) for name in source.entries}
+    entries = {f"model.{name}": _lazy(source, name) for name in source.entries}
     root.mkdir(parents=True, exist_ok=True)
-    lease = hold(root, source)
+    lease = acquire(root, source)
     step = max(files.folders_in(root), default=-1) + 1
-    folder = files.begin(root, step, lease)
+    folder = files.make_temporary(root, step, lease)
     items = [item for name, value in entries.items() for item in _create_write_items(name, value)]
-    part = write_part(folder, 0, items, entries)
-    part |= {"aliases": {}, "paths": {name: ("model", name.removeprefix("model.")) for name in entries}}
-    finish(folder, root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
-    return root / files.name_of(step)
+    paths: dict[str, tuple[str | int, ...]] = {name: ("model", name.removeprefix("model.")) for name in entries}
+    part = RankFile(items, entries, {}, paths).write(folder, 0)
+    return publish(folder, root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
 
 
-def _later(source: SafetensorsFolder, name: str) -> Tensor:
+def _lazy(source: SafetensorsFolder, name: str) -> Tensor:
     """Return a weight that is read when it is written."""
-    told = source.entries[name]
+    entry = source.entries[name]
 
-    def decode() -> Tensor:
-        whole = torch.empty(told.size, dtype=told.properties.dtype)
+    def read() -> Tensor:
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         source.read(name, whole)
         return whole
 
-    if told.size.numel() == 0:
-        return torch.empty(told.size, dtype=told.properties.dtype)
-    facts: Mapping[str, Any] = {"dtype": told.properties.dtype, "device": torch.device("cpu")}
-    return ShardTensor(decode, told.size, 0, numel=told.size.numel(), **facts)
+    if entry.size.numel() == 0:
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    facts: Mapping[str, Any] = {"dtype": entry.properties.dtype, "device": torch.device("cpu")}
+    return ShardTensor(read, entry.size, 0, numel=entry.size.numel(), **facts)
 
 
-def _nbytes(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> int:
-    told = checkpoint.entries[name]
-    kept: torch.dtype = told.properties.dtype
-    return int(told.size.numel() * (dtype if dtype is not None and kept.is_floating_point else kept).itemsize)
+def _nbytes(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> int:
+    saved = entry.properties.dtype
+    return entry.size.numel() * (dtype if dtype is not None and saved.is_floating_point else saved).itemsize
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
