@@ -211,13 +211,13 @@ class _StateOnDisk:
 
     def __init__(
         self,
-        checkpoint: Checkpoint | SafetensorsFolder,
+        checkpoint: Checkpoint,
         model: ShardLite,
         optimizer: Optimizer | None,
         extra: Mapping[str, Any] | None,
         peers: Peers,
     ) -> None:
-        self._checkpoint: Any = checkpoint
+        self._checkpoint = checkpoint
         self._params: dict[str, Tensor] = dict(model.named_parameters())
         self._makers = state_of(model).shard_tensors()
         ours = model.state_dict()

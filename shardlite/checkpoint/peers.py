@@ -47,7 +47,12 @@ class Peers:
         return self.share(act, what, lambda _: None)[0]
 
     def share(self, act: Callable[[], T], what: str, facts: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """Call `act` on every rank; return this rank's result and the `facts` of all results, in JSON types. Collective.
+        """Call `act` on every rank; return this rank's result, and `facts` of all results. Collective.
+
+        Args:
+            act: what each rank does.
+            what: name of the call, for errors.
+            facts: returns what other ranks get of a result, in JSON types.
 
         Raises:
             CheckpointError: `act` raised on any rank; on every rank.

@@ -137,9 +137,11 @@ class Checkpoint:
         if self.manifest is not None:
             size = self.manifest["files"].get(files.METADATA, {}).get("size", 0)
             files.check_blocks(folder, self.manifest, {files.METADATA: [(0, size)]})
-        self._metadata = read_metadata(folder)
-        self._reader = SafeReader(folder)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        self._open(SafeReader(folder), read_metadata(folder))
+
+    def _open(self, reader: FileSystemReader, metadata: Metadata) -> None:
+        self._reader, self._metadata = reader, metadata
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
 
     @property
     def entries(self) -> dict[str, Any]:

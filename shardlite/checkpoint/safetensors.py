@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from shardlite.checkpoint import files
+from shardlite.checkpoint.contents import Paths
 from shardlite.checkpoint.lease import acquire
 from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.saving import RankFile, publish
@@ -31,19 +38,6 @@ from shardlite.params import ShardTensor
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST = 5 * 10**9
 """Bytes of weights per file, as Hugging Face divides them."""
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def is_safetensors(folder: Path) -> bool:
@@ -61,16 +55,8 @@ def _package() -> Any:
     return safetensors
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The part of a weight that is read."""
-
-    offsets: Sequence[int]
-    lengths: Sequence[int]
-
-
-class SafetensorsFolder:
-    """A folder of safetensors files, with the methods of `Checkpoint` that `load` calls.
+class SafetensorsFolder(Checkpoint):
+    """A folder of safetensors files, read like a checkpoint without objects and checksums.
 
     Args:
         folder: the folder.
@@ -79,11 +65,8 @@ class SafetensorsFolder:
         CheckpointError: a file is missing or damaged.
     """
 
-    manifest = None
-
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open = _package().safe_open
+        self.folder, self.manifest = folder, None
         index = folder / _INDEX
         if not is_safetensors(folder):
             raise CheckpointError(f"there is no {_ONE}, and no {_INDEX}, in {folder}")
@@ -91,54 +74,35 @@ class SafetensorsFolder:
             names = {_ONE} if not index.is_file() else set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is damaged: {error!r}. {files.REMEDY}") from None
-        self._places: dict[str, Path] = {}
-        self.entries: dict[str, Any] = {}
+        metadata = Metadata({}, storage_data={})
         for name in sorted(names):
-            self._add(folder / Path(name).name)
-
-    def _add(self, path: Path) -> None:
-        files.check_size(path, 8, exact=False)
-        try:
-            with self._open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no dict)
-                    view = file.get_slice(name)
-                    dtype, size = _DTYPES[view.get_dtype()], torch.Size(view.get_shape())
-                    self.entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [])
-                    self._places[name] = path
-        except Exception as error:  # the package raises a class of its own, whatever is wrong with a file
-            raise CheckpointError(f"{path} is damaged: {error!r}. {files.REMEDY}") from None
+            _add_file(metadata, folder / Path(name).name)
+        self._open(HuggingFaceStorageReader(str(folder)), metadata)
 
     def path_of(self, name: str) -> tuple[str, ...]:
         """Return the keys of an entry: its name only."""
         return (name,)
 
-    def size_of(self, name: str) -> torch.Size | None:
-        """Return the shape of a tensor, or `None` if it is missing."""
-        return self.entries[name].size if name in self.entries else None
-
-    def items(self, _: str, target: Tensor) -> list[_Part]:
-        """Return the parts that fill `target`, a tensor or a `ShardTensor`."""
-        if isinstance(target, ShardTensor):
-            return [_Part(*box) for box in target.boxes()]
-        return [_Part([0] * target.ndim, target.shape)]
-
-    def object_items(self, _: Iterable[str]) -> Iterator[Any]:
-        """Return nothing, because there are tensors only."""
-        return iter(())
-
     def check(self, _: Iterable[Any]) -> None:
         """No-op: sizes are checked when files are opened, and the format has no checksums."""
 
-    def read(self, name: str, target: Tensor) -> None:
-        """Fill a tensor, or this rank's part of a `ShardTensor`."""
-        with self._open(self._places[name], "pt") as file:
-            view = file.get_slice(name)
-            for part in self.items(name, target):
-                where = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.lengths, strict=True))
-                box = target
-                if isinstance(target, ShardTensor):
-                    box = target.box(part.offsets, target.to_local().detach().reshape(-1))
-                box.detach().copy_(view[where] if where else file.get_tensor(name))
+
+def _add_file(metadata: Metadata, path: Path) -> None:
+    """Add the weights of a file."""
+    safe_open = _package().safe_open
+    files.check_size(path, 8, exact=False)
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                view = file.get_slice(name)
+                shape = torch.Size(view.get_shape())
+                dtype = (view[:0] if shape else view[()]).dtype
+                chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+                properties = TensorProperties(dtype=dtype)
+                metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, shape, [chunk])
+                metadata.storage_data[MetadataIndex(name, chunk.offsets)] = _HFStorageInfo(str(path), shape, dtype)
+    except Exception as error:  # the package raises a class of its own, whatever is wrong with a file
+        raise CheckpointError(f"{path} is damaged: {error!r}. {files.REMEDY}") from None
 
 
 def export_weights(
@@ -221,25 +185,18 @@ def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
     lease = acquire(root, source)
     step = max(files.folders_in(root), default=-1) + 1
     folder = files.make_temporary(root, step, lease)
-    items = [item for name, value in entries.items() for item in _create_write_items(name, value)]
-    paths: dict[str, tuple[str | int, ...]] = {name: ("model", name.removeprefix("model.")) for name in entries}
-    part = RankFile(items, entries, {}, paths).write(folder, 0)
+    paths: Paths = {name: ("model", name.removeprefix("model.")) for name in entries}
+    part = RankFile(entries, {}, paths).write(folder, 0)
     return publish(folder, root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
 
 
 def _lazy(source: SafetensorsFolder, name: str) -> Tensor:
     """Return a weight that is read when it is written."""
-    entry = source.entries[name]
-
-    def read() -> Tensor:
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        source.read(name, whole)
-        return whole
-
-    if entry.size.numel() == 0:
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-    facts: Mapping[str, Any] = {"dtype": entry.properties.dtype, "device": torch.device("cpu")}
-    return ShardTensor(read, entry.size, 0, numel=entry.size.numel(), **facts)
+    size, dtype = source.entries[name].size, source.entries[name].properties.dtype
+    if size.numel() == 0:
+        return torch.empty(size, dtype=dtype)
+    facts: Mapping[str, Any] = {"numel": size.numel(), "dtype": dtype, "device": torch.device("cpu")}
+    return ShardTensor(lambda: source.object(name), size, 0, **facts)
 
 
 def _nbytes(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> int:

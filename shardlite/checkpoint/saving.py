@@ -33,8 +33,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
@@ -287,9 +285,8 @@ def _entries(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
 class RankFile:
     """What one rank writes."""
 
-    items: Sequence[WriteItem]
     entries: Mapping[str, Any]
-    """Tensors and objects, by the names in `items`."""
+    """Tensors and objects by name, in the order of the file."""
 
     aliases: Mapping[str, str]
     """Names of tied tensors, by their other names."""
@@ -297,7 +294,7 @@ class RankFile:
     paths: Paths
 
     def copied(self) -> RankFile:
-        """Return a copy in host memory of what is written, in the format in which it is kept."""
+        """Return a copy in host memory, in the format in which tensors are kept."""
         copies: dict[int, tuple[Tensor, Tensor]] = {}  # both moments of a parameter may be decoded from one tensor
 
         def copy(tensor: Tensor) -> Tensor:
@@ -305,14 +302,12 @@ class RankFile:
                 copies[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True)
             return copies[id(tensor)][1]
 
-        entries: dict[str, Any] = {}
-        for name in dict.fromkeys(item.index.fqn for item in self.items):
-            value = self.entries[name]
+        def copied(name: str, value: Any) -> Any:
             if isinstance(value, ShardTensor):
-                entries[name] = value.snapshot(copy)
-            else:
-                entries[name] = copy(value) if isinstance(value, Tensor) else pickled(name, value)
-        return replace(self, entries=entries)
+                return value.snapshot(copy)
+            return copy(value) if isinstance(value, Tensor) else pickled(name, value)
+
+        return replace(self, entries={name: copied(name, value) for name, value in self.entries.items()})
 
     def write(self, folder: Path, rank: int) -> dict[str, Any]:
         """Write the file of a rank, and return what the metadata and the manifest say about it, in JSON types.
@@ -320,59 +315,38 @@ class RankFile:
         DCP's own writer would keep a copy of every tensor until the file is complete.
 
         Returns:
-            `entries`: for each item its name, [file, first byte, bytes], and of a tensor dtype, shape, offsets, sizes.
+            `entries`: for each part its name, [file, first byte, bytes], and of a tensor dtype, shape, offsets, sizes.
             `files`: size and checksums of the file, by its name.
             `aliases`, `paths`: of the entries that this rank describes.
 
         Raises:
             CheckpointError: the file cannot be written, or an object has a value whose loading could execute code.
         """
-        decoded, entries = _Decoded(self.entries), []
-        name = f"__{rank}_0.distcp"
+        file = f"__{rank}_0.distcp"
         # torch would compute a second checksum of all bytes, which no reader of checkpoints compares.
         no_crc = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
-        with files.summed(folder / name) as stream, no_crc:
-            for item in self.items:
-                start, content = stream.size, decoded.content_of(item)
-                if isinstance(content, io.BytesIO):
-                    stream.write(content.getbuffer())
-                else:
-                    torch.save(content, cast("IO[bytes]", stream))
-                entries.append([item.index.fqn, [name, start, stream.size - start], *_described(item)])
+        with files.summed(folder / file) as stream, no_crc:
+            written = [part for name, value in self.entries.items() for part in _written(stream, file, name, value)]
         paths = {entry: path for entry, path in self.paths.items() if rank == 0 or entry.startswith("ranks.")}
-        return {"entries": entries, "files": {name: stream.sums()}, "aliases": self.aliases, "paths": paths}
+        return {"entries": written, "files": {file: stream.sums()}, "aliases": self.aliases, "paths": paths}
 
 
-def _described(item: WriteItem) -> list[Any]:
-    """Return dtype and shape of a tensor, offsets and sizes of the part that an item is; nothing for an object."""
-    data = item.tensor_data
-    if data is None:
-        return []
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    return [dtype, [*data.size], [*data.chunk.offsets], [*data.chunk.sizes]]
-
-
-class _Decoded:
-    """Returns the content of items, and keeps the latest decoded tensor, of which several items may be parts."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = entries
-        self._latest: tuple[str, Tensor | None] = ("", None)
-
-    def content_of(self, item: WriteItem) -> Tensor | io.BytesIO:
-        """Return a tensor in host memory with a storage of its own, or a pickled object."""
-        name = item.index.fqn
-        value = self._entries[name]
-        if not isinstance(value, Tensor):
-            return value if isinstance(value, io.BytesIO) else pickled(name, value)
-        if isinstance(value, ShardTensor):
-            if self._latest[0] != name:
-                self._latest = ("", None)  # free it before the next one is decoded
-                self._latest = (name, value.read())
-            assert self._latest[1] is not None
-            assert item.index.offset is not None
-            value = value.box(item.index.offset, self._latest[1])
-        return _with_own_storage(value.detach().cpu())
+def _written(stream: files.SummedFile, file: str, name: str, value: Any) -> Iterator[list[Any]]:
+    """Write an entry, and yield a description of each part. A sharded tensor is decoded once."""
+    if not isinstance(value, Tensor):
+        start = stream.size
+        stream.write((value if isinstance(value, io.BytesIO) else pickled(name, value)).getbuffer())
+        yield [name, [file, start, stream.size - start]]
+        return
+    sharded = isinstance(value, ShardTensor)
+    boxes = list(value.boxes()) if sharded else [((0,) * value.ndim, tuple(value.shape))]
+    local = value.read() if sharded else value
+    for offsets, sizes in boxes:
+        start = stream.size
+        part = value.box(offsets, local) if sharded else local
+        torch.save(_with_own_storage(part.detach().cpu()), cast("IO[bytes]", stream))
+        dtype = str(value.dtype).removeprefix("torch.")
+        yield [name, [file, start, stream.size - start], dtype, [*value.shape], [*offsets], [*sizes]]
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
@@ -391,20 +365,20 @@ def _file_of(model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, 
     state = state_of(model)
     entries, paths = contents(model, optimizer, extra, peers.rank)
     equal = {f"model.{name}" for name, param in model.named_parameters() if param not in state.ignored}
-    items, aliases = _own_items(entries, paths, peers, equal, sharded=state.shard is not None)
-    return RankFile(items, entries, aliases, paths)
+    own, aliases = _own_entries(entries, paths, peers, equal, sharded=state.shard is not None)
+    return RankFile(own, aliases, paths)
 
 
-def _own_items(
+def _own_entries(
     entries: Mapping[str, Any], paths: Paths, peers: Peers, equal: Collection[str], *, sharded: bool
-) -> tuple[list[WriteItem], dict[str, str]]:
-    """Return the items that this rank writes, and names of tied tensors by their other names.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries that this rank writes, and names of tied tensors by their other names.
 
     Each rank of the first replica writes its shards. The rank with a parameter's first element writes its step count.
     Tensors that every rank keeps whole are divided among the ranks by size if they are parameters (`equal`) or their
     states; rank 0 writes all others, which may differ between ranks.
     """
-    items: list[WriteItem] = []
+    own: dict[str, Any] = {}
     seen: dict[Hashable, str] = {}
     aliases: dict[str, str] = {}
     loads = [0] * peers.shards
@@ -426,8 +400,8 @@ def _own_items(
             mine = peers.shard == 0
         in_first_replica = peers.rank < peers.shards
         if (mine and in_first_replica) or name.startswith("ranks."):
-            items += _create_write_items(name, value)
-    return items, aliases
+            own[name] = value
+    return own, aliases
 
 
 def _key(value: Tensor) -> Hashable:

@@ -365,7 +365,9 @@ def mistakes_body(group: Any, path: Path) -> None:
         load(path, run.model, regrouped)
     with pytest.raises(CheckpointError, match="has no state for 'scheduler' of extra, only 'schedule', 'rank', 'nes"):
         load(path, run.model, run.optimizer, {"scheduler": run.schedule})
-    with pytest.raises(CheckpointError, match="is of another optimizer: it lacks options dampening, momentum, nesterov of SGD"):
+    with pytest.raises(
+        CheckpointError, match="is of another optimizer: it lacks options dampening, momentum, nesterov of SGD"
+    ):
         load(path, run.model, optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9))
     amsgrad = optim.AdamW(run.model.parameters(), amsgrad=True)
     for name, value in run.model.full_state_dict().items():

@@ -49,7 +49,9 @@ def missing_body(group: Any, path: Path, name: str) -> None:
     if name not in (files.METADATA, files.MANIFEST):
         return
     for call in (lambda: latest(path), lambda: next(inspect(path))):
-        with pytest.raises(CheckpointError, match=f"{name} is missing.*the newest complete checkpoint is .*step-00000002"):
+        with pytest.raises(
+            CheckpointError, match=f"{name} is missing.*the newest complete checkpoint is .*step-00000002"
+        ):
             call()
     assert load(path, other, its, missing_ok=True).step == 2
     assert load(path / "step-00000001", other, its).step == 1
@@ -95,7 +97,11 @@ def no_folder_body(group: Any, root: Path) -> None:
     for name, place, words in (
         ("file", "file", "is a file, but checkpoints need a folder: remove it, or name another path"),
         ("file/run", "file", "is a file, but checkpoints need a folder"),
-        ("link", "link", rf"is a link to {root}/disk/run, which does not exist, .*: make that folder, or mount its disk"),
+        (
+            "link",
+            "link",
+            rf"is a link to {root}/disk/run, which does not exist, .*: make that folder, or mount its disk",
+        ),
         ("link/run", "link", "is a link to"),
     ):
         for act in (
