@@ -17,8 +17,8 @@ from shardlite.errors import (
 )
 
 if TYPE_CHECKING:
-    from shardlite.apps.checkpoint import async_save, load, save, save_in_memory
     from shardlite.apps.verify.verify import verify
+    from shardlite.checkpoint import async_save, load, save, save_in_memory
     from shardlite.config import MemoryLimit, Precision, Route
     from shardlite.ema import EMA
     from shardlite.model import ShardLite
@@ -61,10 +61,10 @@ _LATE = {
     "Precision": "shardlite.config",
     "Route": "shardlite.config",
     "ShardLite": "shardlite.model",
-    "async_save": "shardlite.apps.checkpoint",
-    "load": "shardlite.apps.checkpoint",
-    "save": "shardlite.apps.checkpoint",
-    "save_in_memory": "shardlite.apps.checkpoint",
+    "async_save": "shardlite.checkpoint",
+    "load": "shardlite.checkpoint",
+    "save": "shardlite.checkpoint",
+    "save_in_memory": "shardlite.checkpoint",
     "verify": "shardlite.apps.verify.verify",
 }
 """The module that defines each name."""
@@ -74,11 +74,17 @@ def _import_late(name: str) -> Any:
     """Return what a name of `_LATE` stands for; the module's `__getattr__` (PEP 562)."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _LATE[name] == "shardlite.apps.checkpoint":
+    if _LATE[name] == "shardlite.checkpoint":
         # First, as by a program that imports it after wrapping: other threads may import both.
         import_module("torch.distributed.checkpoint.state_dict")
     globals()[name] = value = getattr(import_module(_LATE[name]), name)
+    if name == "ShardLite":  # which applies all patches when it first wraps a model
+        import_module("shardlite.engine").set_state_dict_patch(_patch_state_dicts)
     return value
+
+
+def _patch_state_dicts() -> None:
+    import_module("shardlite.checkpoint").install()
 
 
 if not TYPE_CHECKING:  # to a type checker it would make every name one of this module

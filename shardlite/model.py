@@ -1,8 +1,9 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
 from inspect import ismethod
@@ -34,7 +35,7 @@ from shardlite.build import (
     placement_of,
     validate,
 )
-from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, ranks_of, share
+from shardlite.comm import Context, GroupLike, Ranks, Sent, Transport, agree, all_gather_json, ranks_of, share
 from shardlite.config import MemoryLimit, Precision, Route, memory_limit_of, take_deprecated, with_environment
 from shardlite.engine import (
     NO_COPY,
@@ -64,7 +65,7 @@ from shardlite.engine import (
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
-from shardlite.params import Unit
+from shardlite.params import ShardTensor, Unit
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
@@ -843,3 +844,61 @@ class ShardLite(nn.Module):
     def _ready_for_forward(self) -> None:
         self._recover()
         self._bridge.shards.check()
+
+
+# ---- access for checkpoints, averages and measurements --------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """The parts of a wrapped model that checkpoints and averages read and change."""
+
+    ranks: Ranks
+    context: Context
+    units: Sequence[Unit]
+    ignored: Collection[Tensor]
+    """Parameters that each rank trains by itself."""
+
+    shard: int | None
+    """Index of the shard of each flat that this rank keeps; `None` if it keeps all of it."""
+
+    loops: PartLoop | None
+    """Loops over parts, with `order="tree"`."""
+
+    bridge: OptimizerBridge
+
+    def shard_tensors(self) -> dict[Tensor, Callable[..., ShardTensor]]:
+        """Return for each shard a function that makes a `ShardTensor` of a tensor like it; none if none is partial."""
+        return self.bridge.shards.shard_tensors(self.context)
+
+    def settle(self) -> None:
+        """Wait until no rank needs the current weights."""
+        self.bridge.gatherer.end_pass()
+        self.bridge.gatherer.settle()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Overwrite weights and optimizer state inside.
+
+        Raises:
+            PhaseError: the model has averaged weights now.
+        """
+        self.bridge.in_backward.announce_change()
+        self.settle()
+        try:
+            yield
+        finally:
+            self.bridge.mark_changed()
+
+
+def state_of(model: ShardLite) -> ModelState:
+    """Return access to the state of a wrapped model. No other module reads private attributes of `ShardLite`."""
+    return ModelState(
+        ranks=model._groups,
+        context=model._context,
+        units=model._units,
+        ignored=model._ignored,
+        shard=model._placement.rank,
+        loops=model._parts,
+        bridge=model._bridge,
+    )

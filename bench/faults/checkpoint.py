@@ -54,8 +54,8 @@ from bench.support.systems import SYSTEMS
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
-from shardlite.apps.checkpoint import files
 from shardlite.apps.footprint.machine import machine
+from shardlite.checkpoint import BLOCK, begin_writeback
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Saves into a folder that is not there yet. What goes on after the call is in the future."""
@@ -171,9 +171,9 @@ def _write_early(path: Path, rank: int, elements: torch.Tensor) -> None:
     path.mkdir(exist_ok=True)
     view = memoryview(elements.numpy()).cast("B")
     with (path / str(rank)).open("xb", buffering=0) as file:
-        for begin in range(0, len(view), files.BLOCK):
-            file.write(view[begin : begin + files.BLOCK])
-            files.begin_writeback(file.fileno(), begin)
+        for begin in range(0, len(view), BLOCK):
+            file.write(view[begin : begin + BLOCK])
+            begin_writeback(file.fileno(), begin)
         os.fsync(file.fileno())
 
 

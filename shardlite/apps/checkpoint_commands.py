@@ -53,7 +53,7 @@ def add_import(commands: Any) -> None:
 
 
 def _inspect(options: Namespace) -> int:
-    from shardlite.apps.checkpoint.listing import inspect
+    from shardlite.apps.inspect_checkpoint import inspect
 
     try:
         for line in inspect(options.path, check=not options.no_check, every=options.all):
@@ -65,14 +65,14 @@ def _inspect(options: Namespace) -> int:
 
 
 def _export(options: Namespace) -> int:
-    from shardlite.apps.checkpoint.safetensors import export_weights
+    from shardlite.checkpoint import export_weights
 
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     return _convert(lambda: export_weights(options.path, options.out, dtype=dtype))
 
 
 def _import(options: Namespace) -> int:
-    from shardlite.apps.checkpoint.safetensors import import_weights
+    from shardlite.checkpoint import import_weights
 
     return _convert(lambda: [import_weights(options.path, options.out)])
 

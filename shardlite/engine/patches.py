@@ -1,14 +1,15 @@
 """The list of everything that ShardLite patches in PyTorch, and the functions that it puts there.
 
-`install_patches()` applies the list at the first `ShardLite(...)`. Until then, and for everything that is in no wrapped model,
-PyTorch works as ever. A program may have imported a function by its name before: so what is replaced is a method of a
-class, or what a function runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
+`install_patches()` applies the list at the first `ShardLite(...)`. PyTorch is unchanged until then, and afterwards for
+everything that is in no wrapped model. A program may have imported a function by name before. So a patch replaces a
+method of a class, or what a function calls, never the name of a function. `docs/patches.md` lists the patches for
+users.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -388,11 +389,24 @@ def _() -> None:
 @_patch("`torch.distributed.checkpoint.state_dict`, when it is imported", "private functions of the module")
 def _() -> None:
     """Its functions would save placeholders, and gather and cut only DTensors."""
-    name, room = "torch.distributed.checkpoint.state_dict", "shardlite.apps.checkpoint"  # which is above this one
+    name = "torch.distributed.checkpoint.state_dict"
     if name in sys.modules:
-        import_module(room)
+        _patch_state_dicts()
     else:
-        sys.meta_path.insert(0, _AfterImport(name, partial(import_module, room)))
+        sys.meta_path.insert(0, _AfterImport(name, _patch_state_dicts))
+
+
+_for_state_dicts: list[Callable[[], object]] = []
+
+
+def set_state_dict_patch(install: Callable[[], object]) -> None:
+    """Set what patches `torch.distributed.checkpoint.state_dict`. Its code is in a room above this one."""
+    _for_state_dicts[:] = [install]
+
+
+def _patch_state_dicts() -> None:
+    for install in _for_state_dicts:
+        install()
 
 
 def _replace_method(owner: type, name: str, change: Callable[[Any], Any]) -> None:

@@ -16,12 +16,10 @@ import pytest
 import torch
 
 from shardlite.apps import cli, launch
-from shardlite.apps.checkpoint import latest
-from shardlite.apps.checkpoint.files import checkpoints_in
-from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.demo import train
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.train import _firsts
+from shardlite.checkpoint import Checkpoint, checkpoints_in, latest
 from tests.support.patience import seconds, until
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.scripts import run_command

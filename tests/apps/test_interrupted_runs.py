@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardlite.apps import launch
-from shardlite.apps.checkpoint.files import checkpoints_in
-from shardlite.apps.checkpoint.listing import inspect
+from shardlite.apps.inspect_checkpoint import inspect
+from shardlite.checkpoint import checkpoints_in
 from tests.apps.test_failover import TINY
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import IMPORTED_FROM
@@ -61,7 +61,7 @@ class Run:
 
     def assert_nothing_is_left(self) -> None:
         """Check that no rank outlived the command; the keeper of copies in memory ends behind it."""
-        left = {pid: words for pid, words in self.processes().items() if "keeper.py" not in words}
+        left = {pid: words for pid, words in self.processes().items() if "snapshot_server.py" not in words}
         assert not left
         until(lambda: not self.processes(), "the end of the keeper")
         assert not [each.name for each in Path("/dev/shm").iterdir() if "shardlite" in each.name]

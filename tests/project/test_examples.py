@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.text import draw_batch, read_corpus
+from shardlite.checkpoint import Checkpoint
 from tests.support.ranks.scripts import run_script, torchrun
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import same_bits

@@ -1,4 +1,4 @@
-"""The library is a house: rooms on seven floors, and imports go down."""
+"""The library is a house: rooms on eight floors, and imports go down."""
 
 import ast
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ FLOORS = [
     ["weights", "grads", "optim"],
     ["build", "engine"],
     ["model", "ema"],
+    ["checkpoint"],
     ["apps"],
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
@@ -63,11 +64,11 @@ def is_room(name: str) -> bool:
     return (HOUSE / name).is_dir()
 
 
-def test_there_are_at_most_seven_floors_and_every_file_is_on_one():
-    assert len(FLOORS) <= 7
+def test_there_are_at_most_eight_floors_and_every_file_is_on_one():
+    assert len(FLOORS) <= 8
     entries = {room_of(module) for module in MODULES} - ENTRANCES
     assert entries == set(HEIGHT)
-    assert len(entries) <= 13  # and __main__
+    assert len(entries) <= 14  # and __main__
 
 
 @pytest.mark.parametrize("path", sources(HOUSE), ids=name_of)
@@ -110,7 +111,7 @@ def test_no_imports_go_in_a_circle():
 def test_rooms_are_small():
     for folder in {path.parent for path in MODULES.values()}:
         files = [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-        assert len(files) <= 15, folder
+        assert len([path for path in files if path.stem not in ENTRANCES]) <= 14, folder
 
 
 def test_kernels_import_only_torch_and_triton():
@@ -126,7 +127,7 @@ def test_only_the_transports_and_the_edges_know_process_groups():
     """
 
     def communicates(module: str) -> bool:
-        return "torch.distributed" in module and not module.startswith("torch.distributed.checkpoint.")
+        return "torch.distributed" in module and not module.startswith("torch.distributed.checkpoint")
 
     users = {room_of(name) for name, path in MODULES.items() if any(communicates(m) for m, _ in imported(path))}
     assert users <= {"comm", "apps"}

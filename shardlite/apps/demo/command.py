@@ -177,7 +177,7 @@ def check_begin(settings: Settings, options: Namespace) -> None:
     """
     if settings.checkpoints is None or launch.is_restart():
         return
-    from shardlite.apps.checkpoint.files import checkpoints_in
+    from shardlite.checkpoint import checkpoints_in
 
     newest = next(reversed(checkpoints_in(settings.checkpoints).values()), None)
     if options.resume and newest is None:

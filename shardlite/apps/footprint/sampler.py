@@ -16,6 +16,7 @@ from torch import nn
 
 from shardlite import ShardLite
 from shardlite.comm import all_gather_json
+from shardlite.model import state_of
 
 _PAUSE = 0.002
 """Seconds between two looks at `memory()`."""
@@ -64,7 +65,7 @@ class Account:
 
     def __init__(self, model: nn.Module) -> None:
         purposes_of(model)
-        self._context = model._context if isinstance(model, ShardLite) else None
+        self._context = state_of(model).context if isinstance(model, ShardLite) else None
         self._said: list[tuple[int, dict[str, int]]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlite.apps.checkpoint import load, save
 from shardlite.apps.verify.task import Task
+from shardlite.checkpoint import load, save
 from shardlite.comm import all_gather_json
 from shardlite.config import Route
 from shardlite.errors import LayoutError

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import AdamW, Route, ShardLite, load, save
-from shardlite.apps.checkpoint import latest
+from shardlite.checkpoint import latest
 
 STEPS = 5
 

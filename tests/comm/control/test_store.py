@@ -151,8 +151,8 @@ def test_the_thread_ends_with_the_store():
 
 
 def test_no_pickle_is_loaded_from_a_rank_or_a_store():
-    """Checkpoints are pickled, in part: `tests/apps/test_checkpoint_faults.py` has what is loaded of them."""
-    sources = [each for each in Path("shardlite").rglob("*.py") if "apps/checkpoint" not in str(each)]
+    """Checkpoints are pickled, in part: `tests/checkpoint/test_checkpoint_faults.py` has what is loaded of them."""
+    sources = [each for each in Path("shardlite").rglob("*.py") if "shardlite/checkpoint" not in str(each)]
     assert len(sources) > 50
     for words in ("pickle.load", "_object(", "_object_list(", "import pickle", "torch.load("):
         assert [str(each) for each in sources if words in each.read_text()] == []

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import AdamW, CheckpointError, Precision, ShardLite, async_save, load, save
-from shardlite.apps.checkpoint import files, latest, saving
-from tests.apps.test_checkpoint_faults import names_in
+from shardlite.checkpoint import files, latest, saving
+from tests.checkpoint.test_checkpoint_faults import names_in
 from tests.support.patience import seconds
 from tests.support.twins.sharded import same_bits
 
@@ -116,7 +116,7 @@ def failed_body(group: Any, path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
-            patch.setattr(saving, "write_part", fails)
+            patch.setattr(saving.RankFile, "write", fails)
         failed = async_save(path, model, optimizer)
         with pytest.raises(CheckpointError, match=r"save: rank 1: OSError: no disk"):
             failed.result()
@@ -137,7 +137,7 @@ def copied_body(group: Any, path: Path) -> tuple[int, int]:
     """Return how many bytes are copied for a save, and how many this rank keeps."""
     model, optimizer = run_on(group, "int8")
     train(model, optimizer, range(1))
-    part = saving._part_of(model, optimizer, {}, saving.Talk(model)).copied()
+    part = saving._file_of(model, optimizer, {}, saving.Peers(model)).copied()
     copied: dict[int, int] = {}
     for value in part.entries.values():
         for tensor in getattr(value, "_sources", ()):

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlite import AdamW, CheckpointError, LayoutError, ShardLite, load, save
 from shardlite.apps import cli
-from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader
-from shardlite.apps.checkpoint.safetensors import export_weights
+from shardlite.checkpoint import SafeLoadPlanner, SafeReader, export_weights
 from tests.support.twins.sharded import same_bits
 
 

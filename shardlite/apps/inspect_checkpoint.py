@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shardlite.apps.checkpoint import files
-from shardlite.apps.checkpoint.reading import Checkpoint
+from shardlite.checkpoint import REMEDY, Checkpoint, check_blocks, find
 from shardlite.errors import CheckpointError
 
 _PARTS, _GROUPS, _DAMAGES = 9, 3, 5
@@ -34,7 +33,7 @@ def inspect(path: str | os.PathLike[str], *, check: bool = True, every: bool = F
     Raises:
         CheckpointError: there is none, or (after the lines that describe it) a file is missing or damaged.
     """
-    checkpoint = Checkpoint(files.find(Path(path)))
+    checkpoint = Checkpoint(find(Path(path)))
     told = checkpoint.manifest
     yield f"{checkpoint.folder}"
     if told is None:
@@ -230,9 +229,9 @@ def _damages(folder: Path, sums: Mapping[str, Mapping[str, int]], told: Mapping[
     """Yield what is wrong with each file that is missing or damaged."""
     for name in sums:
         try:
-            files.check(folder, told, {name: [(0, sums[name]["size"])]})
+            check_blocks(folder, told, {name: [(0, sums[name]["size"])]})
         except CheckpointError as error:
-            yield str(error).removesuffix(f". {files.REMEDY}")
+            yield str(error).removesuffix(f". {REMEDY}")
 
 
 # ---- inspect: words -------------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from shardlite import CheckpointError, CommError, load, save_in_memory
-from shardlite.apps.checkpoint import keeper, kept, latest, neighbour, versions
-from shardlite.apps.checkpoint.keeper import Agent, Keeper, KeeperError
-from shardlite.apps.checkpoint.neighbour import Nodes, key_of, newest
-from shardlite.apps.checkpoint.versions import Version, Versions
-from tests.apps.test_checkpoint import OPTIMIZERS, Run
+from shardlite.checkpoint import latest, memory_copies, snapshot, snapshot_server
+from shardlite.checkpoint.memory_copies import Hosts, held_by, key_of, newest
+from shardlite.checkpoint.snapshot import Header, Snapshot, SnapshotMemory
+from shardlite.checkpoint.snapshot_server import Agent, ServerError, SnapshotServer, parent_and_start
 from tests.apps.test_failover import assert_same_weights, ranks_of, started, train_straight
+from tests.checkpoint.test_checkpoint import OPTIMIZERS, Run
 from tests.support.patience import seconds, until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system says who a process is")
@@ -35,10 +35,10 @@ SOURCE = "copies in memory"
 
 @contextmanager
 def started_by(group: Any, *agents: Agent) -> Iterator[None]:
-    """Let this rank be started by an agent: its parent, or the one of `agents` at its place. Ends the keepers."""
+    """Let this rank be started by an agent: its parent, or the one of `agents` at its place. End the servers."""
     rank = dist.get_rank()
     parent = os.getppid()
-    found = agents[rank] if agents else Agent(parent, keeper._stat(parent)[1])
+    found = agents[rank] if agents else Agent(parent, parent_and_start(parent)[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Agent, "of_this_process", lambda: found)
         try:
@@ -47,13 +47,13 @@ def started_by(group: Any, *agents: Agent) -> Iterator[None]:
         finally:
             if rank == 0:
                 for agent in set(agents or [found]):
-                    end_keeper(agent)
+                    end_server(agent)
 
 
-def end_keeper(agent: Agent) -> None:
-    """Kill the keeper of an agent, if there is one, and wait until it is gone."""
-    with suppress(KeeperError):
-        pid = Keeper(agent).pid
+def end_server(agent: Agent) -> None:
+    """Kill the server of an agent, if there is one, and wait until it is gone."""
+    with suppress(ServerError):
+        pid = SnapshotServer(agent).pid
         os.kill(pid, signal.SIGKILL)
         until(lambda: not is_running(pid))
 
@@ -67,8 +67,9 @@ def is_running(pid: int) -> bool:
 
 def ancestors() -> list[Agent]:
     """The parent and grandparent of this rank: two agents, of which each has started it."""
-    parent, _ = keeper._stat(os.getpid())
-    return [Agent(pid, keeper._stat(pid)[1]) for pid in (parent, keeper._stat(parent)[0])]
+    parent, _ = parent_and_start(os.getpid())
+    grandparent, _ = parent_and_start(parent)
+    return [Agent(pid, parent_and_start(pid)[1]) for pid in (parent, grandparent)]
 
 
 @contextmanager
@@ -139,13 +140,13 @@ def killed_body(group: Any, path: str, where: str) -> None:
     run, victim = Run(group), dist.get_rank() == 1
 
     def fatal(self: Any, content: Any) -> None:
-        self.tensors[0][0].view(content).copy_(self.tensors[0][1])
+        next(snapshot._views(content, self.records)).copy_(self.tensors[0])
         os.kill(os.getpid(), signal.SIGKILL)
 
     for step in range(4):
         run.train(range(step, step + 1))
         if step == 3 and where == "copy" and victim:
-            kept.Kept.copy_into = fatal  # type: ignore[method-assign]
+            Snapshot.copy_into = fatal  # type: ignore[method-assign]
         assert copied(run, path, step + 1)
     dist.barrier(group)
     if victim:
@@ -165,7 +166,7 @@ def taken_up_body(group: Any, path: str) -> int:
     finally:
         dist.barrier(group)
         if dist.get_rank() == 0:
-            end_keeper(Agent.of_this_process())
+            end_server(Agent.of_this_process())
 
 
 @pytest.mark.parametrize(("where", "step"), [("step", 4), ("copy", 3)])
@@ -195,14 +196,14 @@ def newest_body(group: Any, path: Path) -> None:
         assert (found.step, found.source) == (3, str(path / "step-00000003"))
         assert run.load(place).source == str(place)
         assert copied(run, path, 1)  # a new beginning: what was copied before is gone
-        assert neighbour._held(Agent.of_this_process(), key_of(path))[str(dist.get_rank())] == [(1, 2)]
-        with pytest.raises(ValueError, match="step must be higher than that of the copy before, 1, got 1"):
+        assert held_by(Agent.of_this_process(), key_of(path))[str(dist.get_rank())] == [(1, 2)]
+        with pytest.raises(ValueError, match="step must be higher than that of the previous copy, 1, got 1"):
             copied(run, path, 1)
         assert run.load(path).step == 3
         assert run.load(str(path) + "/.").step == 3
         with pytest.raises(CheckpointError, match=r"'ranks\.0\.extra' holds something"):
             save_in_memory(path / "other", run.model, extra={"bad": object()} if dist.get_rank() == 0 else {}, step=1)
-        assert not [line for line in lines if "not taken" in line]
+        assert not [line for line in lines if "not used" in line]
 
 
 def test_load_takes_the_newest_of_memory_and_disk(cluster, tmp_path):
@@ -220,8 +221,8 @@ def left_body(group: Any, path: Path) -> None:
         assert Run(group, seed=1).load(path).source == SOURCE
         dist.barrier(group)
         if dist.get_rank() == 0:
-            holder = Keeper(Agent.of_this_process())
-            holder.keep_only([f"{key_of(path)}/0"], key_of(path))
+            holder = SnapshotServer(Agent.of_this_process())
+            holder.retain([f"{key_of(path)}/0"], key_of(path))
             holder.close()
         dist.barrier(group)
         assert Run(group).load(path).source == place
@@ -230,7 +231,7 @@ def left_body(group: Any, path: Path) -> None:
         dist.barrier(group)
         with pytest.raises(CheckpointError, match=f"there is no checkpoint in {path}"):
             Run(group).load(path)
-        told = [line.partition("not taken: ")[2] for line in lines if "not taken" in line]
+        told = [line.partition("not used: ")[2] for line in lines if "not used" in line]
         if dist.get_rank() == 0:
             assert "they are of another model, stage, or format: " in told.pop(0)
             assert told == ["there is none of rank 1"] * 2
@@ -241,34 +242,34 @@ def test_copies_that_do_not_fit_are_left_with_a_reason(cluster, tmp_path):
 
 
 def without_body(group: Any, path: Path) -> None:
-    """Where there is no memory, no agent, or no keeper any more, a line says so, once, and the training goes on."""
+    """Where there is no memory, no agent, or no server any more, a line says so, once, and the training goes on."""
     run = Run(group).train(range(1))
     with logged() as lines:
         for step in (1, 2):
             assert not copied(run, path, step)
         if dist.get_rank() == 0:
             assert lines == [
-                "there are no copies in memory: torchrun has not started this process, so nothing would start it again"
+                "there are no copies in memory: torchrun did not start this process, so nothing would restart it"
             ]
     with started_by(group), logged() as lines:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(versions, "_available", lambda: 1000)
+                patch.setattr(snapshot, "_available", lambda: 1000)
             assert not copied(run, path / "full", 1)
         if dist.get_rank() == 0:
             assert "rank 1: a copy of " in lines[0]
-            assert "and this machine has 1000 left" in lines[0]
+            assert "but this host has 1000 left" in lines[0]
         dist.barrier(group)
-        assert not neighbour._held(Agent.of_this_process(), key_of(path / "full"))
+        assert not held_by(Agent.of_this_process(), key_of(path / "full"))
         assert copied(run, path / "held", 1)
         dist.barrier(group)
         if dist.get_rank() == 0:
-            end_keeper(Agent.of_this_process())
+            end_server(Agent.of_this_process())
         dist.barrier(group)
         for step in (2, 3):
             assert not copied(run, path / "held", step)
-        gone = [f"rank {dist.get_rank()}: the process that holds copies in memory is gone"]
-        assert [line for line in lines if "is gone" in line] == gone
+        gone = [f"rank {dist.get_rank()}: the process that holds copies in memory has ended"]
+        assert [line for line in lines if "has ended" in line] == gone
         run.train(range(1, 2))
 
 
@@ -284,9 +285,9 @@ def steady_body(group: Any, path: Path) -> None:
         for step in range(6):
             run.train(range(step, step + 1))
             assert copied(run, path, step)
-            own = neighbour._copies[run.model][1]
+            own = memory_copies._copies[run.model][1]
             assert own is not None
-            taken.append(os.fstat(own._own.descriptor).st_blocks)
+            taken.append(os.fstat(own.own.descriptor).st_blocks)
         assert taken[2:] == taken[1:2] * 4, taken
 
 
@@ -295,7 +296,7 @@ def test_copies_take_no_memory_in_the_steady_state(cluster, tmp_path):
 
 
 def hosts_body(group: Any, path: Path) -> None:
-    """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with its keeper."""
+    """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with its server."""
     one, other = ancestors()
     with started_by(group, one, one, other):
         run = straight = Run(group)
@@ -307,7 +308,7 @@ def hosts_body(group: Any, path: Path) -> None:
             run.train(range(step, 7))
             dist.barrier(group)
             if dist.get_rank() == 0:
-                end_keeper(lost)
+                end_server(lost)
             dist.barrier(group)
             run = Run(group, seed=step)
             found = run.load(path)
@@ -316,12 +317,12 @@ def hosts_body(group: Any, path: Path) -> None:
         with suppress(CommError):  # a rank that only sends may have sent already
             copied(straight, path, 10 + dist.get_rank())
             assert dist.get_rank() == 1, "another rank has received a version of another step"
-        held = neighbour._held(Agent.of_this_process(), key_of(path))
+        held = held_by(Agent.of_this_process(), key_of(path))
         assert sorted(held) == ["0", "1", "2"]
         dist.barrier(group)
         if dist.get_rank() == 0:
-            end_keeper(one)
-            end_keeper(other)
+            end_server(one)
+            end_server(other)
         dist.barrier(group)
         assert not loaded(Run(group), path).source
 
@@ -341,46 +342,46 @@ def test_the_newest_step_is_one_that_is_there_of_every_rank():
     assert newest([own[0], {}]) == (None, "there is none of rank 1")
     assert newest([own[0], {"1": [(5, 2)]}]) == (
         None,
-        "no step is whole on all ranks: rank 0 has [3, 4]; rank 1 has [5]",
+        "no step is complete on all ranks: rank 0 has [3, 4]; rank 1 has [5]",
     )
-    assert newest([*own, {}]) == (None, "they are of 2 ranks, and now there are 3")
+    assert newest([*own, {}]) == (None, "they are of 2 ranks, but now there are 3")
 
 
 def test_each_rank_is_guarded_on_the_next_node():
-    alone = Nodes(["a", "a"])
-    assert [alone.guard_of(rank) for rank in range(2)] == [0, 1]
-    assert not any(alone.guests_of(rank) for rank in range(2))
-    even = Nodes(["a", "a", "b", "b"])
-    assert [even.guard_of(rank) for rank in range(4)] == [2, 3, 0, 1]
-    uneven = Nodes(["a", "b", "a", "a", "c"])
-    assert [uneven.guard_of(rank) for rank in range(5)] == [1, 4, 1, 1, 0]
-    assert [uneven.guests_of(rank) for rank in range(5)] == [[4], [0, 2, 3], [], [], [1]]
+    alone = Hosts(["a", "a"])
+    assert [alone.replica_of(rank) for rank in range(2)] == [0, 1]
+    assert not any(alone.replicas_on(rank) for rank in range(2))
+    even = Hosts(["a", "a", "b", "b"])
+    assert [even.replica_of(rank) for rank in range(4)] == [2, 3, 0, 1]
+    uneven = Hosts(["a", "b", "a", "a", "c"])
+    assert [uneven.replica_of(rank) for rank in range(5)] == [1, 4, 1, 1, 0]
+    assert [uneven.replicas_on(rank) for rank in range(5)] == [[4], [0, 2, 3], [], [], [1]]
     assert [uneven.is_first(rank) for rank in range(5)] == [True, True, False, False, True]
 
 
 def test_a_version_is_there_when_it_is_whole():
-    memory = Versions.make()
+    memory = SnapshotMemory.allocate()
     for step in (3, 4, 5):
-        before = set(memory.whole())
-        memory.begin(100).fill_(step)
-        assert set(memory.whole()) == set(sorted(before)[-1:])  # a rank that dies here leaves the newest
-        memory.end(Version(step, 2, 100, 80))
-    assert list(memory.whole().values()) == [Version(5, 2, 100, 80), Version(4, 2, 100, 80)]
-    other = Versions(os.dup(memory.descriptor))
+        before = set(memory.complete())
+        memory.overwrite_older(100).fill_(step)
+        assert set(memory.complete()) == set(sorted(before)[-1:])  # a rank that dies here leaves the newest
+        memory.mark_complete(Header(step, 2, 100, 80))
+    assert list(memory.complete().values()) == [Header(5, 2, 100, 80), Header(4, 2, 100, 80)]
+    other = SnapshotMemory(os.dup(memory.descriptor))
     assert other.content(4).tolist() == [4] * 100
-    other.keep(4)
-    assert set(memory.whole()) == {4}
+    other.drop_all_but(4)
+    assert set(memory.complete()) == {4}
     with pytest.raises(CheckpointError, match="memory of 4096 bytes is not that of a copy"):
-        Versions(versions.make_memory(4096))
+        SnapshotMemory(snapshot.make_memory(4096))
 
 
-# ---- the keeper -----------------------------------------------------------------------------------------------------
+# ---- the server -----------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
 import importlib.util, os, signal, subprocess, sys
-spec = importlib.util.spec_from_file_location("keeper", sys.argv[1])
-keeper = sys.modules["keeper"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(keeper)
+spec = importlib.util.spec_from_file_location("server", sys.argv[1])
+server = sys.modules["server"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(server)
 if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
     rank = [sys.executable, __file__, sys.argv[1]]
@@ -389,13 +390,13 @@ if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
     print("waits", flush=True)
     sys.stdin.read()
 else:
-    agent = keeper.Agent.of_this_process()
-    holder = keeper.Keeper.start(agent)
-    found = holder.give("a copy")
+    agent = server.Agent.of_this_process()
+    holder = server.SnapshotServer.start(agent)
+    found = holder.get("a copy")
     if found is None:
         memory = os.memfd_create("copy")
         os.write(memory, b"whole")
-        holder.keep("a copy", memory)
+        holder.put("a copy", memory)
         print(agent.pid, holder.pid, flush=True)
         os.killpg(0, signal.SIGKILL)
     print(holder.names(), os.pread(found, 9, 0).decode(), holder.pid, flush=True)
@@ -407,7 +408,7 @@ def launched(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start an agent whose rank was killed and started again, and yield it with the process that holds the memory."""
     script = folder / "launcher.py"
     script.write_text(LAUNCHER)
-    command = [sys.executable, str(script), str(keeper.__file__)]
+    command = [sys.executable, str(script), str(snapshot_server.__file__)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         first, second, third = (agent.stdout.readline().strip() for _ in range(3))
@@ -417,7 +418,7 @@ def launched(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, None])
-def test_the_keeper_outlives_ranks_and_ends_with_their_agent(tmp_path, end):
+def test_the_server_outlives_ranks_and_ends_with_their_agent(tmp_path, end):
     with launched(tmp_path) as (agent, holder):
         assert is_running(holder)
         agent.send_signal(end) if end else agent.stdin.close()
@@ -425,29 +426,29 @@ def test_the_keeper_outlives_ranks_and_ends_with_their_agent(tmp_path, end):
         until(lambda: not is_running(holder))
 
 
-def test_the_keeper_gives_nothing_to_a_process_that_its_agent_has_not_started(tmp_path):
+def test_the_server_gives_nothing_to_a_process_that_its_agent_has_not_started(tmp_path):
     with launched(tmp_path) as (agent, holder):
-        stranger = Keeper(Agent(agent.pid, keeper._stat(agent.pid)[1]))
+        stranger = SnapshotServer(Agent(agent.pid, parent_and_start(agent.pid)[1]))
         assert stranger.pid == holder
-        with pytest.raises(KeeperError, match=r"for one that the agent has not started|does not answer"):
-            stranger.give("a copy")
+        with pytest.raises(ServerError, match=r"a process that the agent did not start|does not answer"):
+            stranger.get("a copy")
         agent.kill()
 
 
-def test_a_process_of_another_user_is_no_keeper(monkeypatch):
-    agent = Agent(os.getpid(), keeper._stat(os.getpid())[1])
+def test_a_process_of_another_user_is_no_server(monkeypatch):
+    agent = Agent(os.getpid(), parent_and_start(os.getpid())[1])
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
         impostor.bind(agent.address)
         impostor.listen()
-        with pytest.raises(KeeperError, match=f"process {os.getpid()} of user {user} answers in the place of the keep"):
-            Keeper(agent)
+        with pytest.raises(ServerError, match=f"process {os.getpid()} of user {user} answers instead of the snap"):
+            SnapshotServer(agent)
 
 
-def test_a_keeper_is_not_started_for_an_agent_that_has_ended():
-    with pytest.raises(KeeperError, match=r"could not be started: .*another one than the agent"):
-        Keeper.start(Agent(os.getpid(), 1))
+def test_a_server_is_not_started_for_an_agent_that_has_ended():
+    with pytest.raises(ServerError, match=r"could not be started: .*is not the agent"):
+        SnapshotServer.start(Agent(os.getpid(), 1))
 
 
 # ---- under torchrun -------------------------------------------------------------------------------------------------
@@ -456,22 +457,22 @@ REDUNDANT = ("--redundancy", "neighbour", "--save-every", "1000")  # and the las
 
 
 def holder_of(agent: int) -> int | None:
-    """Return the keeper of an agent."""
+    """Return the server of an agent."""
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if each.read_bytes().split(b"\0")[3:5] == [os.fsencode(str(keeper.__file__)), str(agent).encode()]:
+            if each.read_bytes().split(b"\0")[3:5] == [os.fsencode(str(snapshot_server.__file__)), str(agent).encode()]:
                 return int(each.parent.name)
     return None
 
 
 def newest_of_all(agent: int, ranks: int) -> int:
-    """Return the newest step that an agent's keeper has of every rank, read as a process of the same user may."""
+    """Return the newest step that an agent's server has of every rank, read as a process of the same user may."""
     steps = []
     holder = holder_of(agent)
     for each in Path(f"/proc/{holder}/fd").iterdir() if holder else ():
         with suppress(OSError):
             if "memfd:shardlite" in str(each.readlink()):
-                steps.append(set(Versions(os.open(each, os.O_RDWR)).whole()))
+                steps.append(set(SnapshotMemory(os.open(each, os.O_RDWR)).complete()))
     return max(set.intersection(*steps), default=0) if len(steps) == ranks else 0
 
 
@@ -513,7 +514,7 @@ def test_nothing_remains_of_a_run_that_is_ended(tmp_path, end):
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_started(cluster, tmp_path):
-    """Two agents are two hosts: each has its keeper."""
+    """Two agents are two hosts: each has its server."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"

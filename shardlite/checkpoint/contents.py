@@ -1,9 +1,9 @@
-"""What a checkpoint holds, by name: the model, the optimizer, and what each rank adds.
+"""Entries of a checkpoint by name, and the conversion of objects to and from bytes without executing code.
 
     model.<name>                            weights and buffers
     optimizer.state.<name>.<key>            moments and step counts
-    optimizer.param_groups.<i>.<option>     hyper-parameters, and `params`: names
-    ranks.<r>.extra, ranks.<r>.generators   what rank r was given as `extra`, and the states of its generators
+    optimizer.param_groups.<i>.<option>     hyperparameters, and `params`: names
+    ranks.<r>.extra, ranks.<r>.generators   `extra` of rank r, and the states of its random number generators
 
 The first three are the names that FSDP2 programs get from `torch.distributed.checkpoint.state_dict`.
 """
@@ -28,78 +28,73 @@ from shardlite.model import ShardLite
 from shardlite.optim import AdamW
 
 Paths = dict[str, tuple[str | int, ...]]
-"""The keys on the way to each entry, by its name."""
+"""Keys of each entry in the nested state dict, by the entry's name."""
 
 
 def contents(
     model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
 ) -> tuple[dict[str, Any], Paths]:
-    """Return what this rank knows of a checkpoint, by name: tensors, and objects that are pickled."""
+    """Return the entries that this rank knows, by name: tensors, and objects to pickle."""
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = named_state(model, optimizer)
+        state["optimizer"] = _named_state(model, optimizer)
     flat, paths = flatten_state_dict(state)
     for name, value in flat.items():
-        if isinstance(value, Tensor) and value.numel() == 0:  # a shard of it would be on no rank
+        if isinstance(value, Tensor) and value.numel() == 0:  # no rank has a shard of it
             flat[name] = torch.empty(value.shape, dtype=value.dtype)
-    for key, value in (("extra", stateless(extra or {})), ("generators", generators())):
+    for key, value in (("extra", states_in(extra or {})), ("generators", generators())):
         name = f"ranks.{rank}.{key}"
         flat[name], paths[name] = value, ("ranks", str(rank), key)
     return flat, paths
 
 
-def named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
-    """Return `optimizer.state_dict()` with names of parameters in the place of their numbers.
-
-    Raises:
-        CheckpointError: the optimizer holds a parameter that is not the model's.
-    """
+def _named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
+    """Return `optimizer.state_dict()` with names of parameters instead of their numbers."""
     saved = optimizer.state_dict()
-    names = names_of(model, optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, names, strict=True))
-    groups = [
-        {**_others(optimizer), **group, "params": [by_number[i] for i in group["params"]]}
-        for group in saved["param_groups"]
-    ]
+    by_number = dict(zip(numbers, names_of(model, optimizer), strict=True))
+    # DCP loads no group that lacks options of PyTorch's AdamW, and ours has fewer.
+    others = torch.optim.AdamW([torch.zeros(0)]).defaults if isinstance(optimizer, AdamW) else {}
+    groups = [{**others, **group, "params": [by_number[i] for i in group["params"]]} for group in saved["param_groups"]]
     return {"state": {by_number[i]: entry for i, entry in saved["state"].items()}, "param_groups": groups}
 
 
-def _others(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options of PyTorch's AdamW that ours does not have: DCP loads no group with other options."""
-    return torch.optim.AdamW([torch.zeros(0)]).defaults if isinstance(optimizer, AdamW) else {}
-
-
 def names_of(model: ShardLite, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order."""
+    """Return the names of an optimizer's parameters, in its order.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that is not the model's.
+    """
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         if param not in names:
             raise CheckpointError(
                 f"{type(optimizer).__name__} holds a parameter of shape {list(param.shape)} that is not one of "
-                "`model.parameters()`: a checkpoint has the state of one model. Save the other one by itself"
+                "`model.parameters()`: a checkpoint has the state of one model. Save the other model separately"
             )
     return [names[param] for param in params]
 
 
-def stateless(extra: Any) -> Any:
-    """Return `extra` with the `state_dict()` of what has one (schedulers, samplers, averages)."""
+# ---- extra ----------------------------------------------------------------------------------------------------------
+
+
+def states_in(extra: Any) -> Any:
+    """Return `extra` with each stateful object (schedulers, samplers, averages) replaced by its `state_dict()`."""
     if isinstance(extra, Mapping):
-        return {key: stateless(value) for key, value in extra.items()}
+        return {key: states_in(value) for key, value in extra.items()}
     if type(extra) in (list, tuple):
-        return type(extra)(map(stateless, extra))
-    return extra.state_dict() if is_stateful(extra) else extra
+        return type(extra)(map(states_in, extra))
+    return extra.state_dict() if _is_stateful(extra) else extra
 
 
-def is_stateful(value: object) -> bool:
-    """Return whether a value saves and loads its state by itself."""
+def _is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def restore(extra: Any, saved: Any) -> Any:
-    """Load saved states into what has one, and return the rest as it was saved."""
-    if is_stateful(extra):
+    """Load saved states into the stateful objects of `extra`, and return everything else as it was saved."""
+    if _is_stateful(extra):
         extra.load_state_dict(saved)
         return extra
     if isinstance(extra, Mapping) and isinstance(saved, Mapping):
@@ -109,26 +104,25 @@ def restore(extra: Any, saved: Any) -> Any:
     return saved
 
 
-def check_keys(extra: Any, saved: Any, folder: object) -> None:
-    """Raise if there is nothing to load for an object with a state.
-
-    Raises:
-        CheckpointError: a key of `extra` was not saved.
-    """
+def check_keys(extra: Any, saved: Any, where: object) -> None:
+    """Raise `CheckpointError` if a stateful object of `extra` has no saved state."""
     for key, value in extra.items() if isinstance(extra, Mapping) else ():
-        there = isinstance(saved, Mapping) and key in saved
-        if there:
-            check_keys(value, saved[key], folder)
-        elif is_stateful(value):
+        if isinstance(saved, Mapping) and key in saved:
+            check_keys(value, saved[key], where)
+        elif _is_stateful(value):
             known = ", ".join(map(repr, saved)) if isinstance(saved, Mapping) and saved else "nothing"
-            raise CheckpointError(f"{folder} has no state for {key!r} of extra, only {known}")
+            raise CheckpointError(f"{where} has no state for {key!r} of extra, only {known}")
+
+
+# ---- objects as bytes -----------------------------------------------------------------------------------------------
 
 
 def pickled(name: str, value: object) -> io.BytesIO:
-    """Pickle an object as `torch.save` does, if loading it will execute no code.
+    """Pickle an object as `torch.save` does.
 
     Raises:
-        CheckpointError: it holds something that is neither a tensor nor a plain value or container.
+        CheckpointError: the object contains something other than tensors, plain values and containers, which loading
+            would refuse.
     """
     content = io.BytesIO()
     torch.save(value, content)
@@ -142,7 +136,7 @@ def unpickled(name: str, content: io.BytesIO) -> Any:
     """Unpickle an object that consists of tensors, plain values and containers.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: it contains something else.
     """
     try:
         return torch.load(content, weights_only=True, map_location="cpu")
@@ -151,7 +145,7 @@ def unpickled(name: str, content: io.BytesIO) -> Any:
         raise CheckpointError(
             f"{name!r} holds something that is neither a tensor, a number, a string, nor a dict, list or tuple of these"
             f"{f' ({found[1]})' if found else ''}, so that loading it could execute code: convert it (`float(x)`, "
-            "`x.tolist()`, `vars(x)`), or give an object with state_dict() and load_state_dict()"
+            "`x.tolist()`, `vars(x)`), or pass an object with state_dict() and load_state_dict()"
         ) from None
 
 
@@ -170,7 +164,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Set the generators of this process to what `generators` returned."""
+    """Set the generators of this process to states that `generators` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states and torch.cuda.is_available():

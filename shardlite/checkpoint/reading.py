@@ -1,8 +1,8 @@
 """A checkpoint folder, read without executing code.
 
-DCP's own reader unpickles `.metadata`, and its planner unpickles objects, whatever they are: a file of unknown origin
-can run anything. Here `.metadata` is unpickled with the few classes that it consists of, and objects as PyTorch does
-with `weights_only=True`. `SafeReader` and `SafeLoadPlanner` do so for calls of `torch.distributed.checkpoint`:
+DCP's own reader unpickles `.metadata`, and its planner unpickles objects, without restriction, so a file of unknown
+origin can execute anything. Here `.metadata` is unpickled with the few classes that it consists of, and objects with
+`weights_only=True`. `SafeReader` and `SafeLoadPlanner` do so for calls of `torch.distributed.checkpoint`:
 
     dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
 """
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
-from shardlite.apps.checkpoint import files
-from shardlite.apps.checkpoint.contents import unpickled
+from shardlite.checkpoint import files
+from shardlite.checkpoint.contents import unpickled
 from shardlite.errors import CheckpointError
 
 _CLASSES: dict[tuple[str, str], Any] = {
@@ -47,7 +47,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
     )
 }
 _CLASSES |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-_CLASSES |= {  # where it was written
+_CLASSES |= {  # paths of the writer
     (module, name): PurePath
     for module in ("pathlib", "pathlib._local")
     for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
@@ -56,7 +56,7 @@ _CLASSES |= {("collections", "OrderedDict"): dict, ("builtins", "set"): set}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata, and dtypes."""
+    """Finds the classes of DCP's metadata, and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -84,7 +84,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's `FileSystemReader` that executes no code from the checkpoint.
+    """DCP's `FileSystemReader`, without executing code of the checkpoint.
 
     Args:
         path: folder of one checkpoint.
@@ -105,13 +105,13 @@ class SafeReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's `DefaultLoadPlanner` that loads objects of plain values and tensors only."""
+    """DCP's `DefaultLoadPlanner`, for objects of plain values and tensors only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict.
 
         Raises:
-            CheckpointError: it holds something else.
+            CheckpointError: it contains something else.
         """
         name = read_item.dest_index.fqn
         loaded = unpickled(name, value)
@@ -125,7 +125,7 @@ class Checkpoint:
     """One checkpoint on the disk.
 
     Args:
-        folder: where it is.
+        folder: folder of the checkpoint.
 
     Raises:
         CheckpointError: it is damaged, or no checkpoint.
@@ -136,11 +136,12 @@ class Checkpoint:
         self.manifest = files.read_manifest(folder)
         if self.manifest is not None:
             size = self.manifest["files"].get(files.METADATA, {}).get("size", 0)
-            files.check_size(folder / files.METADATA, size)
-            files.check(folder, self.manifest, {files.METADATA: [(0, size)]})
-        self._metadata = read_metadata(folder)
-        self._reader = SafeReader(folder)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+            files.check_blocks(folder, self.manifest, {files.METADATA: [(0, size)]})
+        self._open(SafeReader(folder), read_metadata(folder))
+
+    def _open(self, reader: FileSystemReader, metadata: Metadata) -> None:
+        self._reader, self._metadata = reader, metadata
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -148,20 +149,26 @@ class Checkpoint:
         return self._metadata.state_dict_metadata
 
     def path_of(self, name: str) -> tuple[str | int, ...]:
-        """Return the keys on the way to an entry."""
+        """Return the keys of an entry in the nested state dict."""
         return (self._metadata.planner_data or {}).get(name) or tuple(name.split("."))
 
     def size_of(self, name: str) -> torch.Size | None:
-        """Return the shape of a tensor, `None` for what is no tensor or not there."""
+        """Return the shape of a tensor, or `None` for an object or a missing entry."""
         found = self.entries.get(name)
         return found.size if isinstance(found, TensorStorageMetadata) else None
 
     def items(self, name: str, target: object) -> list[ReadItem]:
-        """Return the reads that fill `target`, a tensor or a `ShardTensor`, or find an object."""
+        """Return the reads that fill `target`, a tensor or a `ShardTensor`, or that find an object."""
         return _create_read_items(name, self.entries[name], target)
 
+    def object_items(self, names: Iterable[str]) -> Iterator[ReadItem]:
+        """Yield the reads that `object` needs for each name."""
+        for name in names:
+            size = self.size_of(name)
+            yield from self.items(name, None if size is None else torch.empty(size, device="meta"))
+
     def check(self, items: Iterable[ReadItem]) -> None:
-        """Check what will be read.
+        """Check the bytes that will be read.
 
         Raises:
             CheckpointError: a file is missing, shorter than it was, or (if ShardLite has written it) damaged.
@@ -173,63 +180,47 @@ class Checkpoint:
         for name, ranges in wanted.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(f"{self.folder / files.METADATA} names a file outside of the checkpoint: {name}")
-            told = self.manifest["files"].get(name) if self.manifest else None
-            if told is None:
-                files.check_size(self.folder / name, max(end for _, end in ranges), exact=False)
-            else:
-                files.check_size(self.folder / name, told["size"])
+            if self.manifest is None:
+                files.check_size(self.folder / name, max(stop for _, stop in ranges), exact=False)
         if self.manifest is not None:
-            files.check(self.folder, self.manifest, wanted)
+            files.check_blocks(self.folder, self.manifest, wanted)
 
     def place_of(self, index: MetadataIndex) -> Any:
-        """Return in which file a part of an entry lies, from which byte on, and how long it is."""
+        """Return the file, first byte and length of a part of an entry."""
         place = self._reader.storage_data.get(index)
         if place is None:
-            raise CheckpointError(f"{self.folder / files.METADATA} does not say where {index.fqn!r} lies")
+            raise CheckpointError(f"{self.folder / files.METADATA} does not say where {index.fqn!r} is")
         return place
 
     def read(self, name: str, target: Tensor) -> None:
         """Fill a tensor, or this rank's part of a `ShardTensor`."""
-        self._read(self.items(name, target), _Fill(name, target))
+        self._read(self.items(name, target), _EntryPlanner(name, target))
 
     def object(self, name: str) -> Any:
-        """Return an object, or a tensor as it was saved.
+        """Return an object, or a whole tensor.
 
         Raises:
             CheckpointError: loading it could execute code.
         """
         size = self.size_of(name)
-        if size is not None:
-            whole = torch.empty(size, dtype=self.entries[name].properties.dtype)
-            self.read(name, whole)
-            return whole
-        found = _Fill(name, None)
-        self._read(self.items(name, None), found)
-        return found.loaded
+        whole = None if size is None else torch.empty(size, dtype=self.entries[name].properties.dtype)
+        planner = _EntryPlanner(name, whole)
+        self._read(self.items(name, whole), planner)
+        return planner.state_dict[name]
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         try:
             self._reader.read_data(LoadPlan(items), planner)
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged file makes PyTorch raise anything
+        except Exception as error:  # PyTorch raises anything for a damaged file
             names = sorted({self.place_of(item.storage_index).relative_path for item in items})
             raise CheckpointError(f"{self.folder / names[0]} cannot be read: {error!r}") from error
 
-    def object_items(self, names: Iterable[str]) -> Iterator[ReadItem]:
-        """Return the reads that `object` of each name needs."""
-        for name in names:
-            size = self.size_of(name)
-            yield from self.items(name, None if size is None else torch.empty(size, device="meta"))
 
-
-class _Fill(DefaultLoadPlanner):
-    """Fills one tensor, or takes one object."""
+class _EntryPlanner(SafeLoadPlanner):
+    """Loads one entry: fills a tensor, or unpickles an object."""
 
     def __init__(self, name: str, target: Tensor | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state_dict = {name: target}
-        self.loaded: Any = None
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.loaded = unpickled(read_item.dest_index.fqn, value)

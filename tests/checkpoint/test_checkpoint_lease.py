@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from shardlite import CheckpointError, save
-from shardlite.apps.checkpoint import files, latest, lease
-from tests.apps.test_checkpoint_faults import run_on, train
+from shardlite.checkpoint import files, latest, lease
+from tests.checkpoint.test_checkpoint_faults import run_on, train
 from tests.support.patience import seconds, until
 
 DEAD = 2**22 + 1  # above the highest number of a process
@@ -23,7 +23,7 @@ DEAD = 2**22 + 1  # above the highest number of a process
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
-    monkeypatch.setattr(lease, "_LOOK", 0.02)
+    monkeypatch.setattr(lease, "_POLL", 0.02)
 
 
 def write(root: Path, **changes: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Holder:
 def test_a_live_process_of_this_host_keeps_its_lease(tmp_path):
     told = write(tmp_path)
     with pytest.raises(CheckpointError, match=f"another job, which is running: process {os.getppid()} on elsewhere"):
-        lease.hold(tmp_path, Holder())
+        lease.acquire(tmp_path, Holder())
     assert lease._read(tmp_path / lease.NAME) == told
 
 
@@ -86,10 +86,10 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path, changes):
     write(tmp_path, **changes)
     holder = Holder()
     with mock.patch.object(lease, "_age", side_effect=AssertionError("it was watched")):
-        mine = lease.hold(tmp_path, holder)
+        mine = lease.acquire(tmp_path, holder)
     mine.check()
     assert lease._read(tmp_path / lease.NAME)["process"] == os.getpid()
-    assert lease.hold(tmp_path, holder) is mine
+    assert lease.acquire(tmp_path, holder) is mine
     assert [each.name for each in tmp_path.iterdir()] == [lease.NAME]
     give_up_all()
     assert not list(tmp_path.iterdir())
@@ -98,14 +98,14 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path, changes):
 def test_on_another_host_a_lease_that_is_renewed_is_kept(tmp_path):
     with renewed(tmp_path, write(tmp_path, where="another host")):
         with pytest.raises(CheckpointError, match="is the folder of another job"):
-            lease.hold(tmp_path, Holder())
+            lease.acquire(tmp_path, Holder())
 
 
 def test_on_another_host_a_lease_that_is_not_renewed_is_taken_over(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "STALE", 0.3)
     write(tmp_path, where="another host", process=DEAD)
     holder = Holder()
-    lease.hold(tmp_path, holder).check()
+    lease.acquire(tmp_path, holder).check()
     give_up_all()
 
 
@@ -114,7 +114,7 @@ def test_a_lease_that_is_old_by_the_clock_of_the_file_system_is_watched_for_two_
     os.utime(tmp_path / lease.NAME, (1, 1))
     monkeypatch.setattr(lease, "RENEWAL", 0.1)
     holder, begin = Holder(), time.monotonic()
-    lease.hold(tmp_path, holder).check()
+    lease.acquire(tmp_path, holder).check()
     assert time.monotonic() - begin >= 0.2
     give_up_all()
 
@@ -124,12 +124,12 @@ def test_a_process_takes_back_what_it_has_lost(tmp_path, monkeypatch):
     holder = Holder()
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
-    first = lease.hold(Path("run"), holder)
+    first = lease.acquire(Path("run"), holder)
     monkeypatch.chdir("/")
     lease.renew_all()
-    assert lease.hold(tmp_path / "run", holder) is first
+    assert lease.acquire(tmp_path / "run", holder) is first
     lease._held.clear()
-    again = lease.hold(tmp_path / "run", holder)
+    again = lease.acquire(tmp_path / "run", holder)
     again.check()
     assert again is not first
     give_up_all()
@@ -137,12 +137,12 @@ def test_a_process_takes_back_what_it_has_lost(tmp_path, monkeypatch):
 
 def test_files_are_closed_and_holders_go_to_the_lease_that_follows(tmp_path):
     holder, other = Holder(), Holder()
-    lease.hold(tmp_path, holder)
+    lease.acquire(tmp_path, holder)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         (tmp_path / lease.NAME).unlink()
         lease.renew_all()
-        mine = lease.hold(tmp_path, other)
+        mine = lease.acquire(tmp_path, other)
         mine.check()
     assert len(os.listdir("/proc/self/fd")) == before
     assert holder in mine.holders
@@ -151,7 +151,7 @@ def test_files_are_closed_and_holders_go_to_the_lease_that_follows(tmp_path):
 
 def test_a_file_system_that_is_away_ends_no_renewal(tmp_path):
     holder = Holder()
-    mine = lease.hold(tmp_path, holder)
+    mine = lease.acquire(tmp_path, holder)
     with mock.patch.object(lease, "_read", side_effect=OSError("stale file handle")):
         lease.renew_all()
     lease.renew_all()
@@ -164,7 +164,7 @@ def test_a_process_of_which_nothing_can_be_seen_lives(tmp_path):
     """`hidepid` hides other users' processes."""
     write(tmp_path)
     with mock.patch.object(lease, "_began", return_value=None), pytest.raises(CheckpointError, match="is running"):
-        lease.hold(tmp_path, Holder())
+        lease.acquire(tmp_path, Holder())
 
 
 def test_a_lease_that_is_being_written_is_not_taken(tmp_path):
@@ -177,7 +177,7 @@ def test_a_lease_that_is_being_written_is_not_taken(tmp_path):
     timer = threading.Timer(0.1, say)
     timer.start()
     with pytest.raises(CheckpointError, match="on elsewhere"):
-        lease.hold(tmp_path, Holder())
+        lease.acquire(tmp_path, Holder())
     timer.join()
 
 
@@ -209,17 +209,18 @@ def test_of_many_threads_that_take_over_one_has_it(tmp_path):
 
 def test_a_lease_ends_with_what_holds_it(tmp_path):
     holder = Holder()
-    lease.hold(tmp_path, holder)
+    lease.acquire(tmp_path, holder)
     lease.renew_all()
     assert lease._read(tmp_path / lease.NAME)["renewals"] == 1
     del holder
     gc.collect()
-    until(lambda: not (tmp_path / lease.NAME).exists())  # the thread is woken
+    lease.renew_all()
+    assert not (tmp_path / lease.NAME).exists()
 
 
 def test_a_lease_that_was_lost_is_not_renewed(tmp_path):
     holder = Holder()
-    mine = lease.hold(tmp_path, holder)
+    mine = lease.acquire(tmp_path, holder)
     told = lease._of_this_process(tmp_path) | {"token": "another"}
     beside = tmp_path / "beside"
     beside.write_text("")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from shardlite import AdamW, CheckpointError, CommError, ShardLite, load, save
-from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader, files, latest, lease, saving, writing
+from shardlite.checkpoint import SafeLoadPlanner, SafeReader, files, latest, lease, saving
 from tests.support.patience import seconds
 from tests.support.twins.sharded import same_bits
 
@@ -152,13 +152,13 @@ def test_the_disk_begins_with_each_block_as_soon_as_it_is_whole(tmp_path, monkey
 
 def test_a_view_is_written_without_a_copy_and_without_its_neighbours():
     arena = torch.arange(12, dtype=torch.bfloat16)
-    part = writing._alone(arena[3:9].view(2, 3))
+    part = saving._with_own_storage(arena[3:9].view(2, 3))
     assert torch.equal(part, arena[3:9].view(2, 3))
     assert part.data_ptr() == arena[3:].data_ptr()
     assert part.untyped_storage().nbytes() == 6 * 2
     transposed = arena.view(3, 4).t()[1:]
-    assert torch.equal(writing._alone(transposed), transposed)
-    assert writing._alone(transposed).untyped_storage().nbytes() == 9 * 2
+    assert torch.equal(saving._with_own_storage(transposed), transposed)
+    assert saving._with_own_storage(transposed).untyped_storage().nbytes() == 9 * 2
 
 
 def test_each_block_of_a_file_has_a_checksum(tmp_path):
@@ -173,12 +173,12 @@ def test_each_block_of_a_file_has_a_checksum(tmp_path):
     assert len(told["crc32"]) == 3
     manifest = {"block": files.BLOCK, "files": {"file": told}}
     flip(path, files.BLOCK + 7)
-    files.check(tmp_path, manifest, {"file": [(0, files.BLOCK), (2 * files.BLOCK, 2 * files.BLOCK + 1)]})
+    files.check_blocks(tmp_path, manifest, {"file": [(0, files.BLOCK), (2 * files.BLOCK, 2 * files.BLOCK + 1)]})
     for begin, end in ((files.BLOCK, files.BLOCK + 1), (0, files.BLOCK + 1), (2 * files.BLOCK - 1, len(content))):
         with pytest.raises(CheckpointError, match=f"{path} is damaged: bytes 4194304 to 8388608"):
-            files.check(tmp_path, manifest, {"file": [(begin, end)]})
+            files.check_blocks(tmp_path, manifest, {"file": [(begin, end)]})
     with pytest.raises(CheckpointError, match="other is not a file of this checkpoint"):
-        files.check(tmp_path, manifest, {"other": [(0, 1)]})
+        files.check_blocks(tmp_path, manifest, {"other": [(0, 1)]})
 
 
 # ---- malice ----------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def full_body(group: Any, path: Path) -> None:
     whole = save(path, model, optimizer)
     expected = model.full_state_dict()
     train(model, optimizer)
-    write, (soft, hard) = saving.write_part, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, (soft, hard) = saving.RankFile.write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(*args: Any) -> Any:
         if dist.get_rank(group) == 1:
@@ -287,7 +287,7 @@ def full_body(group: Any, path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     words = r"__1_0.distcp cannot be written: \[Errno 27\] File too large"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write_part", limited)
+        patch.setattr(saving.RankFile, "write", limited)
         with pytest.raises(CheckpointError, match=words):
             save(path, model, optimizer)
     signal.signal(signal.SIGXFSZ, handler)

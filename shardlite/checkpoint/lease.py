@@ -1,14 +1,14 @@
 """The lease on the folder of a run: one process at a time saves into it.
 
-The owner keeps `.lease` in the folder open, and renews it every `RENEWAL` seconds from a thread. Another process takes
-over the lease of an owner that is dead. On one host it can see that. On another host the owner counts as dead when it
-has not renewed the lease for `STALE` seconds, by the clock of the file system, or while the lease was watched. The new
-lease is renamed over the old one, so an old owner that is alive after all renews a file without a name. An owner reads
-the lease before each rename and removal, and stops if it is another's.
+The owner keeps `.lease` in the folder open, and a thread renews it every `RENEWAL` seconds. Another process takes over
+the lease of a dead owner. On the same host it checks whether the owner's process lives. On another host the owner
+counts as dead if it did not renew the lease for `STALE` seconds, by the clock of the file system or while the lease was
+observed. The new lease is renamed over the old one, so an old owner that still lives renews a file without a name. An
+owner reads the lease before each rename and removal, and stops if the lease is another's.
 
-This needs what NFS has since version 3: exclusive creation, atomic renames, and that opening a file shows what was
-synced before. It does not need `flock`. An owner that is suspended for more than `STALE` seconds between its check and
-the rename can still publish once.
+This requires exclusive creation, atomic renames, and that an opened file shows what was synced before; NFS provides
+these since version 3. `flock` is not used. An owner that is suspended for more than `STALE` seconds between its check
+and the rename can still publish once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
 from shardlite.errors import CheckpointError
 
@@ -36,37 +36,30 @@ RENEWAL = 10.0
 STALE = 60.0
 """Seconds without a renewal after which a lease of another host is taken over."""
 
-_LOOK = 1.0
-"""Seconds between two looks at a lease that is watched."""
+_POLL = 1.0
+"""Seconds between two reads of a lease that is observed."""
 
 _RACE = 0.1
-"""Seconds after a takeover, in which a third process may do the same: the last one has the lease."""
+"""Seconds after a takeover in which another process may do the same: the last one has the lease."""
 
 _NBYTES = 512
-"""Of the file, so that a renewal never makes it shorter."""
+"""Size of the file, constant so that a renewal never truncates it."""
 
 Content = dict[str, Any]
+"""Content of the file: `token`, `host`, `where`, `process`, `began`, `folder` and the number of renewals."""
 
 
 @dataclass(eq=False)
 class Lease:
-    """The lease that this process has on a folder."""
+    """The lease of this process on a folder."""
 
     root: Path
     content: Content
-    """Of the file: `token`, `host`, `where`, `process`, `began`, `folder` and the number of renewals."""
-
     file: int
-    """The open file, -1 when closed. Writes to it reach nobody after another process has taken the lease."""
+    """The open file, -1 when closed. Writes have no effect after another process has taken the lease."""
 
     holders: WeakSet[Any] = field(default_factory=WeakSet)
-    """The models that were saved here, and saves in progress. Without any, the lease is given up."""
-
-    def keep_for(self, holder: object) -> None:
-        """Keep the lease at least as long as an object lives."""
-        if holder not in self.holders:
-            self.holders.add(holder)
-            finalize(holder, _wake.set).atexit = False  # nothing else: it may run anywhere, locks held
+    """Models that were saved here, and saves in progress. The lease is given up at the renewal that finds none."""
 
     def is_mine(self) -> bool:
         """Return whether the file is still this process's."""
@@ -78,18 +71,18 @@ class Lease:
         if self.is_mine():
             return
         content = _read(self.root / NAME)
-        whose = "was removed" if content is None else f"was taken over by {_owner(content)}"
+        reason = "was removed" if content is None else f"was taken over by {_owner(content)}"
         raise CheckpointError(
-            f"the lease on {self.root} {whose}: this process had not renewed it for {STALE:g} s, or the folder was "
-            "replaced. The save that is running publishes nothing more, and touches nothing of the other job"
+            f"the lease on {self.root} {reason}: this process had not renewed it for {STALE:g} s, or the folder was "
+            "replaced. The running save publishes nothing more, and leaves the files of the other job alone"
         )
 
     def renew(self) -> bool:
-        """Write the lease again. Return whether it is still this process's."""
+        """Renew the lease. Return whether it is still this process's."""
         if self.file < 0 or not self.is_mine():
             return False
         self.content["renewals"] += 1
-        with suppress(OSError):  # a full or lost disk: the next renewal may succeed
+        with suppress(OSError):  # the disk is full or lost: the next renewal may succeed
             _write(self.file, self.content)
         return True
 
@@ -112,61 +105,60 @@ _held: dict[tuple[int, int], Lease] = {}
 """Leases of this process, by device and inode of the folder."""
 
 _lock = threading.Lock()
-"""Of `_held`. It is never held while a lease is waited for, and never taken by a finalizer."""
+"""Protects `_held`. Not held while a lease is waited for."""
 
-_taking = threading.Lock()
-"""Held while a lease is taken, one at a time."""
+_acquiring = threading.Lock()
+"""Held while a lease is acquired, one at a time."""
 
 _renewing: list[threading.Thread] = []
-_wake = threading.Event()
 _ended = threading.Event()
 
 
-def hold(root: Path, holder: object) -> Lease:
-    """Take the lease on a folder, or return the one that this process has. It is given up when all holders are gone.
+def acquire(root: Path, holder: object) -> Lease:
+    """Acquire the lease on a folder, or return the one that this process has, as long as `holder` lives.
 
     Raises:
-        CheckpointError: another job has it and is alive.
+        CheckpointError: another running job has it.
         OSError: the lease cannot be written.
     """
     root = root.resolve()
     status = root.stat()
     key = status.st_dev, status.st_ino
-    with _taking:
+    with _acquiring:
         with _lock:
             lease = _held.get(key)
             if lease is not None:
-                lease.keep_for(holder)
+                lease.holders.add(holder)
         if lease is None or not lease.renew():
             earlier, lease = lease, _take(root)
-            for each in () if earlier is None else list(earlier.holders):
-                lease.keep_for(each)
-            lease.keep_for(holder)
+            lease.holders |= {holder, *(earlier.holders if earlier is not None else ())}
             with _lock:
                 _held[key] = lease
             if earlier is not None:
                 earlier.close()
-        _begin_to_renew()
+        if not _renewing or not _renewing[0].is_alive():
+            _renewing[:] = [threading.Thread(target=_renew, name="shardlite-lease", daemon=True)]
+            _renewing[0].start()
     return lease
 
 
 def _take(root: Path) -> Lease:
-    """Make the lease, or take over one whose owner is dead."""
+    """Create the lease, or take over that of a dead owner."""
     path, mine = root / NAME, _of_this_process(root)
     while True:
         with suppress(FileExistsError):
-            return _written(root, path, mine)
+            return _created(root, path, mine)
         content = _read(path)
         if content is None:
             continue  # it was given up meanwhile
-        _demand_dead(root, path, content)
-        beside = root / f"{NAME}-{mine['token']}"
-        lease = _written(root, beside, mine)
-        if _read(path) != content:  # its owner goes on, or another process was faster
+        _check_dead(root, path, content)
+        temporary = root / f"{NAME}-{mine['token']}"
+        lease = _created(root, temporary, mine)
+        if _read(path) != content:  # its owner has renewed it, or another process was faster
             lease.close()
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             continue
-        beside.rename(path)
+        temporary.rename(path)
         sleep(_RACE)
         try:
             lease.check()
@@ -176,36 +168,33 @@ def _take(root: Path) -> Lease:
         return lease
 
 
-def _demand_dead(root: Path, path: Path, content: Content) -> None:
-    """Return if the owner of a lease is dead.
+def _check_dead(root: Path, path: Path, content: Content) -> None:
+    """Return if the owner of a lease is dead, which may take `STALE` seconds.
 
     Raises:
         CheckpointError: it is alive.
     """
     if content.get("where") == _where():
-        if content.get("folder") != root.stat().st_ino:
-            return  # the folder was copied, and its lease with it
-        if content.get("process") == os.getpid():
-            return  # of this process, which has lost it
-        if _lives(content.get("process", 0), content.get("began")):
-            raise _taken(root, content)
+        copied = content.get("folder") != root.stat().st_ino  # with the folder
+        lost = content.get("process") == os.getpid()  # by this process
+        if not copied and not lost and _lives(content.get("process", 0), content.get("began")):
+            raise _other_job(root, content)
         return
-    limit = STALE if _age(root, path) <= STALE else 2 * RENEWAL  # the file system's clock may be that of another host
+    limit = STALE if _age(root, path) <= STALE else 2 * RENEWAL  # the file system may have the clock of another host
     deadline = monotonic() + limit
     while monotonic() < deadline:
-        sleep(_LOOK)
+        sleep(_POLL)
         now = _read(path)
         if now is None:
             return
         if now != content:
-            raise _taken(root, now)
+            raise _other_job(root, now)
 
 
-def _taken(root: Path, content: Content) -> CheckpointError:
+def _other_job(root: Path, content: Content) -> CheckpointError:
     return CheckpointError(
-        f"{root} is the folder of another job, which is running: {_owner(content)}. Save into a folder of its own, or "
-        f"end that job first. The lease of a job that has died is taken over: on its own host at once, on others after "
-        f"{STALE:g} s"
+        f"{root} is the folder of another job, which is running: {_owner(content)}. Save into another folder, or end "
+        f"that job first. The lease of a dead job is taken over: on the same host at once, on others after {STALE:g} s"
     )
 
 
@@ -227,11 +216,11 @@ def _age(root: Path, path: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _written(root: Path, path: Path, content: Content) -> Lease:
-    """Make a file of a lease that does not exist.
+def _created(root: Path, path: Path, content: Content) -> Lease:
+    """Create the file of a lease.
 
     Raises:
-        FileExistsError: it does.
+        FileExistsError: it exists.
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
     try:
@@ -259,6 +248,9 @@ def _read(path: Path) -> Content | None:
     return content if isinstance(content, dict) else {}
 
 
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
 def _of_this_process(root: Path) -> Content:
     return {
         "token": secrets.token_hex(16),
@@ -278,11 +270,11 @@ def _where() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return secrets.token_hex(16)  # nobody's: leases of this process are watched by others
+        return secrets.token_hex(16)  # no other process has it: each observes the leases of the others
 
 
 def _lives(process: int, began: str | None) -> bool:
-    """Return whether a process of this host lives that began at that time. If that is hidden, its number decides."""
+    """Return whether a process of this host lives that started then. If start times are hidden, its number decides."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -294,7 +286,7 @@ def _lives(process: int, began: str | None) -> bool:
 
 
 def _began(process: int) -> str | None:
-    """Return when a process of this host began, in ticks since the host did; `None` if that is hidden."""
+    """Return the start of a process of this host, in ticks since boot; `None` if it is hidden."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -303,43 +295,29 @@ def _began(process: int) -> str | None:
     return "it has ended" if state in "ZX" else rest[18]
 
 
-# ---- the thread -----------------------------------------------------------------------------------------------------
-
-
-def _begin_to_renew() -> None:
-    if not _renewing or not _renewing[0].is_alive():
-        _renewing[:] = [threading.Thread(target=_renew, name="shardlite-lease", daemon=True)]
-        _renewing[0].start()
+# ---- renewal --------------------------------------------------------------------------------------------------------
 
 
 def _renew() -> None:
-    latest = monotonic()
-    while not _ended.is_set():
-        woken = _wake.wait(max(0.0, latest + RENEWAL - monotonic()))
-        _wake.clear()
-        renew_all(renew=not woken)
-        latest = latest if woken else monotonic()
+    while not _ended.wait(RENEWAL):
+        renew_all()
 
 
-def renew_all(*, renew: bool = True) -> None:
-    """Give up the leases that nothing holds any more, and renew the others."""
+def renew_all() -> None:
+    """Renew all leases of this process, and give up those without holders."""
     with _lock:
         held = list(_held.items())
     for key, lease in held:
         with _lock:
-            unheld = next(iter(lease.holders), None) is None  # its length may count what is just being freed
-            if unheld and _held.get(key) is lease:
+            unused = next(iter(lease.holders), None) is None  # its length may count what is being freed
+            if unused and _held.get(key) is lease:
                 del _held[key]
-        with suppress(OSError):  # of a file system that is away for the moment
-            if unheld:
-                lease.give_up()
-            elif renew:
-                lease.renew()
+        with suppress(OSError):  # the file system may be away for a moment
+            lease.give_up() if unused else lease.renew()
 
 
 def _give_up_all() -> None:
     _ended.set()
-    _wake.set()
     with _lock:
         held = list(_held.values())
         _held.clear()
@@ -348,10 +326,9 @@ def _give_up_all() -> None:
 
 
 def _after_fork() -> None:
-    """Leave the leases of the parent to it."""
-    global _lock, _taking, _wake, _ended
-    _lock, _taking = threading.Lock(), threading.Lock()
-    _wake, _ended = threading.Event(), threading.Event()
+    """Leave the leases of the parent to the parent."""
+    global _lock, _acquiring, _ended
+    _lock, _acquiring, _ended = threading.Lock(), threading.Lock(), threading.Event()
     for lease in _held.values():
         lease.close()
     _held.clear()

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardlite import CheckpointError, load, save
-from shardlite.apps.checkpoint import files, latest
-from shardlite.apps.checkpoint.listing import inspect
-from tests.apps.test_checkpoint_faults import names_in, run_on, train
-from tests.apps.test_checkpoint_lease import tree
+from shardlite.apps.inspect_checkpoint import inspect
+from shardlite.checkpoint import files, latest
+from tests.checkpoint.test_checkpoint_faults import names_in, run_on, train
+from tests.checkpoint.test_checkpoint_lease import tree
 from tests.support.twins.sharded import same_bits
 
 
@@ -49,7 +49,9 @@ def missing_body(group: Any, path: Path, name: str) -> None:
     if name not in (files.METADATA, files.MANIFEST):
         return
     for call in (lambda: latest(path), lambda: next(inspect(path))):
-        with pytest.raises(CheckpointError, match=f"{name} is missing.*the newest whole checkpoint is .*step-00000002"):
+        with pytest.raises(
+            CheckpointError, match=f"{name} is missing.*the newest complete checkpoint is .*step-00000002"
+        ):
             call()
     assert load(path, other, its, missing_ok=True).step == 2
     assert load(path / "step-00000001", other, its).step == 1
@@ -93,9 +95,13 @@ def no_folder_body(group: Any, root: Path) -> None:
     model, optimizer = run_on(group)
     before = tree(root)
     for name, place, words in (
-        ("file", "file", "is a file, and checkpoints are in a folder: remove it, or name another path"),
-        ("file/run", "file", "is a file, and checkpoints are in a folder"),
-        ("link", "link", rf"is a link to {root}/disk/run, which is not there, .*: make that folder, or mount its disk"),
+        ("file", "file", "is a file, but checkpoints need a folder: remove it, or name another path"),
+        ("file/run", "file", "is a file, but checkpoints need a folder"),
+        (
+            "link",
+            "link",
+            rf"is a link to {root}/disk/run, which does not exist, .*: make that folder, or mount its disk",
+        ),
         ("link/run", "link", "is a link to"),
     ):
         for act in (
@@ -156,7 +162,7 @@ def newer_body(group: Any, path: Path) -> None:
         (place / files.MANIFEST).write_text(json.dumps(told))
 
     on_first(group, make_newer)
-    words = f"has format {files.FORMAT + 1}, and this version of ShardLite reads format {files.FORMAT}"
+    words = f"has format {files.FORMAT + 1}, but this version of ShardLite reads format {files.FORMAT}"
     with pytest.raises(CheckpointError, match=words):
         load(path, model, optimizer)
 
@@ -226,7 +232,7 @@ def test_a_save_that_failed_does_not_make_the_next_one_fail(cluster, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "umask"), reason="files have no permissions here")
 def test_exported_files_have_the_permissions_of_new_files(cluster, tmp_path):
     pytest.importorskip("safetensors")
-    from shardlite.apps.checkpoint.safetensors import export_weights
+    from shardlite.checkpoint import export_weights
 
     cluster.check(saved_body, 1, tmp_path / "run")
     before = os.umask(0o027)

@@ -1,0 +1,22 @@
+"""Save and load runs in shards: any number of ranks, at any stage and in any format, loads a checkpoint.
+
+In: a wrapped model, its optimizer, and values of the program. Out: a folder in the format of
+`torch.distributed.checkpoint` (DCP), with checksums, published by one rename; and the restored run. Read `saving.py`
+first.
+
+    checkpoints/                    folder of a run: the `path` of `save` and `load`
+      step-00000100/                one checkpoint
+        __0_0.distcp, __1_0.distcp  written by each rank
+        .metadata                   where the parts of each tensor lie, as DCP writes and reads it
+        shardlite.json              step, number of ranks, checksums of all other files
+      .saving-step-00000200/        a checkpoint that is being written, or was when the run died
+      .lease                        the job that saves here
+"""
+
+from shardlite.checkpoint.files import BLOCK, REMEDY, begin_writeback, check_blocks, checkpoints_in, find, latest
+from shardlite.checkpoint.loading import Restored, load
+from shardlite.checkpoint.memory_copies import save_in_memory
+from shardlite.checkpoint.reading import Checkpoint, SafeLoadPlanner, SafeReader
+from shardlite.checkpoint.safetensors import export_weights, import_weights
+from shardlite.checkpoint.saving import async_save, save
+from shardlite.checkpoint.state_dict_patches import install

@@ -1,0 +1,359 @@
+"""The folder of a run: names, publication, manifest and checksums.
+
+A checkpoint is written into a temporary folder and published by one rename, so it is absent or complete whenever a
+process dies. Each file has one CRC-32 per 4 MiB, computed while the file is written; a reader checks the blocks that it
+needs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+from zlib import crc32
+
+from shardlite.checkpoint.lease import Lease
+from shardlite.errors import CheckpointError
+
+METADATA = ".metadata"
+MANIFEST = "shardlite.json"
+LOOPS = "loops over parts"
+"""Manifest key of the number of finished loops over parts (`order="tree"`), on which random numbers depend."""
+
+FORMAT = 1
+"""Format of the manifest."""
+
+BLOCK = 1 << 22
+"""Bytes that share a checksum."""
+
+_PIECE = 1 << 18
+"""Bytes that are summed and then written: few enough to stay in the processor's cache in between."""
+
+_BUFFER = 1 << 16
+"""Bytes of the buffer for small writes. Less than a piece, which is therefore never copied."""
+
+_NAME = re.compile(r"(\.old-)?step-(\d+)")
+
+_OURS = b"ranks.0.generators"
+"""An entry that only `save` writes."""
+
+REMEDY = "Nothing was loaded; take another checkpoint of the run"
+
+log = logging.getLogger("shardlite")
+
+
+# ---- finding checkpoints --------------------------------------------------------------------------------------------
+
+
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint of a step. Names sort like steps."""
+    return f"step-{step:08}"
+
+
+def folders_in(root: Path) -> dict[int, Path]:
+    """Return the folders that have the name of a checkpoint, by step in ascending order, including damaged ones.
+
+    A crash while a checkpoint was replaced may have left the old one under another name.
+    """
+    found: dict[int, Path] = {}
+    for each in sorted(root.iterdir() if root.is_dir() else (), key=lambda path: path.name):
+        if (match := _NAME.fullmatch(each.name)) and each.is_dir():
+            found[int(match[2])] = each  # `.old-` sorts first
+    return dict(sorted(found.items()))
+
+
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in a folder, by step in ascending order."""
+    return {step: folder for step, folder in folders_in(root).items() if missing_file(folder) is None}
+
+
+def missing_file(folder: Path) -> str | None:
+    """Return the name of a file that a checkpoint needs and lacks, or `None`.
+
+    A checkpoint that another program has written needs no manifest.
+    """
+    if not (folder / METADATA).is_file():
+        return METADATA
+    if not (folder / MANIFEST).is_file() and _OURS in (folder / METADATA).read_bytes():
+        return MANIFEST
+    return None
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """Return the newest checkpoint in the folder of a run, or `None` if there is none.
+
+    Raises:
+        CheckpointError: the newest checkpoint lacks a file.
+    """
+    found = next(reversed(folders_in(Path(path)).values()), None)
+    if found is not None:
+        check_complete(found)
+    return found
+
+
+def find(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, otherwise the newest checkpoint in it.
+
+    Raises:
+        CheckpointError: there is none, or it lacks a file.
+    """
+    if (path / METADATA).is_file() or (path / MANIFEST).is_file() or _NAME.fullmatch(path.name):
+        check_complete(path)
+        return path
+    found = latest(path)
+    if found is None:
+        check_folder(path)
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return found
+
+
+def check_folder(path: Path) -> None:
+    """Raise `CheckpointError` if a file or a dangling link prevents a folder at `path`."""
+    for place in (*reversed(path.parents), path):
+        if os.path.lexists(place) and not place.is_dir():
+            gone = place.is_symlink() and not place.exists()
+            what = f"a link to {os.readlink(place)}, which does not exist" if gone else "a file"
+            remedy = "make that folder, or mount its disk" if gone else "remove it, or name another path"
+            raise CheckpointError(f"{path}: {place} is {what}, but checkpoints need a folder: {remedy}")
+
+
+def check_complete(folder: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint lacks a file that describes its contents."""
+    if (missing := missing_file(folder)) is not None:
+        older = [other for other in checkpoints_in(folder.parent).values() if other != folder]
+        remedy = f"; the newest complete checkpoint is {older[-1]}" if older else ""
+        raise CheckpointError(f"{folder} is damaged: {missing} is missing. Nothing was loaded{remedy}")
+
+
+# ---- publication ----------------------------------------------------------------------------------------------------
+
+
+def make_temporary(root: Path, step: int, lease: Lease) -> Path:
+    """Make the folder in which the checkpoint of `step` is written, after removing leftovers of a crash."""
+    folder = root / f".saving-{name_of(step)}"
+    for number, place in folders_in(root).items():
+        if place.name != name_of(number):
+            lease.check()
+            place.rename(root / name_of(number))
+    for leftover in (*root.glob(".saving-*"), *root.glob(".old-*")):
+        lease.check()
+        discard(leftover)
+    folder.mkdir()
+    return folder
+
+
+def discard(leftover: Path) -> None:
+    """Remove what a save has left, or log a warning. A link is removed, not followed."""
+    try:
+        leftover.unlink() if leftover.is_symlink() or not leftover.is_dir() else shutil.rmtree(leftover)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s is left of a save and cannot be removed: %s", leftover, error)
+
+
+def publish(folder: Path, root: Path, step: int, keep: int | None, lease: Lease) -> Path:
+    """Rename a finished checkpoint into its place, replacing an older one, and remove all but the `keep` newest.
+
+    Symbolic links are neither counted nor removed.
+    """
+    place, old = root / name_of(step), root / f".old-{name_of(step)}"
+    _sync(folder)
+    lease.check()
+    if place.exists() or place.is_symlink():
+        place.rename(old)
+    folder.rename(place)
+    _sync(root)
+    others = [path for number, path in checkpoints_in(root).items() if number != step and not path.is_symlink()]
+    expired = others[: max(0, len(others) + 1 - keep)] if keep is not None else []
+    try:
+        for each in ([old] if old.exists() or old.is_symlink() else []) + expired:
+            _remove(each, lease)
+    except (CheckpointError, OSError) as error:  # the new one is published
+        log.warning("%s is saved, but earlier checkpoints could not be removed: %s", place, error)
+    return place
+
+
+def _remove(checkpoint: Path, lease: Lease) -> None:
+    """Remove a checkpoint. It is renamed first, because it is no checkpoint once a part is removed."""
+    expired = checkpoint.with_name(f".saving-{checkpoint.name}-removed")
+    lease.check()
+    checkpoint.rename(expired)
+    discard(expired)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+
+class SummedFile:
+    """A file that is written sequentially, and the checksums of its blocks.
+
+    The system writes a finished block to the disk while the next one is summed.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.size = 0
+        self.failure: OSError | None = None
+        self._file = file
+        self._crc32 = [0]
+        self._left = BLOCK  # in the current block
+
+    def write(self, content: Any) -> int:
+        """Write bytes, and add them to the checksums."""
+        rest = memoryview(content).cast("B")
+        nbytes = len(rest)
+        while rest:
+            if self._left == 0:
+                self._crc32.append(0)
+                self._left = BLOCK
+            piece = rest[: min(_PIECE, self._left)]
+            self._crc32[-1] = crc32(piece, self._crc32[-1])
+            self._write_piece(piece)
+            rest = rest[len(piece) :]
+        return nbytes
+
+    def _write_piece(self, piece: memoryview) -> None:
+        try:
+            self._file.write(piece)
+        except OSError as error:  # `torch.save` raises another error that does not give the reason
+            self.failure = error
+            raise
+        self.size += len(piece)
+        self._left -= len(piece)
+        if self._left == 0:
+            begin_writeback(self._file.fileno(), self.size - BLOCK)
+
+    def flush(self) -> None:
+        """No-op, for `torch.save`: the file is flushed when it is complete."""
+
+    def sums(self) -> dict[str, Any]:
+        """Return the size of the file and the checksums of its blocks."""
+        return {"size": self.size, "crc32": self._crc32}
+
+
+def begin_writeback(file: int, start: int) -> None:
+    """Ask the system to begin writing a block to the disk, so that `fsync` has less to wait for.
+
+    Linux does so when told that the pages will not be read soon. It keeps pages that are not on the disk yet.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # some file systems take no advice
+            os.posix_fadvise(file, start, BLOCK, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def summed(path: Path) -> Iterator[SummedFile]:
+    """Write a new file inside. Afterwards it is on the disk.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    file = None
+    try:
+        with path.open("xb", buffering=_BUFFER) as raw:
+            file = SummedFile(raw)
+            yield file
+            raw.flush()
+            os.fsync(raw.fileno())
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be written: {(file and file.failure) or error}") from error
+
+
+def sums_of(path: Path) -> dict[str, Any]:
+    """Return the size of a file and the checksums of its blocks."""
+    with path.open("rb") as file:
+        sums = [crc32(block) for block in iter(lambda: file.read(BLOCK), b"")]
+    return {"size": path.stat().st_size, "crc32": sums or [0]}
+
+
+def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+    """Check the blocks that hold `wanted`: byte ranges [start, stop) by file name.
+
+    Raises:
+        CheckpointError: a file is missing, has another size, or a block has another checksum.
+    """
+    size = int(manifest["block"])
+    for name, ranges in wanted.items():
+        path, known = folder / name, manifest["files"].get(name)
+        if known is None:
+            raise CheckpointError(f"{path} is not a file of this checkpoint. {REMEDY}")
+        check_size(path, known["size"])
+        blocks = {block for start, stop in ranges for block in range(start // size, -(-stop // size))}
+        with path.open("rb") as file:
+            for block in sorted(blocks):
+                file.seek(block * size)
+                if crc32(file.read(size)) != known["crc32"][block]:
+                    raise CheckpointError(
+                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} have another checksum than "
+                        f"when they were written. {REMEDY}"
+                    )
+
+
+def check_size(path: Path, least: int, *, exact: bool = True) -> None:
+    """Raise `CheckpointError` unless a file exists and has `least` bytes, or at least that many if not `exact`."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing. {REMEDY}")
+    found = path.stat().st_size
+    if found < least or (exact and found != least):
+        raise CheckpointError(f"{path} has {found} bytes, but had {least} when it was written. {REMEDY}")
+
+
+# ---- manifest -------------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write `shardlite.json`: `facts`, and the checksums of all files of a checkpoint."""
+    manifest = {"format": FORMAT, **facts, "block": BLOCK, "files": dict(files)}
+    text = json.dumps({**manifest, "crc32": _crc_of(manifest)}, indent=1)
+    write_synced(folder / MANIFEST, text.encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the content of `shardlite.json`, or `None` for a checkpoint of another program.
+
+    Raises:
+        CheckpointError: the file is damaged, or has another format.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_bytes())
+        if not isinstance(manifest, dict) or manifest.pop("crc32", None) != _crc_of(manifest):
+            raise ValueError("its checksum does not match")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}. {REMEDY}") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')!r}, but this version of ShardLite reads format {FORMAT}: "
+            "install the version that wrote it, or a newer one. Nothing was loaded"
+        )
+    return cast("dict[str, Any]", manifest)
+
+
+def _crc_of(manifest: Mapping[str, Any]) -> int:
+    return crc32(json.dumps(manifest, sort_keys=True).encode())

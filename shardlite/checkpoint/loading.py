@@ -1,0 +1,396 @@
+"""`load`: each rank reads its part of every tensor, whatever parts they were written in.
+
+    find the newest    agree    plan, compare shapes, check sums    agree    read    agree
+                                (nothing has changed so far)
+
+The newest state is a checkpoint or a snapshot in memory (`memory_copies.py`). A rank copies its snapshot as it is. From
+a checkpoint it reads one tensor at a time from the file into the shard. A weight or moment that is kept in another
+format is decoded in full precision first, and encoded when all of its elements are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardlite.checkpoint import files, memory_copies
+from shardlite.checkpoint.contents import check_keys, names_of, restore, restore_generators
+from shardlite.checkpoint.peers import Peers
+from shardlite.checkpoint.reading import Checkpoint
+from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
+from shardlite.checkpoint.saving import wait_for_save
+from shardlite.checkpoint.snapshot import SavedSnapshot
+from shardlite.engine import NUMBERS
+from shardlite.errors import CheckpointError, lacking, some_of
+from shardlite.model import ShardLite, state_of
+from shardlite.optim import AdamW, check_loaded
+from shardlite.params import ShardTensor
+
+log = logging.getLogger("shardlite")
+
+
+class Restored(dict[str, Any]):
+    """Result of `load`: the saved `extra`, and where it was found."""
+
+    step: int | None
+    """Step of the checkpoint or snapshot; `None` for a checkpoint of another program."""
+
+    source: str
+    """Folder of the checkpoint, or `"copies in memory"`; empty if nothing was loaded."""
+
+    def __init__(self, extra: Mapping[str, Any], step: int | None, source: str) -> None:
+        super().__init__(extra)
+        self.step, self.source = step, source
+
+
+@torch.no_grad()
+def load(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    missing_ok: bool = False,
+) -> Restored:
+    """Load the newest checkpoint of a run, or one checkpoint, into a wrapped model and its optimizer. Collective.
+
+    If `save_in_memory` has made copies that are at least as new as the newest checkpoint and complete on all ranks,
+    these are loaded. Otherwise a warning (logger `shardlite`) gives the reason.
+
+    The number of ranks, stage, units and formats may differ from those of the save; if they are the same, the run
+    continues with the same bits. Checkpoints that `torch.distributed.checkpoint` has written, of an FSDP2 or an
+    unsharded program, and the weights of a folder of Hugging Face's safetensors files can be loaded, too. Loading
+    executes no code.
+
+    Args:
+        path: folder of a run, as passed to `save`, or of one checkpoint.
+        model: a wrapped model with the names and shapes of the saved one.
+        optimizer: the model's optimizer. Without it, a saved optimizer state is ignored.
+        extra: objects with `load_state_dict()`, under the keys under which `save` was given them. Their states are
+            loaded.
+        missing_ok: whether there may be nothing to load, at the start of a run; nothing changes then. If the newest
+            checkpoint lacks a file, the newest complete one is loaded, with a warning.
+
+    Returns:
+        The saved `extra`, with the objects of this call's `extra` in their places. With the same number of ranks each
+        rank gets its own, and its random number generators are restored; otherwise all ranks get rank 0's, and the
+        generators stay as they are. The attributes `step` and `source` describe what was loaded. If there was nothing
+        to load, the result is empty and `step` is 0.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it is of another model on any rank; on every rank.
+            Nothing was changed.
+        CommError: a rank did not call it.
+
+    Example:
+        >>> found = load("runs/first", model, optimizer, {"schedule": schedule}, missing_ok=True)
+        >>> for step in range(found.step, steps): ...
+    """
+    wait_for_save(model)
+    peers = Peers(model)
+    _, found = peers.share(lambda: _find(Path(path), missing_ok), "load", lambda each: each)
+    folder, step, skipped = found[0]
+    if skipped and peers.rank == 0:
+        log.warning("load: damaged checkpoints in %s are skipped: %s", path, skipped)
+    copies = memory_copies.newest_copies(path, model, peers)
+    if copies is not None and copies.step >= step:
+        try:
+            return _load_copies(copies, model, optimizer, extra, peers)
+        except CheckpointError as error:
+            memory_copies.warn_unused(peers, str(error))
+    if folder is not None:
+        return _load_folder(Path(folder), model, optimizer, extra, peers)
+    if not missing_ok:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return Restored({}, 0, "")
+
+
+def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
+    """Return the folder to load, the step of a run's newest checkpoint (otherwise -1), and which ones are skipped.
+
+    Raises:
+        CheckpointError: the newest checkpoint lacks a file, or with `missing_ok` all of them do; or `path` cannot be a
+            folder.
+    """
+    folders = files.folders_in(path)
+    if not folders and is_safetensors(path):
+        return str(path), -1, ""
+    if (path / files.METADATA).is_file() or (path / files.MANIFEST).is_file():
+        return str(files.find(path)), -1, ""
+    if not folders:
+        files.check_folder(path)  # also with `missing_ok`: a run whose disk is not mounted must not start again
+        return None, -1, ""
+    newest, complete = max(folders), files.checkpoints_in(path)
+    if newest in complete:
+        return str(folders[newest]), newest, ""
+    if not (missing_ok and complete):
+        files.check_complete(folders[newest])
+    skipped = [folder for step, folder in folders.items() if step > max(complete)]
+    reasons = ", ".join(f"{folder.name} lacks {files.missing_file(folder)}" for folder in skipped)
+    return str(complete[max(complete)]), max(complete), reasons
+
+
+def _load_folder(
+    folder: Path, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, peers: Peers
+) -> Restored:
+    def prepare() -> _StateOnDisk:
+        source = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
+        return _StateOnDisk(source, model, optimizer, extra, peers)
+
+    return _restore(prepare, str(folder), model, optimizer, extra, peers)
+
+
+def _load_copies(
+    copies: memory_copies.NewestCopies,
+    model: ShardLite,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    peers: Peers,
+) -> Restored:
+    own = copies.fetch()
+
+    def prepare() -> SavedSnapshot:
+        snapshot = own.snapshot(copies.step)
+        snapshot.check(model, optimizer, extra)
+        return snapshot
+
+    restored = _restore(prepare, memory_copies.SOURCE, model, optimizer, extra, peers)
+    memory_copies.continue_with(model, own)
+    return restored
+
+
+def _restore(
+    prepare: Callable[[], _StateOnDisk | SavedSnapshot],
+    source: str,
+    model: ShardLite,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    peers: Peers,
+) -> Restored:
+    """Load what `prepare` has found and checked. Collective."""
+    saved, has_optimizer = peers.share(prepare, "load", lambda _: optimizer is not None)
+    if len(set(has_optimizer)) > 1:
+        raise CheckpointError("load: some ranks were given an optimizer, and others none")
+    state = state_of(model)
+    with state.changing():
+        peers.agree(lambda: saved.load_weights(model), "load")
+        if optimizer is not None:
+            _load_groups(optimizer, saved.groups)
+            peers.agree(lambda: saved.load_state(model, optimizer), "load")
+    if state.loops is not None:
+        state.loops.finished = saved.loops
+    restored = peers.agree(lambda: restore(extra or {}, saved.extra), "load: extra")
+    if saved.generators is not None:
+        restore_generators(saved.generators)
+    if peers.rank == 0:
+        log.info("load: step %s, from %s", saved.step, source)
+    return Restored(restored, saved.step, source)
+
+
+def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the options of an optimizer, and drop its state. Collective."""
+    own = Optimizer.state_dict(optimizer)["param_groups"]  # that of `AdamW` would check the state that is dropped
+    groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+
+class _StateOnDisk:
+    """Which entries of a checkpoint this rank reads into what. Making it changes nothing.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: ShardLite,
+        optimizer: Optimizer | None,
+        extra: Mapping[str, Any] | None,
+        peers: Peers,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._params: dict[str, Tensor] = dict(model.named_parameters())
+        self._makers = state_of(model).shard_tensors()
+        ours = model.state_dict()
+        self._prefix = self._find_prefix(ours)
+        named = {f"{self._prefix}{name}": value for name, value in ours.items()}
+        found = {id(value) for name, value in named.items() if name in checkpoint.entries}
+        # Other programs save one name only of tied weights.
+        self._targets = {n: value for n, value in named.items() if n in checkpoint.entries or id(value) not in found}
+        self._check_model()
+        self._moments: dict[str, dict[str, str]] = {}
+        """Names of entries, by parameter and key of its state."""
+        self.groups: list[dict[str, Any]] = []
+        if optimizer is not None:
+            self._find_state(names_of(model, optimizer))
+            self._check_optimizer(optimizer, names_of(model, optimizer))
+        manifest = checkpoint.manifest or {}
+        self.step: int | None = manifest.get("step")
+        self.loops: int = manifest.get(files.LOOPS, 0)
+        same = manifest.get("ranks") == peers.size
+        prefix = f"ranks.{peers.rank if same else 0}"
+        added = [f"{prefix}.extra", *([f"{prefix}.generators"] if same else [])]
+        self._check_data([name for name in added if name in checkpoint.entries])
+        self.extra = self._object(f"{prefix}.extra") or {}
+        self.generators = self._object(f"{prefix}.generators") if same else None
+        check_keys(extra or {}, self.extra, checkpoint.folder)
+
+    def _object(self, name: str) -> Any:
+        return self._checkpoint.object(name) if name in self._checkpoint.entries else None
+
+    def _find_prefix(self, ours: Mapping[str, Tensor]) -> str:
+        """Return the prefix of the model's names in the checkpoint: `model.` in ours, any in others."""
+        entries, first = self._checkpoint.entries, next(iter(ours))
+        tensors = {id(value) for value in ours.values()}
+
+        def fits_with(prefix: str) -> bool:
+            return {id(value) for name, value in ours.items() if f"{prefix}{name}" in entries} == tensors
+
+        found = {entry.removesuffix(first) for entry in entries if entry.endswith(first)}
+        fits = ["model."] if self._checkpoint.manifest is not None else sorted(filter(fits_with, found))
+        if len(fits) > 1 and "model." not in fits:
+            raise CheckpointError(
+                f"{self._checkpoint.folder} has several models with these names, under {', '.join(fits)}: load the "
+                "right one with torch.distributed.checkpoint, into model.state_dict()"
+            )
+        return "model." if not fits or "model." in fits else fits[0]
+
+    def _check_model(self) -> None:
+        """Raise unless the model has the names and shapes of the checkpoint."""
+        folder, entries = self._checkpoint.folder, self._checkpoint.entries
+        missing = self._targets.keys() - entries.keys()
+        unknown = {name for name in entries if name.startswith("model.")} - self._targets.keys()
+        if missing or (unknown and self._prefix == "model."):
+            raise CheckpointError(f"{folder} is of another model: it {lacking(missing, unknown)}")
+        for name, target in self._targets.items():
+            size = self._checkpoint.size_of(name)
+            if size != target.shape:
+                shape = "is no tensor" if size is None else f"has shape {list(size)}"
+                raise CheckpointError(f"{folder}: {name!r} {shape}, the model's has {list(target.shape)}")
+
+    def _find_state(self, names: Sequence[str]) -> None:
+        """Find the state of the optimizer and its groups by the keys of each entry: `..., state, name, key`."""
+        checkpoint, known, groups = self._checkpoint, set(names), dict[int, dict[str, str]]()
+        for entry in checkpoint.entries:
+            path = checkpoint.path_of(entry)
+            if len(path) >= 3 and path[-3] == "state" and path[-2] in known:
+                self._moments.setdefault(str(path[-2]), {})[str(path[-1])] = entry
+            elif len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
+                groups.setdefault(path[-2], {})[str(path[-1])] = entry
+        if not self._moments and not groups:
+            raise CheckpointError(f"{checkpoint.folder} has no state of an optimizer: call load without one")
+        checkpoint.check(checkpoint.object_items(name for group in groups.values() for name in group.values()))
+        self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
+
+    def _check_optimizer(self, optimizer: Optimizer, names: Sequence[str]) -> None:
+        """Raise unless the saved groups are those of this optimizer, or of one of its kind."""
+        kind, folder = type(optimizer).__name__, self._checkpoint.folder
+        for saved, group in zip(self.groups, optimizer.param_groups, strict=False):
+            absent = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
+            if absent:
+                raise CheckpointError(f"{folder} is of another optimizer: it lacks options {some_of(absent)} of {kind}")
+        keys = {key for entries in self._moments.values() for key in entries}
+        if isinstance(optimizer, AdamW):
+            if keys - {"step", "exp_avg", "exp_avg_sq"}:
+                raise CheckpointError(f"{folder} is of another optimizer than AdamW: it has {some_of(keys)}")
+            try:
+                check_loaded({"state": {}, "param_groups": self.groups})
+            except ValueError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
+        if any(isinstance(name, int) for group in self.groups for name in group.get("params", ())):
+            raise CheckpointError(
+                f"{folder} has an optimizer's parameters by number, as in optimizer.state_dict(): save "
+                "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict"
+            )
+        rest = iter(names)
+        ours = [[next(rest) for _ in group["params"]] for group in optimizer.param_groups]
+        if self.groups and [group.get("params") for group in self.groups] != ours:
+            raise CheckpointError(
+                f"{folder}: the optimizer's groups of parameters differ from the saved ones: "
+                f"{[len(group.get('params', ())) for group in self.groups]} parameters in each there, "
+                f"{[len(group) for group in ours]} here; group them alike, in the same order"
+            )
+        self.groups = self.groups or [{} for _ in optimizer.param_groups]
+
+    def _check_data(self, added: Sequence[str]) -> None:
+        """Raise unless everything that will be read is there and undamaged."""
+        checkpoint, items = self._checkpoint, []
+        for name, target in self._all_targets():
+            reads = checkpoint.items(name, target)
+            found, needed = sum(prod(item.lengths) for item in reads), _local_numel(target)
+            if found != needed:
+                raise CheckpointError(f"{checkpoint.folder} has {found} of {needed} elements of {name!r}")
+            items += reads
+        whole = [
+            entry
+            for name, entries in self._moments.items()
+            for key, entry in entries.items()
+            if not self._is_like(name, key, entry)
+        ]
+        checkpoint.check([*items, *checkpoint.object_items([*whole, *added])])
+
+    def _all_targets(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors to fill; moments have no memory."""
+        yield from self._targets.items()
+        for name, entries in self._moments.items():
+            for key, entry in entries.items():
+                if self._is_like(name, key, entry):
+                    yield entry, self._target(name, torch.empty(self._params[name].shape, device="meta"))
+
+    def _is_like(self, name: str, key: str, entry: str) -> bool:
+        """Return whether an entry of a state has one element for each of its parameter's."""
+        return key not in NUMBERS and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
+
+    def _target(self, name: str, local: Tensor) -> Tensor:
+        """Return this rank's part of a tensor like a parameter, with the memory `local`."""
+        make = self._makers.get(self._params[name])
+        return make(local) if make is not None else local
+
+    def load_weights(self, _: ShardLite) -> None:
+        """Read weights and buffers."""
+        done: set[int] = set()
+        for name, target in self._targets.items():
+            if id(target) not in done:  # tied weights have several names
+                self._checkpoint.read(name, target)
+                done.add(id(target))
+            if isinstance(target, ShardTensor):
+                target.commit()
+
+    def load_state(self, _: ShardLite, optimizer: Optimizer) -> None:
+        """Read the state of the optimizer, parameter by parameter."""
+        states = (
+            (self._params[name], {key: self._value(name, key, entry) for key, entry in entries.items()})
+            for name, entries in self._moments.items()
+        )
+        if isinstance(optimizer, AdamW):
+            optimizer.load_entries(states)
+            return
+        by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
+        for param, state in states:
+            if isinstance(step := state.get("step"), Tensor) and (
+                by_param[param].get("fused") or by_param[param].get("capturable")
+            ):
+                state["step"] = step.to(param.device)  # as PyTorch keeps it
+            optimizer.state[param] = state
+
+    def _value(self, name: str, key: str, entry: str) -> Any:
+        """Read one entry of the state of a parameter."""
+        if not self._is_like(name, key, entry):
+            return self._checkpoint.object(entry)
+        param, dtype = self._params[name], self._checkpoint.entries[entry].properties.dtype
+        local = torch.empty(param.shape, dtype=dtype, device=param.device)
+        self._checkpoint.read(entry, self._target(name, local))
+        return local
+
+
+def _local_numel(target: Tensor) -> int:
+    return target.stop - target.start if isinstance(target, ShardTensor) else target.numel()

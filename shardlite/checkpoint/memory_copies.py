@@ -1,0 +1,429 @@
+"""`save_in_memory`: each rank copies its state into memory that outlives it, and sends a replica to the next host.
+
+    rank 0, host A    snapshot, in the server of A  ----->  replica, in rank 2's server
+    rank 1, host A    snapshot, in the server of A  ----->  replica, in rank 3's server
+    rank 2, host B    snapshot, in the server of B  ----->  replica, in rank 0's server
+    rank 3, host B    snapshot, in the server of B  ----->  replica, in rank 1's server
+
+On one host nothing is sent, because the server outlives all ranks. Restarted ranks compare what their servers hold, and
+load the newest step that is complete on every rank. A host that lost its snapshots gets them back from the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from shardlite.checkpoint.peers import Peers
+from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory, snapshot_of
+from shardlite.checkpoint.snapshot_server import Agent, ServerError, SnapshotServer
+from shardlite.comm import host_name, over_gloo
+from shardlite.errors import CheckpointError, CommError
+from shardlite.model import ShardLite
+
+log = logging.getLogger("shardlite")
+
+SOURCE = "copies in memory"
+"""`Restored.source` of a snapshot."""
+
+_WHAT = "save_in_memory"
+
+
+@torch.no_grad()
+def save_in_memory(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    step: int,
+) -> bool:
+    """Copy a run into memory that outlives its ranks, so that a rank that dies costs no step.
+
+    For programs that `torchrun` restarts: `load` then takes the newest of these copies and the checkpoints in `path`. A
+    copy has what `save` saves, in the format in which each rank keeps it. A process on each host holds the newest two;
+    it ends with `torchrun`, and the memory with it. With several hosts each rank also sends its copy to a rank of the
+    next host. Ranks, stage, units and formats must be the same after the restart; otherwise `load` takes a checkpoint.
+
+    The first call is collective, and so are all calls of ranks on several hosts. Other calls wait for no rank.
+
+    Args:
+        path: folder of the run's checkpoints, which identifies the run. It need not exist.
+        model: the wrapped model.
+        optimizer: the model's optimizer.
+        extra: further values of this rank, as for `save`.
+        step: number of the copy, higher than that of the previous one.
+
+    Returns:
+        Whether there is a copy. If none can be made (`torchrun` did not start the ranks, there is not enough memory,
+        the process that holds copies has ended), a warning is logged once.
+
+    Raises:
+        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer is of another model; on
+            every rank at the first call.
+        CommError: a rank did not call it.
+
+    Example:
+        >>> save_in_memory("runs/first", model, optimizer, step=100)
+        True
+    """
+    if (step := index(step)) < 0:
+        raise ValueError(f"{_WHAT}: step must be at least 0, got {step}")
+    key = key_of(path)
+    known_key, copies = _copies.get(model, (None, None))
+    if known_key == key:
+        return copies is not None and copies.save(snapshot_of(model, optimizer, extra, copies.peers.rank), step)
+    peers = Peers(model)
+    snapshot = peers.agree(lambda: snapshot_of(model, optimizer, extra, peers.rank), _WHAT)
+    copies = _first_copies(key, peers, snapshot)
+    _copies[model] = key, copies
+    return copies is not None and copies.save(snapshot, step)
+
+
+_copies: WeakKeyDictionary[ShardLite, tuple[str, Copies | None]] = WeakKeyDictionary()
+"""Key of the run and copies of each model; `None` after a warning that there are none."""
+
+
+def key_of(path: str | os.PathLike[str]) -> str:
+    """Return the key of a run, under which servers hold its snapshots."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
+
+
+def _first_copies(key: str, peers: Peers, snapshot: Snapshot) -> Copies | None:
+    """Allocate memory for copies of this size, or warn that there are none. Collective."""
+    copies = None
+    try:
+        copies = Copies.open(key, peers, _look(key, peers))
+        copies.reset(None, snapshot.nbytes)
+    except CheckpointError as error:
+        if copies is not None:
+            copies.drop()
+        if peers.rank == 0:
+            log.warning("there are no copies in memory: %s", error)
+        return None
+    return copies
+
+
+# ---- which server holds what ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which ranks share a server."""
+
+    names: Sequence[str]
+    """Name of each rank's server."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several servers."""
+        return len(set(self.names)) > 1
+
+    def members(self, name: str) -> list[int]:
+        """Return the ranks of a server."""
+        return [rank for rank, each in enumerate(self.names) if each == name]
+
+    def is_first(self, rank: int) -> bool:
+        """Return whether a rank is the first of its server."""
+        return self.names.index(self.names[rank]) == rank
+
+    def replica_of(self, rank: int) -> int:
+        """Return the rank that receives the replica: at the same position on the next host; `rank` on a single host."""
+        if not self.several:
+            return rank
+        order = list(dict.fromkeys(self.names))
+        name = self.names[rank]
+        receivers = self.members(order[(order.index(name) + 1) % len(order)])
+        return receivers[self.members(name).index(rank) % len(receivers)]
+
+    def replicas_on(self, rank: int) -> list[int]:
+        """Return the ranks whose replicas a rank receives."""
+        return [each for each in range(len(self.names)) if each != rank and self.replica_of(each) == rank]
+
+
+Held = Mapping[str, Sequence[tuple[int, int]]]
+"""Step, and number of ranks of the run, of each complete snapshot in a server, by rank."""
+
+
+def newest(held: Sequence[Held]) -> tuple[int | None, str]:
+    """Return the newest step that is complete on every rank; or `None`, and why there is none.
+
+    Args:
+        held: what the server of each rank holds.
+    """
+    size = len(held)
+    by_rank = [{step for each in held for step, ranks in each.get(str(r), ()) if ranks == size} for r in range(size)]
+    sizes = {ranks for each in held for snapshots in each.values() for _, ranks in snapshots}
+    if common := set.intersection(*by_rank):
+        return max(common), ""
+    if not sizes:
+        return None, ""
+    if others := sizes - {size}:
+        return None, f"they are of {max(others)} ranks, but now there are {size}"
+    lost = [rank for rank, steps in enumerate(by_rank) if not steps]
+    if lost:
+        return None, f"there is none of rank {', '.join(map(str, lost))}"
+    found = "; ".join(f"rank {rank} has {sorted(steps)}" for rank, steps in enumerate(by_rank))
+    return None, f"no step is complete on all ranks: {found}"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank has found."""
+
+    server: str
+    held: Held
+    why_not: str
+    """Why there can be no server."""
+
+
+def _look(key: str, peers: Peers) -> list[_Seen]:
+    """Return what each rank's server holds, without starting one. Collective."""
+
+    def look() -> _Seen:
+        try:
+            agent = Agent.of_this_process()
+        except OSError as error:
+            return _Seen("", {}, str(error))
+        return _Seen(f"{host_name()}/{agent.pid}/{agent.start}", held_by(agent, key), "")
+
+    _, facts = peers.share(look, "copies in memory", lambda seen: list(vars(seen).values()))
+    return [_Seen(*each) for each in facts]
+
+
+def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int]]]:
+    """Return the complete snapshots of a run in the server of an agent, if there is one."""
+    try:
+        server = SnapshotServer(agent)
+    except ServerError:
+        return {}
+    held: dict[str, list[tuple[int, int]]] = {}
+    for name in server.names():
+        descriptor = server.get(name) if name.startswith(key) else None
+        if descriptor is not None:
+            headers = SnapshotMemory(descriptor).complete().values()
+            held[name.removeprefix(f"{key}/")] = [(each.step, each.ranks) for each in headers]
+    server.close()
+    return held
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+class Copies:
+    """The copies of one run, as one of its ranks sees them."""
+
+    def __init__(self, key: str, peers: Peers, seen: Sequence[_Seen]) -> None:
+        self.key, self.peers = key, peers
+        self._seen = seen
+        self._hosts = Hosts([each.server for each in seen])
+        self._server = SnapshotServer(Agent.of_this_process())
+        self.own = self._memory_of(peers.rank)
+        self._replicas = {rank: self._memory_of(rank) for rank in self._hosts.replicas_on(peers.rank)}
+        self._connection: Any = None
+        self._warned = False
+        self._latest = -1
+
+    @classmethod
+    def open(cls, key: str, peers: Peers, seen: Sequence[_Seen]) -> Copies:
+        """Start missing servers, and open or allocate the memory that they hold. Collective.
+
+        Raises:
+            CheckpointError: it fails on any rank; on every rank.
+        """
+        if why_not := next((each.why_not for each in seen if each.why_not), ""):
+            raise CheckpointError(why_not)
+        first = Hosts([each.server for each in seen]).is_first(peers.rank)
+        peers.agree(lambda: SnapshotServer.start(Agent.of_this_process()).close() if first else None, _WHAT)
+        copies = peers.agree(lambda: cls(key, peers, seen), _WHAT)
+        if copies._hosts.several:
+            _, names = peers.share(lambda: secrets.token_hex(8), _WHAT, str)
+            with _describing_errors("connect to the ranks of other hosts"):
+                copies._connection = over_gloo(names[0], peers.rank, peers.size, peers.timeout)
+        return copies
+
+    def _name_of(self, rank: int) -> str:
+        return f"{self.key}/{rank}"
+
+    def _memory_of(self, rank: int) -> SnapshotMemory:
+        """Return the memory of a rank's snapshots in the server of this rank."""
+        descriptor = self._server.get(self._name_of(rank))
+        if descriptor is not None:
+            return SnapshotMemory(descriptor)
+        memory = SnapshotMemory.allocate()
+        self._server.put(self._name_of(rank), memory.descriptor)
+        return memory
+
+    def reset(self, step: int | None, nbytes: int = 0) -> None:
+        """Drop all snapshots except those of `step`, and allocate memory for new ones of `nbytes`. Collective.
+
+        No rank starts a new snapshot before, so those of one step are of one attempt on all ranks.
+
+        Raises:
+            CheckpointError: a rank lacks the memory; on every rank.
+        """
+        rank, hosts = self.peers.rank, self._hosts
+
+        def drop() -> None:
+            if hosts.is_first(rank):
+                members = hosts.members(hosts.names[rank])
+                held = {*members, *(each for member in members for each in hosts.replicas_on(member))}
+                self._server.retain([self._name_of(each) for each in held], f"{self.key}/")
+            for memory in (self.own, *self._replicas.values()):
+                memory.drop_all_but(step)
+            self.own.reserve(nbytes)
+
+        self.peers.agree(drop, _WHAT)
+        self._latest = -1 if step is None else step
+
+    def drop(self) -> None:
+        """Let the server free the memory of the run."""
+        with suppress(ServerError):
+            self._server.retain([], f"{self.key}/")
+
+    def save(self, snapshot: Snapshot, step: int) -> bool:
+        """Copy this rank's state. Return whether the copy outlives this process."""
+        if step <= self._latest:
+            raise ValueError(f"{_WHAT}: step must be higher than that of the previous copy, {self._latest}, got {step}")
+        if not self._is_held():
+            return False
+        snapshot.copy_into(self.own.overwrite_older(snapshot.nbytes))
+        self.own.mark_complete(Header(step, self.peers.size, snapshot.nbytes, snapshot.objects_start))
+        self._latest = step
+        if self._hosts.several:
+            self._exchange(step)
+        return True
+
+    def _is_held(self) -> bool:
+        """Return whether copies outlive this host's ranks, or this host."""
+        alive = self._server.is_alive
+        if not alive and not self._warned:
+            self._warned = True
+            log.warning("rank %d: the process that holds copies in memory has ended", self.peers.rank)
+        return alive or self._hosts.several
+
+    # ---- between hosts ----------------------------------------------------------------------------------------------
+
+    def _exchange(self, step: int) -> None:
+        """Send this rank's replica, and receive those of other ranks.
+
+        Raises:
+            CommError: it failed. The connections are closed, so that the other ranks do not wait for this one.
+        """
+        if self._connection is None:
+            raise CommError(
+                f"{_WHAT}: the connections to ranks of other hosts were closed by an error: restart the run"
+            )
+        try:
+            sent = self._send(self.own, step, self._hosts.replica_of(self.peers.rank))
+            for rank, memory in self._replicas.items():
+                self._receive(memory, step, rank)
+            _wait(sent)
+        except BaseException:
+            self._connection = None
+            raise
+
+    def _send(self, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
+        """Start to send a snapshot: its header and its bytes. Return the header, which must live, and the works."""
+        header = torch.tensor(memory.complete()[step])
+        with _describing_errors(f"send a copy to rank {rank}"):
+            return [header, *(self._connection.send([each], rank, 0) for each in (header, memory.content(step)))]
+
+    def _receive(self, memory: SnapshotMemory, step: int, rank: int) -> None:
+        """Receive the snapshot of a step."""
+        fields = torch.empty(4, dtype=torch.int64)
+        with _describing_errors(f"receive a copy from rank {rank}"):
+            self._connection.recv([fields], rank, 0).wait()
+            header = Header(*map(int, fields))
+            if header.step != step:
+                raise CommError(f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} {header.step}")
+            self._connection.recv([memory.overwrite_older(header.nbytes)], rank, 0).wait()
+        memory.mark_complete(header)
+
+    # ---- after a restart --------------------------------------------------------------------------------------------
+
+    def fetch(self, step: int) -> None:
+        """Get this rank's snapshot of `step` from its server, or from a host that holds it. Collective."""
+        here, ranks = self.peers.rank, range(self.peers.size)
+        for rank in ranks:
+            holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))
+            holder = next(holders)
+            if holder != rank and here == holder:
+                _wait(self._send(self._memory_of(rank), step, rank))
+            elif holder != rank and here == rank:
+                self._receive(self.own, step, holder)
+
+    def snapshot(self, step: int) -> SavedSnapshot:
+        """Return this rank's snapshot of `step`."""
+        return SavedSnapshot(self.own.complete()[step], self.own.content(step))
+
+
+def _wait(sent: Sequence[Any]) -> None:
+    with _describing_errors("send a copy"):
+        for work in sent[1:]:
+            work.wait()
+
+
+@contextmanager
+def _describing_errors(what: str) -> Iterator[None]:
+    """Raise `CommError` with `what` if the process group raises."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise CommError(f"{_WHAT}: cannot {what}: {error}") from error
+
+
+@dataclass(frozen=True)
+class NewestCopies:
+    """The newest copies that are complete on all ranks."""
+
+    step: int
+    key: str
+    peers: Peers
+    seen: Sequence[_Seen]
+
+    def fetch(self) -> Copies:
+        """Let every rank have its own copy. Collective.
+
+        Raises:
+            CheckpointError: it fails on any rank; on every rank.
+        """
+        copies = Copies.open(self.key, self.peers, self.seen)
+        copies.fetch(self.step)
+        copies.reset(self.step)
+        return copies
+
+
+def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) -> NewestCopies | None:
+    """Return the newest copies of a run if all ranks have them; warn if there are others only. Collective."""
+    _copies.pop(model, None)  # they start again unless `load` takes them
+    key = key_of(path)
+    seen = _look(key, peers)
+    step, why = newest([each.held for each in seen])
+    if why:
+        warn_unused(peers, why)
+    return None if step is None else NewestCopies(step, key, peers, seen)
+
+
+def continue_with(model: ShardLite, copies: Copies) -> None:
+    """Let a model that has loaded copies make the next ones in their memory."""
+    _copies[model] = copies.key, copies
+
+
+def warn_unused(peers: Peers, why: str) -> None:
+    """Log why copies in memory are not loaded."""
+    if peers.rank == 0:
+        log.warning("load: the copies in memory are not used: %s", why)

@@ -1,0 +1,75 @@
+"""Agreement of a model's ranks before and after each phase of a save or a load, through the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, TypeVar
+
+from shardlite.comm import all_gather_json
+from shardlite.errors import CheckpointError
+from shardlite.model import ShardLite, state_of
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks of one model. Those of the first replica have the lowest numbers.
+
+    Raises:
+        TypeError: the model is not wrapped.
+    """
+
+    def __init__(self, model: ShardLite) -> None:
+        if not isinstance(model, ShardLite):
+            raise TypeError(f"a checkpoint is of a ShardLite model, got {type(model).__name__}: wrap it first")
+        state = state_of(model)
+        context = state.context
+        self.rank, self.size = context.rank, context.world_size
+        self.shard, self.shards = context.transport.rank, context.transport.world_size
+        self.timeout = context.timeout
+        self._groups = state.ranks.all
+        self._missing = context.reports.missing_rank
+        self._thread = ""
+
+    def on_thread(self, name: str) -> Peers:
+        """Return the same ranks for calls from another thread, which has this name on all ranks."""
+        other = copy(self)
+        other._thread = name
+        return other
+
+    def agree(self, act: Callable[[], T], what: str) -> T:
+        """Call `act` on every rank and return this rank's result. Collective.
+
+        Raises:
+            CheckpointError: `act` raised on any rank; on every rank.
+        """
+        return self.share(act, what, lambda _: None)[0]
+
+    def share(self, act: Callable[[], T], what: str, facts: Callable[[T], Any]) -> tuple[T, list[Any]]:
+        """Call `act` on every rank; return this rank's result, and `facts` of all results. Collective.
+
+        Args:
+            act: what each rank does.
+            what: name of the call, for errors.
+            facts: returns what other ranks get of a result, in JSON types.
+
+        Raises:
+            CheckpointError: `act` raised on any rank; on every rank.
+        """
+        result, problem, error = None, None, None
+        try:
+            result = act()
+        except Exception as caught:
+            known = isinstance(caught, CheckpointError)
+            problem, error = str(caught) if known else f"{type(caught).__name__}: {caught}", caught
+        gathered = [[problem, None if error is not None else facts(result)]]  # type: ignore[arg-type]
+        for group in self._groups:
+            parts = all_gather_json(group, gathered, what, self.timeout, thread=self._thread, missing=self._missing)
+            gathered = [each for part in parts for each in part]
+        if isinstance(error, CheckpointError):
+            raise error
+        for rank, (failure, _) in enumerate(gathered):
+            if failure is not None:
+                raise CheckpointError(f"{what}: rank {rank}: {failure}") from error
+        return result, [each for _, each in gathered]  # type: ignore[return-value]

@@ -1,0 +1,411 @@
+"""`save`: each rank writes the shards that it keeps, and rank 0 publishes the checkpoint.
+
+    rank 0    agree    write its file    agree    .metadata, shardlite.json, rename    agree
+    rank 1    agree    write its file    agree                                         agree
+
+Ranks agree through the store of the process group. No tensor is sent or gathered, and one tensor at a time is decoded
+or copied from a GPU. A rank's file has its tensors one after the other, as `torch.save` writes them and DCP reads them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from operator import index
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.optim import Optimizer
+from torch.utils.serialization import config
+
+from shardlite.checkpoint import files
+from shardlite.checkpoint.contents import Paths, contents, pickled
+from shardlite.checkpoint.lease import Lease, acquire
+from shardlite.checkpoint.peers import Peers
+from shardlite.errors import CheckpointError
+from shardlite.model import ShardLite, state_of
+from shardlite.params import ShardTensor
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a run as a new checkpoint in the folder `path`. Collective: every rank must call it.
+
+    A checkpoint has weights and buffers, the optimizer's state in fp32 whatever its format, the states of each rank's
+    random number generators, and `extra`. `load` takes it at any number of ranks, stage, units and format;
+    `torch.distributed.checkpoint` reads it, too. It is published by one rename when all of it is on the disk, so a
+    crash leaves the earlier checkpoints complete. All ranks must see the folder.
+
+    Args:
+        path: folder of the run's checkpoints. The new one is named `step-<step>`.
+        model: the wrapped model.
+        optimizer: the model's optimizer, ShardLite's or one of PyTorch's.
+        extra: further values of this rank: tensors, numbers, strings, and dicts, lists and tuples of these. An object
+            with `state_dict()` and `load_state_dict()` (scheduler, sampler, `EMA`) is saved as its state.
+        step: number of the checkpoint. Default: one above the newest.
+        keep: number of checkpoints that remain: this one and the newest others. `None`: all.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank cannot write its file, `extra` has a value whose loading could execute code, or another
+            running job saves into the folder; on every rank. The earlier checkpoints are unchanged.
+        CommError: a rank did not call it.
+
+    Example:
+        >>> save("runs/first", model, optimizer, {"schedule": schedule}, step=100, keep=3)
+    """
+    return _prepare(path, model, optimizer, extra, step, keep, copied=False).write()
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+) -> Future[Path]:
+    """Save a run like `save` while the training continues. Collective: every rank must call it.
+
+    The call copies this rank's state into host memory, in the format in which it is kept, and returns. A thread decodes
+    and writes the copy. The next `save`, `async_save` or `load` of the model waits for it, and raises if it failed. The
+    process does not exit before it is written.
+
+    Args:
+        path, model, optimizer, extra, step, keep: as for `save`.
+
+    Returns:
+        A future of the path of the checkpoint. Its `result()` waits, and raises what `save` would raise.
+
+    Raises:
+        CheckpointError: a rank cannot copy its state, or the previous save failed; on every rank.
+        CommError: a rank did not call it.
+
+    Example:
+        >>> saved = async_save("runs/first", model, optimizer, step=100)
+        >>> path = saved.result()
+    """
+    job, future = _prepare(path, model, optimizer, extra, step, keep, copied=True), Future[Path]()
+
+    def write() -> None:
+        try:
+            with torch.no_grad():
+                future.set_result(job.write())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=write, name="shardlite-save").start()
+    _in_progress[model] = future
+    return future
+
+
+_in_progress: WeakKeyDictionary[ShardLite, Future[Path]] = WeakKeyDictionary()
+"""The latest asynchronous save of each model."""
+
+
+def wait_for_save(model: ShardLite) -> None:
+    """Wait until the model's asynchronous save has ended.
+
+    Raises:
+        CheckpointError: it has failed.
+    """
+    if (future := _in_progress.pop(model, None)) is not None:
+        future.result()
+
+
+# ---- phases ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _prepare(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    step: int | None,
+    keep: int | None,
+    *,
+    copied: bool,
+) -> _Save:
+    """Agree on the step, make the temporary folder, and list or copy what this rank writes."""
+    if keep is not None and keep < 1:
+        raise ValueError(f"save: keep must be at least 1, got {keep}")
+    if step is not None and (step := index(step)) < 0:
+        raise ValueError(f"save: step must be at least 0, got {step}")
+    wait_for_save(model)
+    peers, root = Peers(model), Path(path)
+    made: list[tuple[Path, Lease]] = []
+
+    def prepare() -> tuple[int, RankFile]:
+        part = _file_of(model, optimizer, extra, peers)
+        if copied:
+            part = part.copied()
+        if peers.rank > 0:
+            return -1, part
+        files.check_folder(root)
+        root.mkdir(parents=True, exist_ok=True)
+        lease = acquire(root, model)
+        chosen = step if step is not None else max(files.folders_in(root), default=-1) + 1
+        made.append((files.make_temporary(root, chosen, lease), lease))
+        return chosen, part
+
+    try:
+        (_, part), facts = peers.share(prepare, "save", lambda made: [made[0], step, optimizer is not None])
+        steps = [each for _, each, _ in facts]
+        if len({has for *_, has in facts}) > 1:
+            raise CheckpointError("save: some ranks were given an optimizer, and others none")
+        if len(set(steps)) > 1:
+            raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
+    except CheckpointError:
+        _discard(made)
+        raise
+    chosen = facts[0][0]
+    manifest = {"step": chosen, "ranks": peers.size, "stage": model.stage}
+    if (loops := state_of(model).loops) is not None:
+        manifest[files.LOOPS] = loops.finished
+    folder = root / f".saving-{files.name_of(chosen)}"
+    job = _Save(folder, root, manifest, keep, part, peers.on_thread("save") if copied else peers, made)
+    for _, lease in made:
+        lease.holders.add(job)
+    return job
+
+
+def _discard(made: Iterable[tuple[Path, Lease]]) -> None:
+    for folder, lease in made:
+        if lease.is_mine():
+            files.discard(folder)
+
+
+@dataclass(frozen=True, eq=False)
+class _Save:
+    """A save that all ranks have agreed to make. It holds no model, which may be trained on meanwhile."""
+
+    folder: Path
+    root: Path
+    manifest: Mapping[str, Any]
+    keep: int | None
+    part: RankFile
+    peers: Peers
+    made: Sequence[tuple[Path, Lease]]
+    """On rank 0, the temporary folder and the lease on the folder of the run."""
+
+    def write(self) -> Path:
+        """Write this rank's file and, on rank 0, publish the checkpoint. Return its path. Collective."""
+        try:
+            _, parts = self.peers.share(
+                lambda: self.part.write(self.folder, self.peers.rank), "save", lambda part: part
+            )
+
+            def finish() -> None:
+                for folder, lease in self.made:
+                    publish(folder, self.root, self.manifest, parts, self.keep, lease)
+
+            self.peers.agree(finish, "save")
+        except BaseException:
+            _discard(self.made)
+            raise
+        return self.root / files.name_of(self.manifest["step"])
+
+
+def publish(
+    folder: Path,
+    root: Path,
+    manifest: Mapping[str, Any],
+    parts: Sequence[dict[str, Any]],
+    keep: int | None,
+    lease: Lease,
+) -> Path:
+    """Describe the files that all ranks have written, and publish the checkpoint. Return its path."""
+    files.write_synced(folder / files.METADATA, pickle.dumps(_metadata(parts)))
+    sums = {name: each for part in parts for name, each in part["files"].items()}
+    files.write_manifest(folder, manifest, {**sums, files.METADATA: files.sums_of(folder / files.METADATA)})
+    return files.publish(folder, root, manifest["step"], keep, lease)
+
+
+def _metadata(parts: Sequence[dict[str, Any]]) -> Metadata:
+    """Return DCP's metadata of the files of all ranks."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, where, *data in _entries(parts):
+        if not data:
+            tensors[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _StorageInfo(*where)
+            continue
+        dtype, size, offsets, sizes = data
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        properties = TensorProperties(dtype=getattr(torch, dtype))
+        tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), [])).chunks.append(chunk)
+        places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*where)
+    paths = {name: tuple(path) for part in parts for name, path in part["paths"].items()}
+    return Metadata(tensors, planner_data=paths, storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+
+
+def _entries(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
+    """Yield what was written, once for each name of a tied tensor."""
+    others: dict[str, list[str]] = {}
+    for alias, name in parts[0]["aliases"].items():
+        others.setdefault(name, []).append(alias)
+    for part in parts:
+        for name, *entry in part["entries"]:
+            yield from ([each, *entry] for each in (name, *others.get(name, ())))
+
+
+# ---- the file of a rank ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank writes."""
+
+    entries: Mapping[str, Any]
+    """Tensors and objects by name, in the order of the file."""
+
+    aliases: Mapping[str, str]
+    """Names of tied tensors, by their other names."""
+
+    paths: Paths
+
+    def copied(self) -> RankFile:
+        """Return a copy in host memory, in the format in which tensors are kept."""
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # both moments of a parameter may be decoded from one tensor
+
+        def copy(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True)
+            return copies[id(tensor)][1]
+
+        def copied(name: str, value: Any) -> Any:
+            if isinstance(value, ShardTensor):
+                return value.snapshot(copy)
+            return copy(value) if isinstance(value, Tensor) else pickled(name, value)
+
+        return replace(self, entries={name: copied(name, value) for name, value in self.entries.items()})
+
+    def write(self, folder: Path, rank: int) -> dict[str, Any]:
+        """Write the file of a rank, and return what the metadata and the manifest say about it, in JSON types.
+
+        DCP's own writer would keep a copy of every tensor until the file is complete.
+
+        Returns:
+            `entries`: for each part its name, [file, first byte, bytes], and of a tensor dtype, shape, offsets, sizes.
+            `files`: size and checksums of the file, by its name.
+            `aliases`, `paths`: of the entries that this rank describes.
+
+        Raises:
+            CheckpointError: the file cannot be written, or an object has a value whose loading could execute code.
+        """
+        file = f"__{rank}_0.distcp"
+        # torch would compute a second checksum of all bytes, which no reader of checkpoints compares.
+        no_crc = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+        with files.summed(folder / file) as stream, no_crc:
+            written = [part for name, value in self.entries.items() for part in _written(stream, file, name, value)]
+        paths = {entry: path for entry, path in self.paths.items() if rank == 0 or entry.startswith("ranks.")}
+        return {"entries": written, "files": {file: stream.sums()}, "aliases": self.aliases, "paths": paths}
+
+
+def _written(stream: files.SummedFile, file: str, name: str, value: Any) -> Iterator[list[Any]]:
+    """Write an entry, and yield a description of each part. A sharded tensor is decoded once."""
+    if not isinstance(value, Tensor):
+        start = stream.size
+        stream.write((value if isinstance(value, io.BytesIO) else pickled(name, value)).getbuffer())
+        yield [name, [file, start, stream.size - start]]
+        return
+    sharded = value if isinstance(value, ShardTensor) else None
+    boxes = list(sharded.boxes()) if sharded is not None else [((0,) * value.ndim, tuple(value.shape))]
+    local = sharded.read() if sharded is not None else value
+    for offsets, sizes in boxes:
+        start = stream.size
+        part = sharded.box(offsets, local) if sharded is not None else local
+        torch.save(_with_own_storage(part.detach().cpu()), cast("IO[bytes]", stream))
+        dtype = str(value.dtype).removeprefix("torch.")
+        yield [name, [file, start, stream.size - start], dtype, [*value.shape], [*offsets], [*sizes]]
+
+
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return a view whose storage has only its elements, because `torch.save` writes complete storages."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    start = tensor.storage_offset() * tensor.itemsize
+    part = storage[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
+
+
+def _file_of(model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, peers: Peers) -> RankFile:
+    state = state_of(model)
+    entries, paths = contents(model, optimizer, extra, peers.rank)
+    equal = {f"model.{name}" for name, param in model.named_parameters() if param not in state.ignored}
+    own, aliases = _own_entries(entries, paths, peers, equal, sharded=state.shard is not None)
+    return RankFile(own, aliases, paths)
+
+
+def _own_entries(
+    entries: Mapping[str, Any], paths: Paths, peers: Peers, equal: Collection[str], *, sharded: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries that this rank writes, and names of tied tensors by their other names.
+
+    Each rank of the first replica writes its shards. The rank with a parameter's first element writes its step count.
+    Tensors that every rank keeps whole are divided among the ranks by size if they are parameters (`equal`) or their
+    states; rank 0 writes all others, which may differ between ranks.
+    """
+    own: dict[str, Any] = {}
+    seen: dict[Hashable, str] = {}
+    aliases: dict[str, str] = {}
+    loads = [0] * peers.shards
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and seen.setdefault(_key(value), name) != name:
+            aliases[name] = seen[_key(value)]
+            continue
+        is_state = name.startswith("optimizer.state.")
+        if isinstance(value, ShardTensor) and sharded:
+            mine = True
+        elif is_state and sharded:
+            shard = entries[f"model.{paths[name][2]}"]
+            mine = shard.stop > 0 == shard.start if isinstance(shard, ShardTensor) else peers.shard == 0
+        elif isinstance(value, Tensor) and (is_state or name in equal):
+            writer = min(range(peers.shards), key=loads.__getitem__)
+            loads[writer] += value.nbytes
+            mine = peers.shard == writer
+        else:
+            mine = peers.shard == 0
+        in_first_replica = peers.rank < peers.shards
+        if (mine and in_first_replica) or name.startswith("ranks."):
+            own[name] = value
+    return own, aliases
+
+
+def _key(value: Tensor) -> Hashable:
+    """Return a key that is equal for two names of a tied tensor only."""
+    if isinstance(value, ShardTensor) or value.numel() == 0:
+        return id(value)
+    return value.data_ptr(), value.dtype, value.shape, value.stride()

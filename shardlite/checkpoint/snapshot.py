@@ -1,0 +1,352 @@
+"""Snapshots: the state of one rank in the format in which it keeps it, in memory that outlives the rank.
+
+    snapshot       | tensor | tensor | ... | objects |
+    objects        a record of each tensor, param groups, extra, generators
+
+Unlike a checkpoint, a snapshot has everything that this rank needs, and nothing is decoded. Memory holds two snapshots:
+the latest complete one, and the one that is being written.
+
+    page 0          a header of each: step, bytes, number of ranks; empty while it is written
+    from page 1     snapshot 0
+    from the middle snapshot 1
+
+A snapshot overwrites the older one and gets its header when it is complete, so a process that is killed while it writes
+leaves the other. Pages are allocated when they are first written, and never freed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardlite.checkpoint.contents import check_keys, generators, names_of, pickled, states_in, unpickled
+from shardlite.comm import Mapping as SharedMemory
+from shardlite.comm import has_fixed_size, make_memory, physical_memory
+from shardlite.errors import CheckpointError
+from shardlite.model import ShardLite, state_of
+from shardlite.optim import AdamW
+from shardlite.params import ShardTensor
+
+_ALIGN = 64
+"""Tensors begin at a multiple of so many bytes."""
+
+Record = tuple[str, int, torch.dtype, Sequence[int], str]
+"""Name of a tensor, index of its first element in the whole tensor, dtype, shape, and type of its device."""
+
+
+# ---- state of a rank ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of this rank: tensors where they are, and pickled objects."""
+
+    records: Sequence[Record]
+    tensors: Sequence[Tensor]
+    objects: memoryview
+
+    @property
+    def objects_start(self) -> int:
+        """First byte of the objects."""
+        return sum(map(_padded, self.records))
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the snapshot."""
+        return self.objects_start + len(self.objects)
+
+    def copy_into(self, memory: Tensor) -> None:
+        """Copy tensors and objects."""
+        for view, tensor in zip(_views(memory, self.records), self.tensors, strict=True):
+            view.copy_(tensor)
+        memory[self.objects_start :].copy_(torch.frombuffer(self.objects, dtype=torch.uint8))
+
+
+def snapshot_of(model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int) -> Snapshot:
+    """Return the state of this rank. No tensor is copied.
+
+    Raises:
+        CheckpointError: `extra` or a param group has a value whose loading could execute code.
+    """
+    found = [*_weights(model), *_moments(model, optimizer)]
+    loops = state_of(model).loops
+    objects = {
+        "records": [record for record, _ in found],
+        "optimizer": type(optimizer).__name__,
+        "groups": _groups(model, optimizer),
+        "state": [row for row in _entries(model, optimizer) if not isinstance(row[2], Tensor)],
+        "extra": states_in(extra or {}),
+        "generators": generators(),
+        "loops": 0 if loops is None else loops.finished,
+    }
+    content = pickled(f"ranks.{rank}.extra", objects).getbuffer()
+    return Snapshot([record for record, _ in found], [tensor for _, tensor in found], content)
+
+
+def _record(name: str, start: int, tensor: Tensor) -> tuple[Record, Tensor]:
+    return (name, start, tensor.dtype, list(tensor.shape), tensor.device.type), tensor
+
+
+def _padded(record: Record) -> int:
+    """Return the bytes that a tensor takes in a snapshot."""
+    nbytes = prod(record[3]) * record[2].itemsize
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _views(memory: Tensor, records: Sequence[Record]) -> Iterator[Tensor]:
+    """Yield a view of each tensor in the memory of a snapshot, [bytes]."""
+    start = 0
+    for record in records:
+        _, _, dtype, shape, _ = record
+        nbytes = prod(shape) * dtype.itemsize
+        part = memory[start : start + nbytes]
+        yield part.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+        start += _padded(record)
+
+
+def _weights(model: ShardLite) -> Iterator[tuple[Record, Tensor]]:
+    """Yield weights and buffers with their records: tied ones once, split ones in two parts."""
+    seen: set[int] = set()
+    for name, value in model.state_dict().items():
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        sharded = isinstance(value, ShardTensor)
+        for i, part in enumerate(value.kept if sharded else [value.detach()]):
+            yield _record(f"model.{name}/{i}", value.start if sharded else 0, part)
+
+
+def _entries(model: ShardLite, optimizer: Optimizer | None) -> Iterator[tuple[str, str, Any]]:
+    """Yield parameter name, key and value of the optimizer's state."""
+    if optimizer is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for name, param in zip(names_of(model, optimizer), params, strict=True):
+            yield from ((name, key, value) for key, value in optimizer.state.get(param, {}).items())
+
+
+def _moments(model: ShardLite, optimizer: Optimizer | None) -> Iterator[tuple[Record, Tensor]]:
+    for name, key, value in _entries(model, optimizer):
+        if isinstance(value, Tensor):
+            yield _record(f"optimizer.{name}/{key}", 0, value.detach())
+
+
+def _groups(model: ShardLite, optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """Return the param groups with names of parameters."""
+    if optimizer is None:
+        return []
+    names = iter(names_of(model, optimizer))
+    return [{**group, "params": [next(names) for _ in group["params"]]} for group in optimizer.param_groups]
+
+
+class SavedSnapshot:
+    """A snapshot in memory, to load.
+
+    Args:
+        header: its step and length.
+        memory: its bytes.
+
+    Raises:
+        CheckpointError: its objects are damaged.
+    """
+
+    def __init__(self, header: Header, memory: Tensor) -> None:
+        self._memory = memory
+        objects = unpickled("the copy", io.BytesIO(memory[header.objects_start :].numpy().tobytes()))
+        self._records: list[Record] = objects["records"]
+        self._state: list[tuple[str, str, Any]] = objects["state"]
+        self._optimizer: str = objects["optimizer"]
+        self.groups: list[dict[str, Any]] = objects["groups"]
+        """Param groups with names of parameters."""
+        self.step: int | None = header.step
+        self.extra: Any = objects["extra"]
+        self.generators: dict[str, Any] | None = objects["generators"]
+        self.loops: int = objects["loops"]
+
+    def check(self, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> None:
+        """Check that it is of this rank's part of this model, and of this optimizer.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        here = [record for record, _ in _weights(model)]
+        there = [record for record in self._records if record[0].startswith("model.")]
+        if here != there:
+            differing = next((b or a for a, b in zip(there, here, strict=False) if a != b), "the number of tensors")
+            raise CheckpointError(f"they are of another model, stage, or format: {differing} differs")
+        kind, params = type(optimizer).__name__, [group["params"] for group in _groups(model, optimizer)]
+        if kind != self._optimizer or params != [group["params"] for group in self.groups]:
+            raise CheckpointError("they are of another optimizer, or of other groups of parameters")
+        check_keys(extra or {}, self.extra, "the copy")
+
+    def load_weights(self, model: ShardLite) -> None:
+        """Overwrite weights and buffers."""
+        for (_, mine), view in zip(_weights(model), _views(self._memory, self._records), strict=False):
+            mine.copy_(view)
+
+    def load_state(self, model: ShardLite, optimizer: Optimizer) -> None:
+        """Replace the optimizer's state, parameter by parameter."""
+        params = dict(model.named_parameters())
+        tensors: dict[str, dict[str, tuple[Tensor, str]]] = {}
+        others: dict[str, dict[str, Any]] = {}
+        for (name, *_, device), view in zip(self._records, _views(self._memory, self._records), strict=True):
+            if name.startswith("optimizer."):
+                param, _, key = name.removeprefix("optimizer.").rpartition("/")
+                tensors.setdefault(param, {})[key] = view, device
+        for name, key, value in self._state:
+            others.setdefault(name, {})[key] = value
+
+        def copied(name: str) -> tuple[Tensor, dict[str, Any]]:
+            param, entries = params[name], tensors.get(name, {}).items()
+            state = {key: view.to("cpu" if on == "cpu" else param.device, copy=True) for key, (view, on) in entries}
+            return param, {**state, **others.get(name, {})}
+
+        states = map(copied, dict.fromkeys([*tensors, *others]))
+        if isinstance(optimizer, AdamW):
+            optimizer.load_entries(states)
+        else:
+            optimizer.state.update(states)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+_PAGE = 4096
+_HEADER = struct.Struct("<8sqqqq")  # magic, and the fields of `Header`
+_SUM = struct.Struct("<I")
+_MAGIC = b"shardcp1"
+_EMPTY = bytes(_HEADER.size + _SUM.size)
+
+
+class Header(NamedTuple):
+    """Header of a complete snapshot."""
+
+    step: int
+    ranks: int
+    """Number of ranks of the run."""
+
+    nbytes: int
+    objects_start: int
+
+
+class SnapshotMemory:
+    """Memory of two snapshots of one rank.
+
+    Args:
+        descriptor: of the memory. This object closes it.
+
+    Raises:
+        CheckpointError: the memory is of something else.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self._capacity = _capacity()
+        found = os.fstat(descriptor).st_size
+        if found != _PAGE + 2 * self._capacity or not has_fixed_size(descriptor):
+            raise CheckpointError(f"memory of {found} bytes is not that of a copy")
+        self._mapping = SharedMemory(descriptor)
+        self._reserved = [0, 0]
+
+    @classmethod
+    def allocate(cls) -> SnapshotMemory:
+        """Allocate memory without a snapshot."""
+        return cls(make_memory(_PAGE + 2 * _capacity()))
+
+    def complete(self) -> dict[int, Header]:
+        """Return the headers of the complete snapshots, by step."""
+        found = [self._header(place) for place in (0, 1)]
+        return {each.step: each for each in found if each is not None}
+
+    def content(self, step: int) -> Tensor:
+        """Return a view of the bytes of a snapshot."""
+        headers = [self._header(place) for place in (0, 1)]
+        place = next(place for place, each in enumerate(headers) if each is not None and each.step == step)
+        return self._view(place, self.complete()[step].nbytes)
+
+    def overwrite_older(self, nbytes: int) -> Tensor:
+        """Drop the older snapshot, and return a view of memory for a new one in its place.
+
+        Raises:
+            CheckpointError: this host lacks the memory.
+        """
+        place = self._older()
+        self._write(place, _EMPTY)
+        self._reserve(place, nbytes)
+        return self._view(place, nbytes)
+
+    def mark_complete(self, header: Header) -> None:
+        """Write the header of the snapshot that was written in the place of the older one."""
+        fields = _HEADER.pack(_MAGIC, *header)
+        self._write(self._older(), fields + _SUM.pack(crc32(fields)))
+
+    def drop_all_but(self, step: int | None) -> None:
+        """Drop all snapshots except that of a step."""
+        for place in (0, 1):
+            found = self._header(place)
+            if found is not None and found.step != step:
+                self._write(place, _EMPTY)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate the pages of two snapshots.
+
+        Raises:
+            CheckpointError: this host lacks the memory.
+        """
+        for place in (0, 1):
+            self._reserve(place, nbytes)
+
+    def _older(self) -> int:
+        """Return the place without a complete snapshot, or that of the older one."""
+        steps = [-1 if found is None else found.step for found in map(self._header, (0, 1))]
+        return steps.index(min(steps))
+
+    def _header(self, place: int) -> Header | None:
+        start, size = place * _PAGE // 2, _HEADER.size
+        written = self._mapping.memory[start : start + size + _SUM.size]
+        magic, *fields = _HEADER.unpack(written[:size])
+        valid = magic == _MAGIC and written[size:] == _SUM.pack(crc32(written[:size]))
+        return Header(*fields) if valid else None
+
+    def _write(self, place: int, header: bytes) -> None:
+        start = place * _PAGE // 2
+        self._mapping.memory[start : start + len(header)] = header
+
+    def _view(self, place: int, nbytes: int) -> Tensor:
+        return self._mapping.tensor(_PAGE + place * self._capacity, nbytes, torch.uint8)
+
+    def _reserve(self, place: int, nbytes: int) -> None:
+        """Allocate pages before they are written, because a process that writes without memory is killed."""
+        if nbytes <= self._reserved[place]:
+            return
+        start = _PAGE + place * self._capacity
+        more = nbytes - (os.lseek(self.descriptor, start, os.SEEK_HOLE) - start)
+        if (left := _available()) < more:
+            raise CheckpointError(f"a copy of {nbytes} bytes takes {more} more, but this host has {left} left")
+        try:
+            os.posix_fallocate(self.descriptor, start, nbytes)
+        except OSError as error:
+            raise CheckpointError(f"a copy of {nbytes} bytes does not fit into memory: {error}") from error
+        self._reserved[place] = nbytes
+
+
+def _capacity() -> int:
+    """Return the length of the address range of one snapshot, which takes memory only where it is written."""
+    return physical_memory() // _PAGE * _PAGE
+
+
+def _available() -> int:
+    """Return how many bytes of memory can be allocated without swapping."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])

@@ -1,0 +1,271 @@
+"""Patches that let `torch.distributed.checkpoint.state_dict` handle wrapped models.
+
+That module finds an optimizer's parameters in the model's submodules, whose parameters are placeholders here, and
+gathers and shards DTensors only. Its private functions are replaced, because programs may have imported the public ones
+by name.
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, wraps
+from io import BytesIO
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_map_with_path
+
+from shardlite.checkpoint.contents import pickled, unpickled
+from shardlite.comm import agree
+from shardlite.comm import broadcast as broadcast_tensor
+from shardlite.engine import NUMBERS
+from shardlite.errors import CheckpointError, LayoutError, some_of
+from shardlite.model import ModelState, ShardLite, state_of
+from shardlite.optim import AdamW
+from shardlite.params import ShardTensor
+
+_State: TypeAlias = dict[str, Any]
+_Original: TypeAlias = Callable[..., Any]
+
+
+@cache
+def install() -> None:
+    """Let `torch.distributed.checkpoint.state_dict` handle wrapped models. Later calls do nothing."""
+    from torch.distributed.checkpoint import state_dict as patched
+
+    for name, replacement in _REPLACEMENTS.items():
+        setattr(patched, name, _for_wrapped(getattr(patched, name), replacement))
+    setattr(patched, "_init_optim_state", _init_state(patched._init_optim_state))  # noqa: B010 (mypy refuses it)
+
+
+def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
+    """Return a function that calls `replacement` for a wrapped model, and `original` for any other."""
+
+    @wraps(original)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wrapped = _wrapped(model)
+        if wrapped is None:
+            return original(model, *args, **kwargs)
+        return replacement(original, wrapped, *args, **kwargs)
+
+    return call
+
+
+def _wrapped(model: nn.Module) -> ShardLite | None:
+    """Return the wrapped model that `model` is, possibly compiled by `torch.compile`; otherwise `None`.
+
+    Raises:
+        LayoutError: it contains a wrapped model.
+    """
+    if not isinstance(model, ShardLite):  # which has the attributes of a compiled module inside it
+        model = getattr(model, "_orig_mod", model)
+    if isinstance(model, ShardLite):
+        return model
+    inside = next((name for name, each in model.named_modules() if isinstance(each, ShardLite)), None)
+    if inside is not None:
+        raise LayoutError(
+            f"the state dict of a {type(model).__name__} with a ShardLite model inside, {inside!r}: pass the ShardLite "
+            "model itself, and the other modules separately"
+        )
+    return None
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _verify_options(original: _Original, model: ShardLite, *args: Any, submodules: Any = None, **kwargs: Any) -> Any:
+    """Refuse `submodules`, which PyTorch has deprecated."""
+    if submodules:
+        raise LayoutError("submodules=: not supported for a ShardLite model: select from all names of its state dict")
+    return original(model, *args, submodules=submodules, **kwargs)
+
+
+def _unflatten_model_state(original: _Original, model: ShardLite, state_dict: _State) -> Any:
+    """Refuse a state dict by modules, which PyTorch has deprecated."""
+    if any(isinstance(key, nn.Module) for key in state_dict):
+        raise LayoutError("a state dict by modules is not supported for a ShardLite model: pass it by names")
+    return original(model, state_dict)
+
+
+# ---- get ------------------------------------------------------------------------------------------------------------
+
+
+def _iterate_model_state(_: _Original, model: ShardLite, *__: Any, **___: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of parameters and persistent buffers."""
+    shards = dict(model.named_parameters(remove_duplicate=False))
+    yield from ((name, shards.get(name, value)) for name, value in model.state_dict().items())
+
+
+def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    @wraps(original)
+    def init(optimizer: Optimizer) -> None:
+        """Make the state of an optimizer by a step with zero gradients, unless it steps in the backward."""
+        if isinstance(optimizer, AdamW) and optimizer.in_backward:
+            optimizer.init_state()
+        else:
+            original(optimizer)
+
+    return init
+
+
+def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
+    """Return shards; with `full_state_dict`, copies of whole tensors, gathered one after the other."""
+    *others, info = args
+    if not info.full_state_dict:
+        state: _State = original(model, *args)
+        return state
+    wanted = not info.cpu_offload or state_of(model).context.rank == 0
+    shards = original(model, *others, replace(info, full_state_dict=False, cpu_offload=False))
+
+    def copied(value: Tensor) -> Tensor | None:
+        tensor = value.full_tensor() if isinstance(value, ShardTensor) else value.clone()
+        return (tensor.cpu() if info.cpu_offload else tensor) if wanted else None
+
+    whole: _State = tree_map_only(Tensor, copied, shards)
+    return whole if wanted else {}
+
+
+# ---- set ------------------------------------------------------------------------------------------------------------
+
+
+def _load_model(_: _Original, model: ShardLite, state_dict: Mapping[str, Tensor], info: Any) -> Any:
+    """Load shards or whole tensors; with `broadcast_from_rank0`, those of the model's first rank."""
+    if info.broadcast_from_rank0:
+        return model.load_full_state_dict(state_dict, strict=info.strict)
+    if not state_dict:  # as in PyTorch, a rank may have nothing to load
+        return _IncompatibleKeys([], [])
+    return model.load_state_dict(state_dict, strict=info.strict)
+
+
+def _load_optimizers(
+    original: _Original, model: ShardLite, optimizers: tuple[Optimizer, ...], state_dict: _State, info: Any
+) -> None:
+    """Load shards, or this rank's parts of whole tensors. Collective.
+
+    Raises:
+        LayoutError: the state is not that of an optimizer, or not whole; on every rank.
+    """
+    state = state_of(model)
+    read = not info.broadcast_from_rank0 or state.context.rank == 0
+    _agree(state, _misfit(state_dict, info) if read else None)
+    with state.context.reporting_failures("its set_optimizer_state_dict"):
+        if info.full_state_dict:
+            state_dict = _shards_of(state_dict, model, broadcast=info.broadcast_from_rank0)
+            info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
+        original(model, optimizers, state_dict, info)
+
+
+def _agree(state: ModelState, problem: Exception | None) -> None:
+    """Raise on every rank if one has a problem. Collective."""
+    agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=state.context.timeout)
+
+
+def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
+    """Return why something is not a state that `get_optimizer_state_dict` has returned."""
+    flat = all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in state_dict)
+    if not state_dict or not ({"state", "param_groups"} <= state_dict.keys() or flat):
+        return LayoutError(
+            f"set_optimizer_state_dict: a state has the keys 'state' and 'param_groups', got {some_of(state_dict)}"
+            f"{': with broadcast_from_rank0 only the first rank needs it' if not info.broadcast_from_rank0 else ''}"
+        )
+    if info.full_state_dict and any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(state_dict)):
+        return LayoutError(
+            "set_optimizer_state_dict(full_state_dict=True) takes whole tensors, got shards: pass options without it, "
+            "or get the state with full_state_dict=True"
+        )
+    return None
+
+
+def _shards_of(state_dict: _State, model: ShardLite, *, broadcast: bool) -> _State:
+    """Return an optimizer's state with this rank's part of each whole tensor that is like its parameter.
+
+    With `broadcast` the model's first rank sends its state, one tensor after the other.
+    """
+    ours, shards = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    sent = _Broadcast(state_of(model), state_dict) if broadcast else None
+
+    def part(path: Sequence[Any], value: Any) -> Any:
+        if sent is not None and _is_sent(value):
+            value = sent.receive(value)
+        if not isinstance(value, Tensor):
+            return value
+        name, key = _entry_of(path, shards)
+        mine = ours.get(name)
+        if not isinstance(mine, ShardTensor) or key in NUMBERS or value.shape != mine.shape:
+            return value.clone()  # optimizers keep and change what they are given
+        local = value.detach().reshape(-1)[mine.start : mine.stop].to(mine.device, copy=True)
+        return ShardTensor(local.view(shards[name].shape), mine.shape, mine.start)
+
+    parts: _State = tree_map_with_path(part, state_dict if sent is None else sent.form)
+    return parts
+
+
+def _entry_of(path: Sequence[Any], names: Container[str]) -> tuple[str, str]:
+    """Return parameter and key of a leaf at `state.NAME.KEY`, nested or flattened."""
+    steps = [str(getattr(step, "key", getattr(step, "idx", ""))) for step in path]
+    name, key = ".".join(steps).removeprefix("state."), ""
+    while name and name not in names:
+        name, _, last = name.rpartition(".")
+        key = f"{last}.{key}" if key else last
+    return name, key
+
+
+class _Broadcast:
+    """Sends an optimizer's state from the model's first rank: its form at construction, then one tensor at a time.
+
+    Raises:
+        CheckpointError, LayoutError: the state contains something other than tensors and plain values; on every rank.
+    """
+
+    def __init__(self, state: ModelState, state_dict: _State) -> None:
+        self._context = context = state.context
+        self._tensors: Iterator[Tensor] | None = None
+        content, problem = b"", None
+        if context.rank == 0:
+            self._tensors = iter([each for each in tree_leaves(state_dict) if _is_sent(each)])
+            try:
+                content = pickled("the state of the optimizer", tree_map(_placeholder, state_dict)).getvalue()
+            except CheckpointError as error:
+                problem = error
+        _agree(state, problem)
+        length = context.all_gather_int(len(content), "the length of an optimizer's state")[0]
+        data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8)
+        content = self._send(data.to(context.device)).cpu().numpy().tobytes()
+        self.form: _State = unpickled("the state of the optimizer", BytesIO(content))
+        """The state, with a placeholder of the same shape and dtype for each tensor."""
+
+    def receive(self, placeholder: Tensor) -> Tensor:
+        """Return the next tensor of the form."""
+        if self._tensors is None:
+            return self._send(torch.empty(placeholder.shape, dtype=placeholder.dtype, device=self._context.device))
+        return self._send(next(self._tensors).detach().to(self._context.device).contiguous())
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        """Return the first rank's tensor, given one of the same shape and dtype."""
+        if tensor.numel():
+            operation = self._context.operation("an optimizer's state", "values")
+            for transport in self._context.transports:
+                broadcast_tensor(tensor.view(-1).view(torch.uint8), transport, operation=operation)
+        return tensor
+
+
+def _is_sent(value: object) -> bool:
+    """Return whether a value is sent separately; numbers are part of the form."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _placeholder(value: Any) -> Any:
+    return torch.empty((), dtype=value.dtype).expand(value.shape) if _is_sent(value) else value
+
+
+_REPLACEMENTS: dict[str, _Original] = {
+    "_verify_options": _verify_options,
+    "_unflatten_model_state_dict": _unflatten_model_state,
+    "_iterate_valid_model_state": _iterate_model_state,
+    "_get_model_state_dict": _get,
+    "_get_optim_state_dict": _get,
+    "_load_model_state_dict": _load_model,
+    "_load_optim_state_dict": _load_optimizers,
+}
