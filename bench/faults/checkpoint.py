@@ -55,7 +55,7 @@ from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.apps.checkpoint import files
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Saves into a folder that is not there yet. What goes on after the call is in the future."""

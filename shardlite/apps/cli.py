@@ -13,7 +13,6 @@ from shardlite import __version__
 from shardlite.apps.checkpoint_commands import add_export, add_import, add_inspect
 from shardlite.apps.demo.command import add_train
 from shardlite.apps.doctor.command import add_doctor
-from shardlite.apps.footprint.command import add_footprint
 from shardlite.apps.memory.command import add_memory
 from shardlite.apps.plan.command import add_plan
 from shardlite.apps.report.command import add_report
@@ -21,7 +20,7 @@ from shardlite.apps.ring.command import add_ring
 from shardlite.apps.verify.command import add_verify
 
 COMMANDS = (
-    *(add_train, add_verify, add_doctor, add_plan, add_footprint, add_memory, add_ring, add_report),
+    *(add_train, add_verify, add_doctor, add_plan, add_memory, add_ring, add_report),
     *(add_inspect, add_export, add_import),
 )
 """In the order of `shardlite --help`."""

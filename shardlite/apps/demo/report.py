@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from shardlite.apps.demo.footprint import Footprint
+from shardlite.apps.memory.peak import Footprint
 from shardlite.comm import Sent
 from shardlite.telemetry import format_bytes
 
