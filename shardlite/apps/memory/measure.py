@@ -40,7 +40,7 @@ from torch import nn
 from shardlite import ShardLite
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.peak import peak_of
-from shardlite.apps.memory.process import Sampler, purposes_of
+from shardlite.apps.memory.process import Account, Sampler, purposes_of
 from shardlite.apps.memory.systems import OPTIMIZER, System, Trainer
 from shardlite.apps.plan.source import Source
 
@@ -116,19 +116,17 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
     """Build and warm up a system, and return it with the sizes of the processes."""
     gc.collect()
     sampler = Sampler(group)
-    try:
-        sizes: Row = {"made_bytes": _made_bytes(source, sampler)}
-        trainer = system.build(source, group)
-        sizes["wrap_peak_bytes"], sizes["wrapped_bytes"], _ = sampler.take()
-        warm_up(trainer)
-        sampler.watch(trainer.model)
-        sampler.take()
+    sizes: Row = {"made_bytes": _made_bytes(source, sampler)}
+    trainer = system.build(source, group)
+    sizes["wrap_peak_bytes"], sizes["wrapped_bytes"] = sampler.sample()
+    warm_up(trainer)
+    sampler.sample()
+    with Account(trainer.model) as account:
         for _ in range(steps):
             trainer.step()
-        sizes["pss_bytes"], sizes["between_bytes"], sizes["pss_purposes"] = sampler.take()
-    finally:
-        sampler.close()
-    return trainer, sizes
+        sizes["pss_bytes"], sizes["between_bytes"] = sampler.sample()
+    sampler.close()
+    return trainer, {**sizes, "pss_purposes": account.mean_at(sampler.when, group)}
 
 
 def _count(source: Source) -> int:
@@ -144,10 +142,10 @@ def _count(source: Source) -> int:
 def _made_bytes(source: Source, sampler: Sampler) -> int:
     """Return what the model alone adds to a process. It is deleted again."""
     made = source.make()
-    _, nbytes, _ = sampler.take()
+    _, nbytes = sampler.sample()
     del made
     gc.collect()
-    sampler.take()
+    sampler.sample()
     return nbytes
 
 

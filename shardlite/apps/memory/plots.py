@@ -219,7 +219,7 @@ def _stack(axes: Axes, ours: Timeline) -> None:
         sizes = [sum(each.get(purpose, 0) for purpose in COLUMNS[title]) / 2**20 for each in ours.purposes]
         above = [a + b for a, b in zip(below, sizes, strict=True)]
         if any(sizes):
-            style = {"facecolor": colour, "hatch": hatch, "edgecolor": "#333333", "linewidth": 0.2}
+            style: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "#333333", "linewidth": 0.2}
             axes.fill_between(places, below, above, step="post", label=label, **style)
         below = above
 

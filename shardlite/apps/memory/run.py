@@ -244,7 +244,7 @@ def _write(row: Row, file: Path) -> None:
 def _result(row: Row) -> str:
     if "error" in row:
         return f"failed, {row['error'].splitlines()[0]}"
-    return f"{row.get('pss_bytes', row['tensor_bytes']) / 2**20:.0f} MiB"
+    return f"{row['pss_bytes' if 'pss_bytes' in row else 'tensor_bytes'] / 2**20:.0f} MiB"
 
 
 def _cause(status: int, log: str) -> str:

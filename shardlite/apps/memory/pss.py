@@ -1,0 +1,44 @@
+"""Sample the proportional set size of some processes together, from outside: `python pss.py PID...`.
+
+A page that `n` processes share counts as `1/n` in each, so the sum is what the processes hold together. The kernel
+keeps no maximum of it, so this program reads it repeatedly. It imports nothing large. It answers each line on its input
+with `peak now when`: the most bytes since the last line, bytes now, and the moment of the peak, in nanoseconds of the
+monotonic clock, which all processes share.
+"""
+
+import os
+import select
+import sys
+import time
+
+_PAUSE = 0.002
+"""Seconds between two samples, which take a few milliseconds each."""
+
+
+def _read(descriptor: int) -> int:
+    """Read one process's size in bytes."""
+    lines = os.pread(descriptor, 4096, 0).splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
+
+
+def _sample(processes: list[str]) -> None:
+    """Sample until the input or a process ends."""
+    descriptors = [os.open(f"/proc/{process}/smaps_rollup", os.O_RDONLY) for process in processes]
+    peak = when = 0
+    while True:
+        before = time.monotonic_ns()
+        try:
+            now = sum(map(_read, descriptors))
+        except ProcessLookupError:
+            return
+        if now > peak:
+            peak, when = now, (before + time.monotonic_ns()) // 2
+        if select.select([sys.stdin], [], [], _PAUSE)[0]:
+            if not sys.stdin.readline():
+                return
+            print(peak, now, when, flush=True)
+            peak = 0
+
+
+if __name__ == "__main__":
+    _sample(sys.argv[1:])
