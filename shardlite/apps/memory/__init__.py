@@ -10,3 +10,6 @@ tables and plots, and one step by purpose. Read `run.py` first, then `measure.py
     peak.py       the peak of one step              plots.py    rows and steps as plots
     machine.py    where and when a row was measured
 """
+
+OWN = "shardlite"
+"""The name of ShardLite with the options of the command line."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps.launch import world_size
+from shardlite.apps.memory import OWN
 from shardlite.apps.options import add_model, add_training, check_file, check_folder, check_numbers, usage_errors
 from shardlite.apps.plan.presets import check_model
 
@@ -15,9 +16,6 @@ SYSTEMS = (
     *("in_backward", "in_backward, prefetch 0", "bf16", "bf16, split24", "bf16, int8", "compact"),
 )
 """Names in `systems.py`, which imports PyTorch."""
-
-OWN = "shardlite"
-"""The name of ShardLite with the options of the command line."""
 
 DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
 """Systems of a run in which none are named."""

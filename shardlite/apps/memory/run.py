@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 
 from shardlite.apps.launch import environment_for, run_agent, torchrun
-from shardlite.apps.memory.command import OWN
+from shardlite.apps.memory import OWN
 from shardlite.apps.memory.measure import Row, compared, measure
 from shardlite.apps.memory.plots import paint, paint_timeline
 from shardlite.apps.memory.predict import Predictor
 from shardlite.apps.memory.systems import SYSTEMS, System, fully_sharded_system, shardlite_system, wrap_fsdp2
 from shardlite.apps.memory.table import Comparison, by_purpose, heading, render
 from shardlite.apps.memory.timeline import Timeline, record
-from shardlite.apps.options import precision_of, progress
-from shardlite.apps.plan.plan import Planner, Setting
+from shardlite.apps.options import progress
+from shardlite.apps.plan.plan import Planner, Setting, setting_of
 from shardlite.apps.plan.source import Source, find_source
 
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
@@ -176,14 +176,7 @@ def _parse(options: Namespace) -> tuple[Source, Setting, dict[str, System]]:
     Raises:
         ValueError: an option has a value that it cannot have.
     """
-    setting = Setting(
-        stage=options.stage,
-        precision=precision_of(options),
-        state=options.state,
-        in_backward=options.in_backward,
-        prefetch=options.prefetch,
-        on_gpu=False,
-    )
+    setting = replace(setting_of(options), stage=options.stage, on_gpu=False)
     named = list(SYSTEMS) if options.systems == ["all"] else options.systems
     if setting != Setting(on_gpu=False):
         named = [*named, OWN]

@@ -8,6 +8,5 @@ JSON and plots. Read `run.py` first, then `plan.py`.
     presets.py    shapes of models by name               decoder.py  their modules
     cards.py      cards by name, with sources            clusters.py links by name, with sources
     plan.py       bytes of a rank, for one setting       simulate.py step time, from events and the cost model
-    published.py  formulas that others have published    links.py    bytes inside nodes and across them
-    report.py, plots.py
+    published.py  formulas that others have published    report.py, plots.py
 """

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.options import MOST_RANKS, add_model, add_training, check_numbers, progress, usage_errors
+from shardlite.apps.options import MOST_RANKS, add_model, add_training, check_numbers, usage_errors
 from shardlite.apps.plan.cards import memory_of
 from shardlite.apps.plan.presets import check_model
 
@@ -47,9 +47,9 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
     """Check the options, print the plan, and write what else was asked for."""
     with usage_errors(parser, "--plots"):
         _check(options)
-        from shardlite.apps.plan.run import Request, plan
+        from shardlite.apps.plan.run import plan
 
-        print(plan(Request.of(options), progress=progress))
+        print(plan(options))
     return 0
 
 

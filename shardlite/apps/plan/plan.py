@@ -8,6 +8,7 @@ Legend: `W` ranks.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from shardlite.apps.options import precision_of
 from shardlite.apps.plan.source import Source, SourceError
 from shardlite.apps.plan.trace import trace
 from shardlite.build import (
@@ -72,6 +74,20 @@ class Setting:
             in_backward=self.in_backward,
             on_gpu=self.on_gpu,
         )
+
+
+def setting_of(options: Namespace) -> Setting:
+    """Return what `options.add_training` has added to a command line, as a setting.
+
+    Raises:
+        ValueError: the dtypes do not go together.
+    """
+    return Setting(
+        precision=precision_of(options),
+        state=options.state,
+        in_backward=options.in_backward,
+        prefetch=options.prefetch,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from shardlite.apps.plan import published
 from shardlite.apps.plan.clusters import Cluster
 from shardlite.apps.plan.plan import Planner, RankPlan, Setting
 from shardlite.apps.plan.simulate import Scaling, simulate
+from shardlite.apps.tables import aligned
 from shardlite.build import ACTIVATIONS
 
 COLUMNS = {
@@ -123,9 +124,7 @@ def _head(planner: Planner, cluster: Cluster | None) -> Iterator[str]:
 def _table(group: Group, cluster: Cluster | None, card: int | None) -> list[str]:
     """Return lines with a row per number of ranks. Bytes are in GB (10^9) at the moment of the peak."""
     rows = [_titles(cluster, card), *(_row(plan, group, cluster, card) for plan in group.plans)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return ["GB per rank at the peak:", *lines]
+    return ["GB per rank at the peak:", aligned(rows, words=0)]
 
 
 def _titles(cluster: Cluster | None, card: int | None) -> list[str]:
