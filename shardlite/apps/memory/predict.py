@@ -34,10 +34,10 @@ class Predictor:
     """Predicts one model in any system."""
 
     def __init__(self, source: Source, *, progress: Callable[[str], None]) -> None:
-        """Make the model of fake tensors.
+        """Create the model with fake tensors.
 
         Raises:
-            SourceError: it cannot be made so.
+            SourceError: the model cannot be created with fake tensors.
         """
         self._planner = Planner(source, progress=progress)
         self._rules: dict[str, Callable[[int], int]] = {

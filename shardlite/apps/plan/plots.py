@@ -1,4 +1,4 @@
-"""Plots of a plan. Colours and hatches can be told apart in print and by colour-blind readers. Needs matplotlib.
+"""Plots of a plan. Colours and hatches are distinguishable in print and for colour-blind readers. Needs matplotlib.
 
 Colours are those of Wong 2011 (Nature Methods 8, 441).
 """
@@ -54,7 +54,7 @@ def paint(
 
 
 def _memory(planner: Planner, groups: Sequence[Group], card: int | None, path: Path) -> Path:
-    """Draw a bar per number of ranks, stacked by purpose, for each group. The numbers of its parts are below it."""
+    """Draw a bar per number of ranks, stacked by purpose, for each group, with a table of its parts below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 + 4.4 * len(groups)), dpi=130, layout="constrained")
@@ -84,7 +84,7 @@ def _memory(planner: Planner, groups: Sequence[Group], card: int | None, path: P
 
 
 def _number(axes: Axes, line: int, title: str, cells: Sequence[str]) -> None:
-    """Write a line of a table under the bars. It begins with its title, and with the colour of a part."""
+    """Write a line of the table below the bars, with its title and the colour of a part."""
     down = -(10 + 13 * line)  # points
     options: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "annotation_clip": False}
     axes.annotate(title, (0, 0), (-22, down), "axes fraction", ha="right", **options)

@@ -22,7 +22,7 @@ COLUMNS = {
     "other": ("buffers", "staging", "chunks of a step"),
     "activations": (ACTIVATIONS,),
 }
-"""Columns of the table, and what each adds up."""
+"""Columns of the table, and the purposes that each adds up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class Group:
     plans: Sequence[RankPlan]
     curve: Sequence[Scaling] = ()
     fewest: int | None = None
-    """The smallest number of ranks that fit in the card."""
+    """The smallest number of ranks with which a rank fits into the card."""
 
     @property
     def setting(self) -> Setting:
-        """What they have in common."""
+        """The setting that all plans share."""
         return self.plans[0].setting
 
 
@@ -52,7 +52,7 @@ def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, car
 
 
 def words(setting: Setting) -> str:
-    """Name a setting, without its number of ranks."""
+    """Describe a setting, without its number of ranks."""
     precision = setting.precision
     computing = "fp32" if precision.compute is None else str(precision.compute).removeprefix("torch.")
     parts = [
@@ -70,7 +70,7 @@ def words(setting: Setting) -> str:
 
 
 def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> dict[str, Any]:
-    """Return everything as plain data; bytes and seconds."""
+    """Return everything as plain data, in bytes and seconds."""
     return {
         "model": planner.source.name,
         "batch": planner.source.words,
