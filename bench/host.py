@@ -48,8 +48,8 @@ from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
 from bench.support.table import Columns, Row, cells_of, markdown_table, read_rows
 from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
-from shardlite.apps.footprint.machine import machine
-from shardlite.apps.footprint.systems import OPTIMIZER
+from shardlite.apps.memory.machine import machine
+from shardlite.apps.memory.systems import OPTIMIZER
 from shardlite.comm.collectives import reduce_scatter, staging_numel
 from shardlite.comm.transport.group_collectives import NcclCollectives, rows_numel, slices_in
 from shardlite.comm.transport.whole import SHORTEST

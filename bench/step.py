@@ -44,8 +44,8 @@ from bench.support.systems import ORDERS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
-from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import default_ranks
+from shardlite.apps.memory.machine import machine
 from shardlite.comm.transport.select import choose
 
 PEERS = ("floor", "fsdp2", "ddp")

@@ -54,7 +54,7 @@ from bench.support.systems import SYSTEMS
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 from shardlite.checkpoint import BLOCK, begin_writeback
 
 Save = Callable[[Path], "Future[Path] | None"]

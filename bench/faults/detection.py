@@ -31,7 +31,7 @@ from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import Trainer, build_shardlite
 from bench.support.table import Row
 from bench.support.workloads import WORKLOADS, Batch, Workload
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 from shardlite.weights.negotiation import END, Negotiation, Round
 
 

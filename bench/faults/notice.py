@@ -31,7 +31,7 @@ from bench.support.systems import build_shardlite
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite import CommError
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
 """As the argument of `ShardLite`."""

@@ -42,8 +42,8 @@ from bench.support.systems import SYSTEMS
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
-from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import OWN_STORE, torchrun
+from shardlite.apps.memory.machine import machine
 
 WAYS = ("memory", "disk")
 AFTER = 2

@@ -1,4 +1,4 @@
 """What a training step holds in memory, by system: `python -m bench.footprint` measures (`run.py`).
 
-What it measures with is `shardlite/apps/footprint/`, which `shardlite footprint` runs on a user's own model.
+It measures with `shardlite/apps/memory/`, which `shardlite memory` runs on a user's own model.
 """

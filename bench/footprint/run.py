@@ -2,16 +2,16 @@
 
     python -m bench.footprint --model gpt2 --ranks 1 2 4
 
-starts new processes for each model, number of ranks and system. Rows go to
-`bench/results/footprint-MODEL-Nranks.jsonl`, one JSON object a system; `shardlite/apps/footprint/measure.py` says what
-their keys are.
+measures what `shardlite memory --process` measures, on the models of the other benches. It starts new processes for
+each model, number of ranks and system. Rows go to `bench/results/footprint-MODEL-Nranks.jsonl`, one JSON object a
+system; `shardlite/apps/memory/measure.py` describes their keys.
 
 By default `malloc` returns large blocks to the system as soon as they are freed (`MALLOC_MMAP_THRESHOLD_`), so that
-what is measured is what systems hold, and not how `malloc` cuts it up. `--malloc default` leaves it as it is.
-`--busy N` runs N loops beside.
+the results are what systems hold, and not how `malloc` divides it. `--malloc default` leaves it as it is. `--busy N`
+runs N endless loops at the same time.
 
-DeepSpeed is optional, and left out where it is not installed. DeepSpeed 0.19.8 runs ZeRO-1 to 3 on CPU ranks over gloo
-with PyTorch 2.13. It needs a C++ compiler: it builds its messages in shared memory when it is first used.
+DeepSpeed is optional, and left out if it is not installed. DeepSpeed 0.19.8 runs ZeRO-1 to 3 on CPU ranks over gloo
+with PyTorch 2.13. It needs a C++ compiler: it builds its communication over shared memory when it is first used.
 """
 
 from __future__ import annotations
@@ -26,34 +26,27 @@ from pathlib import Path
 
 from bench.support.table import RESULTS, Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
-from shardlite.apps.footprint.measure import STEPS
-from shardlite.apps.footprint.plots import paint
-from shardlite.apps.footprint.run import RETURNS, Program, be_rank, measure_all
-from shardlite.apps.footprint.systems import SYSTEMS
-from shardlite.apps.footprint.table import cells, failures, heading, run_stem, runs
+from shardlite.apps.memory import table
+from shardlite.apps.memory.measure import measure
+from shardlite.apps.memory.plots import paint
+from shardlite.apps.memory.run import RETURNS, Program, be_rank, measure_all
+from shardlite.apps.memory.systems import SYSTEMS
 from shardlite.apps.plan.source import Source
 
 
 def source_of(workload: Workload) -> Source:
-    """Return a workload as a model and one batch. What is in the batch does not matter to memory."""
+    """Return a workload as a model and one batch. The values in the batch do not change what is held."""
     return Source(workload.name, workload.make, lambda: workload.draw(0, 0), workload.words)
 
 
 def render(rows: Sequence[Row]) -> str:
     """Return one table for each run, in Markdown."""
-    return "\n\n".join(_render_run(run) for run in runs(rows))
-
-
-def _render_run(run: Sequence[Row]) -> str:
-    if "error" in run[0]:  # then no system was measured
-        return "\n".join(failures(run))
-    failed = "".join(f"\n\n{line}" for line in failures(run))
-    return f"{heading(run[0])}\n\n{markdown_table(cells(run))}{failed}"
+    return table.render(rows, markdown_table)
 
 
 @contextmanager
 def _busy(loops: int) -> Iterator[None]:
-    """Run `loops` endless loops in processes beside the block."""
+    """Run `loops` endless loops in other processes during the block."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
         yield
@@ -69,7 +62,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["gpt2"], help="(gpt2)")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), help="(all)")
     parser.add_argument("--malloc", choices=["returns", "default"], default="returns", help="(%(default)s)")
-    parser.add_argument("--busy", type=int, default=0, help="loops that run beside (%(default)s)")
+    parser.add_argument("--busy", type=int, default=0, help="endless loops that run at the same time (%(default)s)")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the tables of these rows")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the rows, too; needs matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
@@ -84,8 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measure one system as a rank, or all by starting the ranks of each. Return 1 if a system failed."""
     options = _options(arguments)
     if options.row is not None:
-        workload = WORKLOADS[options.model[0]]
-        return be_rank(lambda: source_of(workload), options.systems[0], options.row, steps=STEPS)
+        source, system = source_of(WORKLOADS[options.model[0]]), SYSTEMS[options.systems[0]]
+        return be_rank(lambda group: measure(source, system, group, process=True), options.row)
     rows = read_rows(options.table) if options.table else _run_all(options)
     print(render(rows))
     if options.plots is not None:
@@ -97,6 +90,7 @@ def _run_all(options: argparse.Namespace) -> list[Row]:
     """Measure the models one after the other, and write the rows of each number of ranks when they are complete."""
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []
+    systems = {name: SYSTEMS[name] for name in options.systems}
     for model in options.model:
         program = Program(
             module="bench.footprint",
@@ -104,15 +98,10 @@ def _run_all(options: argparse.Namespace) -> list[Row]:
             environment=RETURNS if options.malloc == "returns" else {},
             facts={"malloc": options.malloc, "busy": options.busy},
         )
-        source = source_of(WORKLOADS[model])
         with _busy(options.busy):
-            for run in measure_all(source, program, options.systems, options.ranks, progress=_say):
+            for run in measure_all(source_of(WORKLOADS[model]), program, systems, options.ranks):
                 if run:  # some systems are installed
-                    file = options.out / f"{run_stem(run[0])}.jsonl"
+                    file = options.out / f"{table.run_stem(run[0])}.jsonl"
                     file.write_text("".join(f"{json.dumps(row)}\n" for row in run))
                     rows += run
     return rows
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)

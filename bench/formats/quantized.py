@@ -35,7 +35,7 @@ from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 
 CONFIG = GPTConfig(layers=3, width=96, heads=3, context=64)
 BATCH = 8

@@ -47,7 +47,7 @@ from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import Corpus, draw_batch, read_corpus
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 
 CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
 BATCH = 8

@@ -43,7 +43,7 @@ from bench.support.measure import Times, percentile, seconds
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, read_rows
 from shardlite.apps.doctor.trials import start_together
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.cost_model import LINKS
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER

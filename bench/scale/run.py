@@ -47,7 +47,7 @@ from bench.support.selection import rows_for
 from bench.support.systems import SYSTEMS, Build
 from bench.support.table import RESULTS, Row, read_rows, write_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 from shardlite.apps.plan.clusters import CLUSTERS
 from shardlite.apps.plan.source import find_source
 

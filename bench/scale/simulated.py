@@ -19,8 +19,8 @@ import torch
 from bench.support.table import Row
 from bench.support.workloads import Batch, Workload
 from shardlite import Precision
-from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import usable_cores
+from shardlite.apps.memory.machine import machine
 from shardlite.apps.plan.cards import Card
 from shardlite.apps.plan.clusters import Cluster
 from shardlite.apps.plan.plan import Planner, Setting

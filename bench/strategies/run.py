@@ -54,7 +54,7 @@ from bench.strategies.wire import counted
 from bench.support.measure import largest, milliseconds, rotated, seconds
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, write_rows
-from shardlite.apps.footprint.machine import machine
+from shardlite.apps.memory.machine import machine
 from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02

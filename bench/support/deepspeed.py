@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.support.systems import Trainer, flat
 from bench.support.workloads import Batch, Workload
-from shardlite.apps.footprint.systems import deepspeed_engine, torch_adamw
+from shardlite.apps.memory.systems import deepspeed_engine, torch_adamw
 
 STAGES = (1, 3)
 

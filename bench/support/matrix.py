@@ -26,7 +26,7 @@ from bench.support.systems import (
 )
 from bench.support.workloads import Batch, Workload
 from shardlite import Precision
-from shardlite.apps.footprint.systems import ADAMW
+from shardlite.apps.memory.systems import ADAMW
 
 PrecisionName = Literal["fp32", "bf16"]
 PRECISIONS: Sequence[PrecisionName] = get_args(PrecisionName)

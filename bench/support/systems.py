@@ -9,7 +9,7 @@
 | `p2p`, `collectives` | the same at stage 3, over the process group instead of shared memory |
 | `tree` | stage 3 with `order="tree"`, one part per rank: the additions of the others in another order |
 
-`shardlite.apps.footprint.systems` wraps PyTorch's systems.
+`shardlite.apps.memory.systems` wraps PyTorch's systems.
 
 All use fused AdamW, and drop gradients after the step, which is PyTorch's default. With `compute`, weights in fp32 are
 cast to that dtype for forward and backward, and gradients are reduced in fp32: FSDP1, FSDP2 and ShardLite do so by
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from bench.support.workloads import Batch, Workload
 from shardlite import AdamW, Precision, Route, ShardLite
-from shardlite.apps.footprint.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
+from shardlite.apps.memory.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
 from shardlite.config import ReduceName, TransportName
 
 

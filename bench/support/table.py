@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps.report.cells import system_name
+from shardlite.apps.tables import aligned
 
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], str]]
@@ -105,14 +106,14 @@ def _render_settings(rows: list[Row], markdown: bool) -> str:
         f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
         f"{first['machine']}, torch {first['torch']}, {first['date']}."
     )
-    return f"{heading}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
+    return f"{heading}\n\n{markdown_table(cells) if markdown else aligned(cells)}"
 
 
 def _render_run(rows: list[Row], markdown: bool) -> str:
     known = {name: cell for name, cell in _COLUMNS.items() if name != "per second" or "per_second" in rows[0]}
     cells = cells_of(known, rows)
     cells[0] = [f"{rows[0]['item']}/s" if name == "per second" else name for name in cells[0]]
-    return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else aligned(cells)}"
 
 
 def _heading(row: Row) -> str:
@@ -138,15 +139,6 @@ def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
     header, *body = cells
     rule = [*["---"] * words, *["---:"] * (len(header) - words)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for first, *others in cells:
-        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *numbers]))
-    return "\n".join(lines)
 
 
 def print_tables(module: str, names: str, render: Callable[[list[Row]], str]) -> None:

@@ -1,7 +1,7 @@
 """The command line: `shardlite COMMAND`.
 
-Each `add_NAME` makes a parser whose default for `run` takes the parsed options and the whole command line, and returns
-the exit status. No parser needs PyTorch: help and wrong options are answered at once, and `run` imports what it needs.
+Each `add_NAME` adds a parser whose default for `run` takes the parsed options and the whole command line, and returns
+the exit status. Parsers do not import PyTorch, so help and errors of options appear at once; `run` imports it.
 """
 
 import sys
@@ -13,7 +13,6 @@ from shardlite import __version__
 from shardlite.apps.checkpoint_commands import add_export, add_import, add_inspect
 from shardlite.apps.demo.command import add_train
 from shardlite.apps.doctor.command import add_doctor
-from shardlite.apps.footprint.command import add_footprint
 from shardlite.apps.memory.command import add_memory
 from shardlite.apps.plan.command import add_plan
 from shardlite.apps.report.command import add_report
@@ -21,7 +20,7 @@ from shardlite.apps.ring.command import add_ring
 from shardlite.apps.verify.command import add_verify
 
 COMMANDS = (
-    *(add_train, add_verify, add_doctor, add_plan, add_footprint, add_memory, add_ring, add_report),
+    *(add_train, add_verify, add_doctor, add_plan, add_memory, add_ring, add_report),
     *(add_inspect, add_export, add_import),
 )
 """In the order of `shardlite --help`."""
@@ -44,12 +43,12 @@ class _Parser(ArgumentParser):
     """A parser, also of commands, for which wrong usage is one line instead of a page of usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:  # type: ignore[override]
-        """Parse options. The command that does not know one says so, and not the program."""
+        """Parse options. An unknown one is reported by its command, not by the program."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """End the program with status 2 and one line."""
+        """Exit with status 2 and one line."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

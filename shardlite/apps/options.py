@@ -1,4 +1,4 @@
-"""What commands share: options, their checks before a command begins to work, and how wrong usage ends it."""
+"""What commands share: options, their checks, and how wrong usage ends a command."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from shardlite.config import Precision
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Values of options that name a dtype, and its name in PyTorch."""
+"""Values of options that choose a dtype, and the dtype's name in PyTorch."""
 
-# Written once more, because the modules that give them a meaning import PyTorch. A test compares both.
+# Repeated here, because the modules that define them import PyTorch. A test compares both.
 STATES = ("fp32", "bf16", "int8")
 ALGORITHMS = ("ring", "bidirectional", "direct", "hierarchical", "halving")
 MOST_RANKS = 4096  # of a plan
 
 
 def add_model(parser: ArgumentParser, *, example: str, batch: int) -> None:
-    """Add the options that `plan.source.find_source` takes, with a preset as an example and a default for `--batch`."""
+    """Add the options of `plan.source.find_source`, with a preset as an example and a default for `--batch`."""
     group = parser.add_argument_group("model")
     meaning = f"a preset ({example}), a Hugging Face config file, or module:name"
     group.add_argument("--model", required=True, metavar="MODEL", help=meaning)
@@ -34,22 +34,22 @@ def add_model(parser: ArgumentParser, *, example: str, batch: int) -> None:
 
 
 def add_training(group: Any) -> None:
-    """Add the options of a run that `ShardLite`, `Precision` and `AdamW` have as arguments."""
-    group.add_argument("--state", choices=STATES, default="fp32", help="of the moments (fp32)")
-    group.add_argument("--in-backward", action="store_true", help="step in the backward")
+    """Add the options that are arguments of `ShardLite`, `Precision` and `AdamW`."""
+    group.add_argument("--state", choices=STATES, default="fp32", help="format of the moments (fp32)")
+    group.add_argument("--in-backward", action="store_true", help="step shards in the backward")
     add_precision(group)
     group.add_argument("--master", choices=("fp32", "split24"), default="fp32", help="format of the weights (fp32)")
-    group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units that are gathered ahead (1)")
+    group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units to gather ahead (1)")
 
 
 def add_precision(group: Any) -> None:
     """Add the dtypes of `Precision` that `precision_of` reads."""
-    group.add_argument("--compute", choices=DTYPES, help="what forward and backward run in (no casts)")
-    group.add_argument("--reduce", choices=DTYPES, default="fp32", help="what gradients are summed in (fp32)")
+    group.add_argument("--compute", choices=DTYPES, help="dtype of forward and backward (no casts)")
+    group.add_argument("--reduce", choices=DTYPES, default="fp32", help="dtype in which gradients are summed (fp32)")
 
 
 def dtype_of(name: str) -> "torch.dtype":
-    """Return the dtype that an option names."""
+    """Return the dtype that an option chooses."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -57,7 +57,7 @@ def dtype_of(name: str) -> "torch.dtype":
 
 
 def precision_of(options: Namespace) -> "Precision":
-    """Return the precision of a command line; of the weights if the command has `--master`.
+    """Return the precision of a command line. `--master` is included if the command has it.
 
     Raises:
         ValueError: the dtypes do not go together.
@@ -72,7 +72,7 @@ def precision_of(options: Namespace) -> "Precision":
 
 
 def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
-    """Return the number of ranks that a launcher has started, or `None`. It must agree with `--ranks`."""
+    """Return the number of ranks that a launcher has started, or `None`. Exit if `--ranks` is another number."""
     started = world_size()
     if options.ranks is not None and options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}; it must be at least 1")
@@ -82,17 +82,17 @@ def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
 
 
 def progress(words: str) -> None:
-    """Print what begins now, apart from the results."""
+    """Print to standard error what begins now."""
     print(f"{words} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[None]:
-    """End the program with status 2 and one line where the block raises an error of its options.
+    """Exit with status 2 and one line if the block raises an error of its options.
 
     Args:
         parser: prints the line.
-        plots: what needs matplotlib: an option, or the command.
+        plots: the option, or the command, that needs matplotlib.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[N
 
 
 def check_numbers(options: Namespace, **least: int) -> None:
-    """Raise an error if a number of a command line is too small. `None`: the option was not given.
+    """Raise an error if an option is smaller than its least value. `None` means that it was not given.
 
     Raises:
         ValueError: the message names the option.
@@ -117,7 +117,7 @@ def check_numbers(options: Namespace, **least: int) -> None:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Raise an error if a file cannot be where an option says. `None`: the option was not given.
+    """Raise an error if `path` cannot be a file. `None` means that the option was not given.
 
     Raises:
         OSError: the folder of `path` does not exist, or `path` is a folder.
@@ -131,7 +131,7 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise an error if `path` is a file. A folder that does not exist is made later. `None`: it was not given.
+    """Raise an error if `path` is a file. A folder that does not exist is created later.
 
     Raises:
         OSError: `path` is a file.

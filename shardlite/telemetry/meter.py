@@ -41,11 +41,14 @@ class Meter(Generic[T]):
     the steps that are metered.
 
     `on_peak` is called after each new peak, just before the next operator runs, so that other ledgers are up to date
-    by then. `at_peak` is its latest result.
+    by then. `at_peak` is its latest result. `on_operator` is called before and after each operator.
     """
 
-    def __init__(self, on_peak: Callable[[], T] | None = None) -> None:
+    def __init__(
+        self, on_peak: Callable[[], T] | None = None, *, on_operator: Callable[[], object] = lambda: None
+    ) -> None:
         self._on_peak = on_peak
+        self._on_operator = on_operator
         self._at_peak: T | None = None
         self._snapshot_due = False
         self._ledger = Ledger()
@@ -89,10 +92,12 @@ class Meter(Generic[T]):
     def _run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, and track the storages of its arguments and results."""
         self._take_snapshot()
+        self._on_operator()
         result = func(*args, **kwargs)
         with self._noting_peaks():
             for value in tree_leaves((args, kwargs, result)):
                 self._book(value)
+        self._on_operator()
         return result
 
     def _run_resize(self, storage: UntypedStorage, resize: Callable[[], Any]) -> Any:

@@ -12,12 +12,12 @@ import torch
 
 from shardlite.apps import cli, launch
 from shardlite.apps.demo import train
-from shardlite.apps.demo.footprint import Footprint, measure_plain
 from shardlite.apps.demo.gpt import GPT, rotate
 from shardlite.apps.demo.report import Point, describe_result, footprint_table, printable, write_curve
 from shardlite.apps.demo.settings import GPTConfig, Settings
 from shardlite.apps.demo.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.apps.demo.train import learning_rate
+from shardlite.apps.memory.peak import Footprint, measure_plain
 from tests.support.ranks.scripts import run_command, run_process
 
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8)

@@ -1,38 +1,262 @@
-"""`shardlite memory`: what it records, prints, draws and refuses."""
+"""`shardlite memory`: what it predicts, measures, records, prints, draws and refuses."""
 
-from pathlib import Path
+import json
+import re
+import sys
 
 import pytest
 import torch
 from shardlite_kernels import chunk_memory
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.run import get_args_parser
 
+from bench.footprint.run import source_of
+from bench.support.table import RESULTS
+from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.apps.cli import main
+from shardlite.apps import cli
 from shardlite.apps.launch import torchrun
-from shardlite.apps.memory.recorder import BACKWARD, FORWARD, ROOT, STEP, Phase, Timeline, record
-from shardlite.apps.memory.report import Comparison, table
-from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
+from shardlite.apps.memory import predict, table
+from shardlite.apps.memory.plots import paint
+from shardlite.apps.memory.predict import Predictor
+from shardlite.apps.memory.run import Program, measure_all
+from shardlite.apps.memory.systems import SYSTEMS, System, fully_sharded_system, shardlite_system, wrap_fsdp2
+from shardlite.apps.memory.table import Comparison
+from shardlite.apps.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import find_source
 from shardlite.build import ACTIVATIONS
-from tests.support.ranks.scripts import run_command
+from tests.support.ranks.cluster import RemoteError
+from tests.support.ranks.scripts import run_command, run_process
 
+WIDTH = 64
 HERE = "tests.apps.test_memory_command"
 
 
-class Broken(nn.Module):
+class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(2, 2)
+        self.rise, self.fall = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fall(torch.tanh(self.rise(x)))
+
+
+class Own(nn.Module):
+    """A user's model: blocks between two other layers, and another output than a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"logits": self.head(hidden)}
+
+
+class Broken(Own):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         raise KeyError("no such layer")
 
 
+def batch() -> torch.Tensor:
+    return torch.zeros(2, 8, dtype=torch.long)
+
+
+def options(model: str, *systems: str) -> list[str]:
+    return ["memory", "--model", f"{HERE}:{model}", "--inputs", f"{HERE}:batch", "--systems", *systems]
+
+
+@pytest.fixture
+def on_cluster(cluster, monkeypatch, tmp_path):
+    """Let programs run on the warm ranks, instead of being started."""
+
+    def run(program: Program, system: str, ranks: int) -> dict:
+        file = tmp_path / f"{system}.json"
+        arguments = [*program.arguments, "--systems", system, "--row", str(file)]
+        try:
+            run_command(cluster, cli.main, *arguments, ranks=ranks)
+        except RemoteError:
+            assert "error" in json.loads(file.read_text())
+        return json.loads(file.read_text())
+
+    monkeypatch.setattr(Program, "run", run)
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+
+def check_rows(model: str, name: str) -> None:
+    """Compare rows of PyTorch's systems with the rules. Those of ShardLite are `test_plan_memory.py`'s subject."""
+    predictor = Predictor(source_of(WORKLOADS[model]), progress=lambda _: None)
+    rows = [json.loads(line) for line in (RESULTS / f"footprint-{name}.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if SYSTEMS[row["system"]].setting is None and "deepspeed" not in row["system"]]
+    assert len(rows) >= 7
+    for row in rows:
+        assert row["tensor_bytes"] == pytest.approx(
+            predictor.bounds(row["system"], SYSTEMS[row["system"]], row["ranks"])[1], rel=0.01
+        ), row
+
+
+def test_other_systems_hold_what_their_rules_say():
+    check_rows("mlp", "mlp-2ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("mlp", "mlp-4ranks"),
+        ("gpt", "gpt-2ranks"),
+        ("gpt", "gpt-4ranks"),
+        ("gpt2", "gpt2-2ranks"),
+        ("gpt2-6", "gpt2-6-4ranks"),
+    ],
+)
+def test_other_models_too(model, name):
+    if model.startswith("gpt2"):
+        pytest.importorskip("transformers", reason="needs transformers: `make test-all` installs it")
+    check_rows(model, name)
+
+
+def test_the_largest_parameters_are_dealt_first():
+    assert [predict.largest_part([1, 5, 3, 4], ranks) for ranks in (1, 2, 4)] == [13, 6, 5]
+
+
+def test_deepspeed_is_not_predicted():
+    predictor = Predictor(find_source(f"{HERE}:Own", 1, None, f"{HERE}:batch"), progress=lambda _: None)
+    bounds = {name: predictor.bounds(name, SYSTEMS[name], 2) for name in ("deepspeed3", "ddp", "zero", "compact")}
+    assert bounds["deepspeed3"] is None
+    assert bounds["ddp"] > bounds["zero"] > bounds["compact"]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_users_own_model(on_cluster, tmp_path, capsys):
+    rows, plots = tmp_path / "rows.jsonl", tmp_path / "plots"
+    systems = ["zero", "stage3"]
+    assert cli.main([*options("Own", *systems), "--steps", "1", "--json", str(rows), "--plots", str(plots)]) == 0
+    told = capsys.readouterr()
+    measured = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["system"] for row in measured] == systems
+    for row in measured:
+        assert 0.99 * row["predicted_least_bytes"] <= row["tensor_bytes"] <= 1.01 * row["predicted_bytes"], row
+    assert table.render(measured) in told.out
+    assert "step, MiB" not in told.out
+    assert "[2/2, 2 ranks] stage3: " in told.err
+    assert {path.name for path in plots.iterdir()} == {
+        f"footprint-{HERE}-Own-2ranks.png",
+        f"footprint-{HERE}-Own.png",
+    }
+
+
+def test_a_broken_model_is_a_row_with_its_error(on_cluster, tmp_path, capsys):
+    assert cli.main([*options("Broken", "ddp", "stage3"), "--json", str(tmp_path / "rows.jsonl")]) == 1
+    told = capsys.readouterr()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["error"] for row in rows] == ["KeyError: 'no such layer'"] * 2
+    assert "ddp failed: KeyError: 'no such layer'" in told.out
+    assert "ddp is not predicted: " in told.err
+
+
+@pytest.mark.slow
+def test_processes_are_started_and_what_ends_them_is_reported():
+    done = run_process("-m", "shardlite", *options("Own", "compact"), "--process", "--steps", "1")
+    assert done.status == 0, done.err
+    assert "step, MiB" in done.out
+    assert "2 CPU ranks; malloc returns large blocks" in done.out
+    program = Program(module="shardlite", arguments=["memory", "--model", f"{HERE}:NoSuchModel"])
+    assert "has no attribute 'NoSuchModel'" in program.run("ddp", 1)["error"]
+
+
+def test_ranks_that_end_without_a_row_are_reported():
+    assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).run("ddp", 1)["error"]
+
+
+def test_systems_that_are_not_installed_are_left_out_of_all_and_an_error_by_name(monkeypatch, capsys):
+    monkeypatch.setitem(SYSTEMS, "deepspeed1", System(build=lambda *_: None, package="no_such_package"))
+    source = find_source(f"{HERE}:Own", 1, None, f"{HERE}:batch")
+    program = Program(module="shardlite", arguments=[])
+    assert list(measure_all(source, program, {"deepspeed1": SYSTEMS["deepspeed1"]}, [1])) == [[]]
+    left_out = "deepspeed1 is left out: no_such_package is not installed; pip install no_such_package"
+    assert left_out in capsys.readouterr().err.splitlines()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["memory", "--model", f"{HERE}:Own", "--systems", "ddp", "deepspeed1"])
+    assert stopped.value.code == 2
+    assert "--systems 'deepspeed1': no_such_package is not installed; pip install no_such" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--json", "nowhere/rows.jsonl"], "--json nowhere/rows.jsonl: there is no folder"),
+        (["--plots", __file__], "is a file; a folder is needed"),
+        (["--timeline", "nowhere/step.png"], "there is no folder"),
+        (["--timeline", "step.png", "--ranks", "1", "2"], "--timeline takes one number of --ranks, got 2"),
+        (["--master", "split24"], 'master="split24" keeps weights as bf16'),
+        (["--timeline", "step.png", "--model", f"{HERE}:Broken"], "no such layer"),
+        (["--model", "no-such-model"], "is no preset, no file and no module:name"),
+    ],
+)
+def test_wrong_options(wrong, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["memory", "--model", f"{HERE}:Own", "--inputs", f"{HERE}:batch", *wrong])
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_ranks_are_started_by_the_command_alone(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        cli.main(options("Own", "ddp"))
+    assert "run it without torchrun" in capsys.readouterr().err
+
+
+def test_options_of_shardlite_add_it_to_the_systems(on_cluster, capsys):
+    assert cli.main([*options("Own", "ddp"), "--stage", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("ddp", "shardlite"))] == ["ddp", "shardlite"]
+
+
+def test_plots_of_activations_alone_and_of_a_busy_machine(tmp_path):
+    rows = [json.loads(line) for line in (RESULTS / "footprint-gpt2-2ranks-busy.jsonl").read_text().splitlines()]
+    alone = [{**row, "predicted_bytes": 1} for row in rows if row["system"] == "activations"]
+    assert [path.name for path in paint(alone, tmp_path)] == ["footprint-gpt2-2ranks-busy.png"]
+
+
+def test_bars_need_no_predictions(tmp_path):
+    rows = [json.loads(line) for line in (RESULTS / "footprint-gpt-2ranks.jsonl").read_text().splitlines()]
+    written = paint(rows, tmp_path, kind="svg")
+    assert [path.name for path in written] == ["footprint-gpt-2ranks.svg"]
+    first = written[0].read_text()
+    assert all(row["system"] in first for row in rows)
+    paint(rows, tmp_path, kind="svg")
+    assert written[0].read_text() == first
+
+
+def test_bars_have_numbers(tmp_path):
+    rows = map(json.loads, (RESULTS / "footprint-gpt2-2ranks.jsonl").read_text().splitlines())
+    row = next(row for row in rows if row["system"] == "stage3")
+    held, drawn = row["purposes"], paint([{**row, "pss_bytes": row["pss_bytes"] + 2**30}], tmp_path, kind="svg")
+    written = re.findall(r"<!-- (\d+) -->", drawn[0].read_text())
+    for nbytes in (held["parameters"], held["optimizer state"], held["gradients"], row["pss_bytes"] + 2**30):
+        assert f"{nbytes / 2**20:.0f}" in written
+    assert f"{held['gradient buckets'] / 2**20:.0f}" not in written  # it has no room
+
+
+# ---- one step by purpose ---------------------------------------------------------------------------------------------
+
 SETTING = Setting(world_size=2, on_gpu=False)
-BLOCKS = ["blocks.0", "blocks.1"]
 
 
 def record_both(group) -> list[Timeline]:
@@ -47,8 +271,8 @@ def record_both(group) -> list[Timeline]:
     assert sum(each.nbytes for each in chunk_memory()) >= 4 << 20
     source = find_source("demo-tiny", 2, None)
     return [
-        record("ShardLite", lambda: build_shardlite(source, SETTING), source),
-        record("FSDP2", lambda: build_fsdp2(source, SETTING, BLOCKS), source),
+        record(source, shardlite_system(SETTING), group),
+        record(source, fully_sharded_system(wrap_fsdp2, SETTING.precision), group),
     ]
 
 
@@ -66,7 +290,7 @@ def test_each_purpose_and_the_peak_are_as_planned(comparison):
     rows = {name: measured for name, _, _, measured in comparison.rows()}
     assert {"parameters", "optimizer state", "gradients", "gradient buckets", ACTIVATIONS} < rows.keys()
     for name, least, most, measured in comparison.rows():
-        if name != "chunks of a step":  # of all models in the process, and other tests have left some
+        if name != CHUNKS:  # of all models in the process, and other tests have left some
             assert abs(comparison.beyond(least, most, measured)) < 0.02, name
     assert rows["all together"] == comparison.timeline.peak < sum(rows.values())
 
@@ -81,7 +305,8 @@ def test_both_systems_pass_the_same_phases(timelines):
     passes = [(FORWARD, ROOT), (FORWARD, 0), (FORWARD, 1), (FORWARD, ROOT), (BACKWARD, ROOT), (BACKWARD, 1)]
     for timeline in timelines:
         found = [(phase.name, phase.unit) for phase in timeline.phases]
-        assert found == [*passes, (BACKWARD, 0), (STEP, ROOT)], timeline.system
+        assert found == [*passes, (BACKWARD, 0), (STEP, ROOT)]
+        assert timeline.units == ["blocks.0", "blocks.1"]
         places = timeline.places()
         assert [places[phase.first] for phase in timeline.phases] == list(range(8))
         assert places == sorted(places)
@@ -96,61 +321,30 @@ def test_every_byte_of_a_sample_has_a_purpose(timelines):
     assert 0.5 < theirs.peak / ours.peak < 2
 
 
-def test_the_table_and_the_picture(timelines, comparison, tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need it")
-    from shardlite.apps.memory.plots import paint
-
-    source = find_source("demo-tiny", 2, None)
-    printed = table(source, comparison, timelines[1:]).splitlines()
-    assert printed[0] == "demo-tiny on 2 ranks, batch 2 x 64 tokens per rank"
-    assert printed[3].split()[-3:] == ["predicted", "measured", "beyond"]
-    assert printed[-1].split()[:3] == ["FSDP2,", "all", "together"]
-    paint(source, SETTING, timelines, tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_measures_both_systems_for_a_picture(cluster, tmp_path):
+def test_the_timeline_is_of_two_systems(on_cluster, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="--timeline needs it")
     picture = tmp_path / "step.png"
-    arguments = ["memory", "--model", "demo-tiny", "--batch", "2", "--timeline", str(picture)]
-    first, second = run_command(cluster, main, *arguments)
-    assert first.status == second.status == 0
-    assert second.out == second.err == ""
-    assert "FSDP2 trains it" in first.err
-    assert first.out.startswith("demo-tiny on 2 ranks, batch 2 x 64 tokens per rank")
-    assert f"wrote {picture}" in first.out
+    assert cli.main(["memory", "--model", "demo-tiny", "--batch", "2", "--timeline", str(picture)]) == 0
+    told = capsys.readouterr()
+    assert "fsdp2 trains demo-tiny on 2 ranks" in told.err
+    printed = told.out.splitlines()
+    assert printed[0] == "demo-tiny on 2 ranks, batch 2 x 64 tokens per rank"
+    assert printed[3].split()[-3:] == ["predicted", "measured", "beyond"]
+    assert printed[-2].split()[:3] == ["FSDP2,", "all", "together"]
+    assert printed[-1] == f"wrote {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_phase_without_samples_takes_no_place():
     phases = [Phase(FORWARD, ROOT, 0), Phase(BACKWARD, ROOT, 2), Phase(STEP, ROOT, 2)]
-    empty = Timeline(system="", units=(), phases=phases, totals=[1, 2, 3], purposes=[{}, {}, {}], most={})
+    empty = Timeline(units=(), phases=phases, totals=[1, 2, 3], purposes=[{}, {}, {}], most={})
     assert empty.places() == [0, 0.5, 2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "gpt5"], "--model 'gpt5' is no preset, no file and no module:name"),
-        (["--batch", "0"], "--batch must be at least 1, got 0"),
-        (["--ranks", "0"], "--ranks is 0; it must be at least 1"),
-        (["--master", "split24"], 'master="split24" keeps weights as bf16'),
-        (["--timeline", "nowhere/step.png"], "there is no folder"),
-        (["--model", f"{HERE}:Broken"], "no such layer"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message, capsys):
-    pytest.importorskip("matplotlib", reason="--timeline needs it")
-    with pytest.raises(SystemExit) as ended:
-        main(["memory", "--model", "demo-tiny", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err.replace("\n", " ")
-
-
 def test_a_picture_needs_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
-        main(["memory", "--model", "demo-tiny", "--timeline", str(Path("step.png"))])
+        cli.main(["memory", "--model", "demo-tiny", "--timeline", "step.png"])
     assert "pip install 'shardlite[demo]'" in capsys.readouterr().err
 
 

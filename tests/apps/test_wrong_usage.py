@@ -38,7 +38,7 @@ def test_wrong_usage_is_one_line(capsys, arguments, words):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_command_refuses_what_it_does_not_know(capsys, name):
-    model = ["--model", "gpt2"] if name in ("plan", "footprint", "memory") else []
+    model = ["--model", "gpt2"] if name in ("plan", "memory") else []
     line = refusal(capsys, name, *model, *["a", "b"][: 2 * (name in ("export", "import"))], "--frob")
     assert line.startswith(f"shardlite {name}: error: ")
     assert line.endswith(f"(see shardlite {name} --help)")

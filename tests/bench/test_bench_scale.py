@@ -7,8 +7,8 @@ from bench.scale import run, simulated
 from bench.scale.table import paint, render
 from bench.support.table import read_rows
 from bench.support.workloads import WORKLOADS
-from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import usable_cores
+from shardlite.apps.memory.machine import machine
 from shardlite.apps.plan.clusters import CLUSTERS
 
 TINY = WORKLOADS["tiny"]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from bench.footprint.run import render, source_of
 from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
-from shardlite.apps.footprint.measure import compared, measure
+from shardlite.apps.memory.measure import compared, measure
+from shardlite.apps.memory.systems import SYSTEMS
 from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.patience import passes_over
 from tests.support.ranks.scripts import run_process
@@ -133,18 +134,18 @@ def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(cluster):
 
 
 def measured_body(group: Any, system: str) -> dict[str, Any]:
-    return measure(source_of(TINY), system, group)
+    return measure(source_of(TINY), SYSTEMS[system], group, process=True)
 
 
 @pytest.mark.parametrize("system", [slow("activations, bf16"), slow("plain"), "fsdp2", "compact"])
 def test_a_row_has_what_its_table_shows(cluster, system):
     first, second = cluster.run(measured_body, 2, system)
-    assert first["system"] == second["system"] == system
     assert first["pss_bytes"] == second["pss_bytes"] >= first["between_bytes"]
     assert bool(first["purposes"]) == bool(first["pss_purposes"]) == (system == "compact")
     assert first["compute"] == ("bfloat16" if system in ("activations, bf16", "compact") else "float32")
     assert first["weight_bytes"] == first["parameters"] * (2 if first["compute"] == "bfloat16" else 4)
-    row = {**first, "malloc": "returns", "busy": 2, "unexplained": 0.25}
+    facts = {"model": "tiny", "ranks": 2, "system": system, "malloc": "returns", "busy": 2}
+    row = {**first, **facts, "unexplained": 0.25}
     table = render([row, {**row, "pss_vs_fsdp2": 0.5}])
     assert "2 CPU ranks, 2 busy loops beside; malloc returns large blocks" in table
     assert table.count(f"| {system} |") == 2

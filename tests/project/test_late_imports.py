@@ -10,8 +10,8 @@ import pytest
 import shardlite
 from shardlite import build, config
 from shardlite.apps import options
-from shardlite.apps.footprint import command as footprint_command
-from shardlite.apps.footprint.systems import SYSTEMS
+from shardlite.apps.memory import command as memory_command
+from shardlite.apps.memory.systems import SYSTEMS
 from shardlite.apps.plan import command as plan_command
 from shardlite.apps.plan.clusters import CLUSTERS
 from tests.support.ranks.scripts import ROOT, Done, run_process
@@ -97,7 +97,7 @@ def test_late_names_are_the_functions_themselves():
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-COMMANDS = ["train", "verify", "doctor", "plan", "footprint", "memory", "ring", "report", "inspect", "export", "import"]
+COMMANDS = ["train", "verify", "doctor", "plan", "memory", "ring", "report", "inspect", "export", "import"]
 REPORT = """
 from shardlite.apps.cli import main
 try:
@@ -157,9 +157,8 @@ def test_the_version_is_that_of_the_package():
         ("memory --model gpt5", "--model 'gpt5' is no preset"),
         ("memory --model gpt2 --batch 0", "--batch must be at least 1, got 0"),
         ("memory --model gpt2 --timeline nowhere/step.png", "there is no folder"),
-        ("footprint --model gpt5", "--model 'gpt5' is no preset"),
-        ("footprint --model gpt2 --systems fsdp3", "--systems 'fsdp3' is not one of 'activations'"),
-        ("footprint --model gpt2 --json nowhere/rows.jsonl", "there is no folder"),
+        ("memory --model gpt2 --systems fsdp3", "--systems 'fsdp3' is not one of 'activations'"),
+        ("memory --model gpt2 --json nowhere/rows.jsonl", "there is no folder"),
         ("ring --algorithm star", "invalid choice: 'star'"),
         ("ring --ranks 65", "--ranks is 65; pictures are made for 1 to 64 ranks"),
         ("report nowhere", "nowhere"),
@@ -180,4 +179,4 @@ def test_names_that_the_command_line_knows_without_pytorch_are_those_of_the_libr
     assert options.MOST_RANKS == build.MOST_RANKS
     assert {options.dtype_of(name) for name in options.DTYPES} == set(config.WIRE)
     assert tuple(CLUSTERS) == plan_command.CLUSTERS
-    assert tuple(SYSTEMS) == footprint_command.SYSTEMS
+    assert tuple(SYSTEMS) == memory_command.SYSTEMS

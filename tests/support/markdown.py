@@ -81,8 +81,8 @@ def made(source: str, results: Path = selection.RESULTS) -> str:
 
         return losses.table()
 
-    if "shardlite.apps.plan.links" in source:  # it has no rows
-        from shardlite.apps.plan import links
+    if "bench.support.links" in source:  # it has no rows
+        from bench.support import links
 
         return links.table()
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from shardlite.apps.demo.footprint import Footprint
+from shardlite.apps.memory.peak import Footprint
+from shardlite.apps.tables import aligned
 from shardlite.comm import Sent
 from shardlite.telemetry import format_bytes
 
@@ -147,7 +148,7 @@ def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
         rows.append([purpose, *(format_bytes(footprint.held.get(purpose, 0)) for footprint in columns.values())])
     rows.append(["activations, rest", *(format_bytes(footprint.activations) for footprint in columns.values())])
     rows.append(["measured peak", *(format_bytes(footprint.peak) for footprint in columns.values())])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[str]:
@@ -185,12 +186,3 @@ def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format `rows` as text, with the first column left-aligned and the others right-aligned."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, Route, ShardLite, load, save, save_in_memory
-from shardlite.apps.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.log import Step, Watcher, open_log
 from shardlite.apps.demo.report import (
@@ -37,6 +36,7 @@ from shardlite.apps.demo.report import (
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, unigram_entropy
 from shardlite.apps.launch import process_group
+from shardlite.apps.memory.peak import Batch, Footprint, measure_plain, measure_step, track_state
 from shardlite.comm import all_gather_json
 
 MAX_NORM = 1.0
@@ -217,7 +217,7 @@ def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, watcher:
             taken = _step(run, step, drawn)
         drawn += _sequences_per_step(run)
         if step == first:
-            book_state(run.model.ledger, run.optimizer)
+            track_state(run.model.ledger, run.optimizer)
         curve.append(Point(step + 1, taken.loss, _validate(run) if _is_validation_due(step, steps) else None))
         if watcher is not None:
             watcher.show(taken, curve[-1])
@@ -261,7 +261,7 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _measured_step(run: Run, step: int, drawn: int) -> tuple[Step, Footprint]:
     taken: list[Step] = []
-    footprint = measure(lambda: taken.append(_step(run, step, drawn)), run.model.ledger)
+    footprint = measure_step(lambda: taken.append(_step(run, step, drawn)), run.model.ledger)
     return taken[0], footprint
 
 

@@ -12,9 +12,9 @@ def add_doctor(commands: Any) -> None:
     """Add `shardlite doctor` to the commands."""
     parser: ArgumentParser = commands.add_parser(
         "doctor",
-        help="say what this machine offers, which way messages take here, and why",
-        description="Starts some ranks, asks for each transport as the library would, tries those that can be had, and"
-        " says why each choice was made. The exit status is 1 if one gave wrong results or an error.",
+        help="show which transports this machine supports, which is selected, and why",
+        description="Start some ranks, select each transport as the library does, test those that are available, and"
+        " explain each choice. The exit status is 1 if a transport gave wrong results or an error.",
     )
     parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments))
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")

@@ -1,9 +1,15 @@
-"""`shardlite memory`: live tensor bytes of one training step by purpose, predicted and measured.
+"""`shardlite memory`: the memory of a training step in ShardLite and in other systems, measured and predicted.
 
-In: a model as for `shardlite plan`, and options of the run. Out: a table, and a picture of the step beside FSDP2's.
-Read `run.py` first.
+In: a model, as `shardlite plan` takes it, systems, and numbers of ranks. Out: a row for each,
+tables and plots, and one step by purpose. Read `run.py` first, then `measure.py`.
 
-    command.py   the options                          run.py       what each rank does
-    plots.py     the picture                          recorder.py  bytes at every operator of a step
-    systems.py   ShardLite and FSDP2, ready to train  report.py    the table
+    command.py    the options                       run.py      starts the ranks of each system
+    measure.py    what each rank does               systems.py  what is compared, built from one model
+    process.py    the size of processes (pss.py)   predict.py  the same bytes by arithmetic
+    timeline.py   bytes at every operator           table.py    rows and steps as tables
+    peak.py       the peak of one step              plots.py    rows and steps as plots
+    machine.py    where and when a row was measured
 """
+
+OWN = "shardlite"
+"""The name of ShardLite with the options of the command line."""

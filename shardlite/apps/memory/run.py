@@ -1,88 +1,253 @@
-"""`shardlite memory` as a function of one rank: train, record one step, compare it with the plan.
+"""Start the ranks of each system, one system after the other, and print what they measure.
 
-In: the options of the command line. Out: text on rank 0, and a picture.
+The command line is started once per rank, with the name of a system and a file for the row added to its arguments. A
+system that fails is a row with its error.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import tempfile
+import time
 from argparse import Namespace
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from shardlite.apps.memory.recorder import Timeline, record
-from shardlite.apps.memory.report import Comparison, heading, table
-from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
-from shardlite.apps.options import precision_of, progress
-from shardlite.apps.plan.plan import Planner, Setting
+from shardlite.apps.launch import environment_for, run_agent, torchrun
+from shardlite.apps.memory import OWN
+from shardlite.apps.memory.measure import Row, compared, measure
+from shardlite.apps.memory.plots import paint, paint_timeline
+from shardlite.apps.memory.predict import Predictor
+from shardlite.apps.memory.systems import SYSTEMS, System, fully_sharded_system, shardlite_system, wrap_fsdp2
+from shardlite.apps.memory.table import Comparison, by_purpose, heading, render
+from shardlite.apps.memory.timeline import Timeline, record
+from shardlite.apps.options import progress
+from shardlite.apps.plan.plan import Planner, Setting, setting_of
 from shardlite.apps.plan.source import Source, find_source
 
+RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
+"""Makes malloc map larger blocks (bytes) by themselves, and so return them to the system when they are freed."""
 
-def parse(options: Namespace) -> tuple[Source, Setting]:
-    """Return the model of a command line, and the setting of its run on one rank.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+_TIMEOUT = timedelta(minutes=10)
+_SIGNALLED = 128  # exit statuses above it are those of signals
+_LINES = 3
+"""Lines of standard error that are shown if ranks left no message."""
+
+
+def run_all(options: Namespace, arguments: Sequence[str]) -> int:
+    """Do what a command line asks for: start ranks, print tables, write files. Return 1 if a system failed.
+
+    Args:
+        options: the options, checked.
+        arguments: the whole command line, with which ranks are started.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: a file cannot be written.
+    """
+    source, setting, systems = _parse(options)
+    program = Program(module="shardlite", arguments=arguments)
+    if options.plots is not None or options.timeline is not None:
+        import matplotlib  # noqa: F401  # optional: fail before anything is measured
+    if options.timeline is not None:
+        setting = replace(setting, world_size=options.ranks[0])
+        return _draw_timeline(source, setting, program, options.timeline)
+    for name in options.systems:
+        if name in systems and systems[name].missing:
+            raise ValueError(f"--systems {name!r}: {systems[name].missing}")
+    rows = []
+    for measured in measure_all(_named(source), program, systems, sorted(set(options.ranks))):
+        rows += measured
+        print(render(measured), end="\n\n", flush=True)
+        if options.json is not None:  # at once: a run of many ranks may be ended early
+            options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if options.json is not None:
+        print(f"wrote {options.json}")
+    if options.plots is not None:
+        print(*(f"wrote {path}" for path in paint(rows, options.plots)), sep="\n")
+    return int(any("error" in row for row in rows))
+
+
+def run_rank(options: Namespace) -> int:
+    """Measure the only system that is named, as one of the ranks that `run_all` has started."""
+
+    def work(group: dist.ProcessGroup) -> Row:
+        source, setting, systems = _parse(options)
+        system = systems[options.systems[0]]
+        if options.timeline is None:
+            return measure(_named(source), system, group, process=options.process, steps=options.steps)
+        if options.systems[0] == "fsdp2":
+            system = fully_sharded_system(wrap_fsdp2, setting.precision)
+        return asdict(record(source, system, group))
+
+    return be_rank(work, options.row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is started once per rank: `python -m MODULE ARGUMENTS --systems SYSTEM --row FILE`."""
+
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=lambda: RETURNS)
+    facts: Row = field(default_factory=lambda: {"malloc": "returns", "busy": 0})
+    """Keys of every row that say how the program was run."""
+
+    def run(self, system: str, ranks: int) -> Row:
+        """Run one system, and return what its rank 0 wrote, or a row with `error` only.
+
+        Raises:
+            SystemExit: a signal that is to end this process has ended the ranks.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file, log = Path(folder) / "row.json", Path(folder) / "stderr"
+            arguments = [*self.arguments, "--systems", system, "--row", str(file)]
+            environment = environment_for(ranks, {**os.environ, **_ENVIRONMENT, **self.environment})
+            with log.open("w") as output:
+                status = run_agent(torchrun(ranks, arguments, module=self.module), environment, output)
+            if status > _SIGNALLED:
+                raise SystemExit(status)
+            if file.exists():
+                row: Row = json.loads(file.read_text())
+                return row
+            return {"error": _cause(status, log.read_text())}
+
+
+def be_rank(work: Callable[[dist.ProcessGroup], Row], file: Path) -> int:
+    """Call `work` as one of the ranks of a `Program`, and return the exit status.
+
+    Rank 0 writes the row that `work` returns. A rank that fails writes its error.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        row = work(group)
+    except Exception as error:
+        _write({"error": f"{type(error).__name__}: {error}"}, file)
+        raise
+    if group.rank() == 0:
+        _write(row, file)
+    dist.destroy_process_group()
+    return 0
+
+
+def measure_all(
+    source: Source, program: Program, systems: Mapping[str, System], ranks: Sequence[int]
+) -> Iterator[list[Row]]:
+    """Measure all systems at each number of ranks, and yield the rows of one number at a time.
+
+    Args:
+        source: the model, for the predictions and the rows of systems that fail.
+        program: measures a system of the same model.
+        systems: by name. Those whose package is missing are left out, with a line of progress.
+        ranks: numbers of processes on this machine.
+    """
+    known = _prediction(source)
+    for name, system in systems.items():
+        if system.missing:
+            say(f"{name} is left out: {system.missing}")
+    present = {name: system for name, system in systems.items() if not system.missing}
+    for world_size in ranks:
+        rows = []
+        for i, (name, system) in enumerate(present.items(), 1):
+            start = time.monotonic()
+            facts = {"bench": "footprint", "model": source.name, "ranks": world_size, "system": name}
+            row = {**facts, **program.run(name, world_size), **program.facts, **known(name, system, world_size)}
+            rows.append(row)
+            took = time.monotonic() - start
+            say(f"[{i}/{len(present)}, {world_size} ranks] {name}: {_result(row)}, {took:.0f} s")
+        yield compared(rows)
+
+
+def _parse(options: Namespace) -> tuple[Source, Setting, dict[str, System]]:
+    """Return the model, ShardLite's setting for one rank, and the systems of a command line.
 
     Raises:
         ValueError: an option has a value that it cannot have.
     """
-    setting = Setting(
-        stage=options.stage,
-        precision=precision_of(options),
-        state=options.state,
-        in_backward=options.in_backward,
-        prefetch=options.prefetch,
-        on_gpu=False,
-    )
-    return find_source(options.model, options.batch, options.context, options.inputs), setting
+    setting = replace(setting_of(options), stage=options.stage, on_gpu=False)
+    named = list(SYSTEMS) if options.systems == ["all"] else options.systems
+    if setting != Setting(on_gpu=False):
+        named = [*named, OWN]
+    systems = {name: shardlite_system(setting) if name == OWN else SYSTEMS[name] for name in named}
+    return find_source(options.model, options.batch, options.context, options.inputs), setting, systems
 
 
-def check(source: Source, setting: Setting, ranks: int) -> None:
-    """Plan the run, to find errors of the model and of the setting before ranks are started.
-
-    Raises:
-        SourceError: the model cannot be made, called or traced.
-        LayoutError: ShardLite does not accept the model or the setting.
-    """
-    Planner(source, progress=_say).plan(replace(setting, world_size=ranks))
+def _named(source: Source) -> Source:
+    """Return a source whose words begin with the name of the model, as those of rows do."""
+    return replace(source, words=f"{source.name}, {source.words.removesuffix(' per rank')}")
 
 
-def measure(source: Source, setting: Setting, picture: Path | None) -> None:
-    """Measure as one of the ranks that a launcher has started, on the CPU. Rank 0 prints and draws.
+def _draw_timeline(source: Source, setting: Setting, program: Program, picture: Path) -> int:
+    """Record a step of ShardLite and of FSDP2, print a table, and draw both. Return 1 if one failed."""
+    plan = Planner(source, progress=progress).plan(setting)  # finds errors before ranks are started
+    timelines = []
+    for name in (OWN, "fsdp2"):
+        progress(f"{name} trains {heading(source, setting)}")
+        row = program.run(name, setting.world_size)
+        if "error" in row:
+            print(f"{name} failed: {row['error']}")
+            return 1
+        timelines.append(Timeline.of(row))
+    ours, theirs = timelines
+    print(by_purpose(source, Comparison(plan, ours), theirs), flush=True)
+    paint_timeline(source, setting, ours, theirs, picture)
+    print(f"wrote {picture}", flush=True)
+    return 0
 
-    Raises:
-        SourceError: the model cannot be made or traced.
-        LayoutError: ShardLite does not accept the model or the setting.
-        OSError: the picture cannot be written.
-    """
-    dist.init_process_group("gloo")
+
+def _prediction(source: Source) -> Callable[[str, System, int], Row]:
+    """Return a function that predicts a system's bytes. It predicts nothing if the model cannot be traced."""
     try:
-        setting = replace(setting, world_size=dist.get_world_size())
-        rank = dist.get_rank()
-        timelines = _record(source, setting, beside_fsdp2=picture is not None)
-    finally:
-        dist.destroy_process_group()
-    if rank == 0:
-        plan = Planner(source, progress=_say).plan(setting)
-        print(table(source, Comparison(plan, timelines[0]), timelines[1:]), flush=True)
-        if picture is not None:
-            from shardlite.apps.memory.plots import paint  # optional, and slow to import
+        predictor = Predictor(source, progress=say)
+    except ValueError as error:
+        say(f"nothing is predicted: {error}")
+        return lambda name, system, ranks: {}
 
-            paint(source, setting, timelines, picture)
-            print(f"wrote {picture}", flush=True)
+    def known(name: str, system: System, ranks: int) -> Row:
+        try:
+            bounds = predictor.bounds(name, system, ranks)
+        except ValueError as error:
+            say(f"{name} is not predicted: {error}")
+            return {}
+        return {} if bounds is None else {"predicted_least_bytes": bounds[0], "predicted_bytes": bounds[1]}
 
-
-def _record(source: Source, setting: Setting, *, beside_fsdp2: bool) -> list[Timeline]:
-    """Record a step of ShardLite, and for a picture one of FSDP2."""
-    _say(f"ShardLite trains {heading(source, setting)}")
-    timelines = [record("ShardLite", lambda: build_shardlite(source, setting), source)]
-    if beside_fsdp2:
-        _say("FSDP2 trains it")
-        units = timelines[0].units
-        timelines.append(record("FSDP2", lambda: build_fsdp2(source, setting, units), source))
-    return timelines
+    return known
 
 
-def _say(words: str) -> None:
-    """Report progress, on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        progress(words)
+def _write(row: Row, file: Path) -> None:
+    """Write a row, unless another rank has written its error."""
+    if not file.exists():
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(row))
+        temporary.replace(file)
+
+
+def _result(row: Row) -> str:
+    if "error" in row:
+        return f"failed, {row['error'].splitlines()[0]}"
+    return f"{row['pss_bytes' if 'pss_bytes' in row else 'tensor_bytes'] / 2**20:.0f} MiB"
+
+
+def _cause(status: int, log: str) -> str:
+    """Return why ranks ended without a message."""
+    if "SIGKILL" in log:
+        return "a rank was killed (SIGKILL), as Linux does when memory runs out"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return " | ".join([f"the ranks ended with status {status}", *lines[-_LINES:]])
+
+
+def say(line: str) -> None:
+    """Print a line about the progress of the command to standard error."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Cards by name. Beside each figure stands its source; `clusters.py` has more about them. Imports no PyTorch."""
+"""Cards by name, with the source of each figure. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Card:
     """Peak of bf16 matrix products, dense."""
 
     bandwidth: float
-    """Of its memory, bytes per second."""
+    """Memory bandwidth, bytes per second."""
 
     efficiency: float
-    """Measured operations per second of a training step as a part of `narrow`. Assumed for `wide`, too."""
+    """Measured operations per second of a training step, as a fraction of `narrow`. The same is assumed for `wide`."""
 
     source: str
 
     def flops(self, *, narrow: bool) -> float:
-        """Return the operations per second that a training step is expected to reach."""
+        """Return the expected operations per second of a training step."""
         return self.efficiency * (self.narrow if narrow else self.wide)
 
 
@@ -100,7 +100,7 @@ def memory_of(card: str) -> int:
     """Return the bytes of a card by name (`H100`) or of an amount (`80GB`, `24GiB`).
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `card` is neither.
     """
     if card in CARDS:
         return CARDS[card].nbytes

@@ -1,5 +1,5 @@
-"""Clusters by name. Beside each figure stands its source; rates that a program reaches are marked as measured by whom,
-or as assumed. All times that follow from them are predictions.
+"""Clusters by name, with the source of each figure. Rates that programs reach are measured by the source, or marked as
+assumed. All times that follow from them are predictions.
 
 Legend: `W` ranks.
 """
@@ -19,18 +19,18 @@ _NVLINK_STEP, _PCI_STEP, _NETWORK_STEP = 3.4 * _MICROSECOND, 5.7 * _MICROSECOND,
 _BASE = 8.4 * _MICROSECOND
 
 _NVSWITCH_SHARE = 0.69
-"""Of an NVLink's data-sheet rate: 208 of 300 GB/s per direction between A100 (github.com/NVIDIA/nccl-tests, issue 178).
-Assumed for H100 and H200, too.
+"""Fraction of an NVLink's data-sheet rate: 208 of 300 GB/s per direction between A100 (github.com/NVIDIA/nccl-tests,
+issue 178). Assumed for H100 and H200, too.
 """
 
 _NDR_SHARE = 0.97
-"""Of 400 Gbit/s: "48-49 GB/s per NIC" (NVIDIA in github.com/NVIDIA/nccl-tests, issue 267)."""
+"""Fraction of 400 Gbit/s: "48-49 GB/s per NIC" (NVIDIA in github.com/NVIDIA/nccl-tests, issue 267)."""
 
 _HDR_SHARE = 0.85
-"""Of 200 Gbit/s: 84.8 of 100 GB/s over four of them (github.com/NVIDIA/nccl-tests, issue 119)."""
+"""Fraction of 200 Gbit/s: 84.8 of 100 GB/s over four of them (github.com/NVIDIA/nccl-tests, issue 119)."""
 
 _SHARE = 0.8
-"""Of PCIe and Ethernet: assumed."""
+"""Fraction of the rate of PCIe and Ethernet. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Cluster:
         return self.inside._replace(alpha=alpha, beta=max(self.inside.beta, self.nic.beta / self.nics))
 
     def exchange(self, world_size: int) -> LinkCost:
-        """Return the link of an exchange among all ranks, in which each has its part of the network cards."""
+        """Return the link of an exchange among all ranks, which share the network cards equally."""
         if world_size <= self.node:
             return self.inside
         leaving = (world_size - self.node) / (world_size - 1)  # of what a rank sends
@@ -79,7 +79,7 @@ class Cluster:
     def seconds(
         self, operation: cost_model.Operation, nbytes: int, world_size: int, *, hierarchical: bool = False
     ) -> float:
-        """Return the time of a gather or reduction of `nbytes` in all, as the library makes them.
+        """Return the time of a gather or reduction of `nbytes` in total, as the library runs it.
 
         Over NCCL a gather is a ring, and a reduction one exchange among all ranks, whose rows a kernel adds; if it is
         `hierarchical`, one inside each node and one across. On a CPU both are the schedule that `cost_model` selects

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.options import MOST_RANKS, add_model, add_training, check_numbers, progress, usage_errors
+from shardlite.apps.options import MOST_RANKS, add_model, add_training, check_numbers, usage_errors
 from shardlite.apps.plan.cards import memory_of
 from shardlite.apps.plan.presets import check_model
 
@@ -16,10 +16,10 @@ def add_plan(commands: Any) -> None:
     """Add `shardlite plan` to the commands."""
     parser: ArgumentParser = commands.add_parser(
         "plan",
-        help="say what a training run will hold and send, before it",
-        description="Print what each rank will hold at the peak of a step, by purpose, and send, for any number of"
-        " ranks, and the predicted step time on a named cluster. The model is made of fake tensors: nothing is"
-        " allocated, downloaded or trained, and no other process is started.",
+        help="predict what each rank of a training run holds and sends",
+        description="Print the bytes that each rank will hold at the peak of a step, by purpose, and the bytes that it"
+        " will send, for any number of ranks. With --cluster, also predict the step time. The model is created with"
+        " fake tensors: nothing is allocated, downloaded or trained, and no other process is started.",
     )
     parser.set_defaults(run=lambda options, _: run(parser, options))
     add_model(parser, example="gpt2-xl", batch=8)
@@ -29,9 +29,12 @@ def add_plan(commands: Any) -> None:
     )
     group.add_argument("--stage", type=int, nargs="+", choices=(0, 1, 2, 3), default=[3], help="(3)")
     add_training(group)
-    group.add_argument("--keep-unsharded", action="store_true", help="keep weights until the backward")
+    group.add_argument("--keep-unsharded", action="store_true", help="keep weights gathered until the backward")
     group.add_argument(
-        "--algorithm", choices=("auto", "hierarchical"), default="auto", help="of reductions, for the step time (auto)"
+        "--algorithm",
+        choices=("auto", "hierarchical"),
+        default="auto",
+        help="algorithm of reductions, for the step time (auto)",
     )
     group.add_argument(
         "--checkpoint", choices=("both", "with", "without"), default="both", help="activation checkpointing (both)"
@@ -40,16 +43,16 @@ def add_plan(commands: Any) -> None:
     group.add_argument("--card", metavar="CARD", help="H100 or 80GB: also find the fewest ranks that fit")
     group.add_argument("--cluster", metavar="NAME", help="dgx-h100, pcie-a100, ...: also predict the step time")
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    group.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots, too; needs matplotlib")
+    group.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots; needs matplotlib")
 
 
 def run(parser: ArgumentParser, options: Namespace) -> int:
-    """Check the options, print the plan, and write what else was asked for."""
+    """Check the options, print the plan, and write the files."""
     with usage_errors(parser, "--plots"):
         _check(options)
-        from shardlite.apps.plan.run import Request, plan
+        from shardlite.apps.plan.run import plan
 
-        print(plan(Request.of(options), progress=progress))
+        print(plan(options))
     return 0
 
 

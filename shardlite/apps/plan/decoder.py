@@ -1,4 +1,4 @@
-"""Models of presets, made of PyTorch's own modules, so that no other package is needed. They are planned, not trained.
+"""Models of presets, built of PyTorch's modules, so that no other package is needed. They are planned, not trained.
 
 Legend: `b` sequences, `t` tokens in one, `c` width, `h` heads, `d = c / h`, `v` vocabulary.
 """

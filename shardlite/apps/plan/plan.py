@@ -1,13 +1,14 @@
-"""The plan of one rank: bytes by purpose and bytes on the wire, from what the library itself works out when it wraps.
+"""The plan of one rank: bytes by purpose and bytes sent, computed by the code that wraps models in a real run.
 
-A `Planner` makes the model once, of fake tensors, and traces a step for each dtype of computation, with and without
-activation checkpointing. Any number of settings (stages, formats, ranks) is then planned by arithmetic.
+A `Planner` creates the model once, with fake tensors, and traces a step for each dtype of computation, with and without
+activation checkpointing. It then plans any number of settings (stages, formats, ranks) by arithmetic.
 
 Legend: `W` ranks.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from shardlite.apps.options import precision_of
 from shardlite.apps.plan.source import Source, SourceError
 from shardlite.apps.plan.trace import trace
 from shardlite.build import (
@@ -45,7 +47,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is going to be trained."""
+    """How a model is trained."""
 
     stage: int = 3
     world_size: int = 1
@@ -59,11 +61,11 @@ class Setting:
 
     on_gpu: bool = True
     hierarchical: bool = False
-    """Whether gradients are reduced inside each node first: the same bytes in all, fewer of them across nodes."""
+    """Whether gradients are reduced inside each node first. The total is the same, but fewer bytes cross nodes."""
 
     @property
     def recipe(self) -> Recipe:
-        """What of this decides the bytes."""
+        """The options that determine the bytes."""
         return Recipe(
             options=_options(self),
             world_size=self.world_size,
@@ -73,35 +75,49 @@ class Setting:
         )
 
 
+def setting_of(options: Namespace) -> Setting:
+    """Return what `options.add_training` has added to a command line, as a setting.
+
+    Raises:
+        ValueError: the dtypes do not go together.
+    """
+    return Setting(
+        precision=precision_of(options),
+        state=options.state,
+        in_backward=options.in_backward,
+        prefetch=options.prefetch,
+    )
+
+
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank will hold and send."""
+    """What one rank holds and sends."""
 
     setting: Setting
     budget: Budget
     course: Course
-    """With reductions that end as late as they can: a run holds no more."""
+    """The step if reductions end as late as possible, which is an upper bound."""
 
     events: Sequence[Event]
 
     @cached_property
     def at_least(self) -> int:
-        """Bytes at the peak if every reduction is over before the next gradient: a run holds no less."""
+        """Bytes at the peak if every reduction ends before the next gradient, which is a lower bound."""
         return course_of(self.budget, self.events, prompt=True).total
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak, at most."""
+        """Bytes at the peak, as an upper bound."""
         return self.course.total
 
     @property
     def by_purpose(self) -> dict[str, int]:
-        """Bytes at the peak, by purpose; those of `model.memory()`, and activations."""
+        """Bytes at the peak by purpose: those of `model.memory()`, and activations."""
         return {purpose: nbytes for purpose, nbytes in self.course.peak.items() if nbytes}
 
     @property
     def activations(self) -> int:
-        """The most bytes of the program's own tensors, which may be at another moment than the peak."""
+        """Peak of the program's own tensors, which may be at another moment than that of all tensors."""
         return self.course.most.get(ACTIVATIONS, 0)
 
     @property
@@ -120,10 +136,10 @@ class Planner:
     """Plans one model in many settings."""
 
     def __init__(self, source: Source, *, progress: Callable[[str], None] = lambda _: None) -> None:
-        """Make the model of fake tensors.
+        """Create the model with fake tensors.
 
         Raises:
-            SourceError: it cannot be made so.
+            SourceError: the model cannot be created with fake tensors.
         """
         self.source = source
         self._progress = progress
@@ -136,7 +152,7 @@ class Planner:
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
         self.trainable = sum(self.trained_numels)
         self.largest_layer = max(_own_numel(each) for each in self._module.modules())
-        """Parameters of the module that owns most."""
+        """Parameters of the module with the most parameters of its own."""
 
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
         self.events = cache(self._trace)
@@ -144,7 +160,7 @@ class Planner:
 
     @property
     def unit_names(self) -> list[str]:
-        """The units that will be gathered as a whole."""
+        """Names of the units."""
         return [unit.name for unit in self._units(Setting()).units]
 
     def plan(self, setting: Setting) -> RankPlan:
@@ -200,7 +216,7 @@ class Planner:
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Make tensors inside fake. Code that needs values fails here, and is named."""
+        """Create fake tensors within the block. Code that needs values raises a `SourceError`."""
         try:
             with self._fake:
                 yield
@@ -239,7 +255,7 @@ def _options(setting: Setting) -> Options:
 
 
 def _cast(module: nn.Module, compute: torch.dtype | None) -> nn.Module:
-    """Give a module parameters as they are gathered. Tied ones stay tied."""
+    """Cast the parameters of a module to the dtype in which they are gathered. Tied ones stay tied."""
     if compute is None:
         return module
     cast: dict[nn.Parameter, nn.Parameter] = {}
@@ -253,7 +269,7 @@ def _cast(module: nn.Module, compute: torch.dtype | None) -> nn.Module:
 
 
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:
-    """Have the units whose class is repeated recomputed in the backward, each as a whole."""
+    """Recompute each unit whose class is repeated in the backward."""
     classes = [type(plan.module) for plan in plans]
     for plan in plans:
         if classes.count(kind := type(plan.module)) > 1:
@@ -262,7 +278,7 @@ def _checkpoint(plans: Sequence[UnitPlan]) -> None:
 
 @cache
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that is called through `checkpoint`. Fake tensors have no random state to keep."""
+    """Return a subclass that is called through `checkpoint`. Fake tensors have no random state to restore."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(kind.__call__, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -1,4 +1,4 @@
-"""Plots of a plan. Colours and hatches can be told apart in print and by colour-blind readers. Needs matplotlib.
+"""Plots of a plan. Colours and hatches are distinguishable in print and for colour-blind readers. Needs matplotlib.
 
 Colours are those of Wong 2011 (Nature Methods 8, 441).
 """
@@ -54,7 +54,7 @@ def paint(
 
 
 def _memory(planner: Planner, groups: Sequence[Group], card: int | None, path: Path) -> Path:
-    """Draw a bar per number of ranks, stacked by purpose, for each group. The numbers of its parts are below it."""
+    """Draw a bar per number of ranks, stacked by purpose, for each group, with a table of its parts below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 + 4.4 * len(groups)), dpi=130, layout="constrained")
@@ -77,14 +77,14 @@ def _memory(planner: Planner, groups: Sequence[Group], card: int | None, path: P
         axes.set_xlim(-0.6, len(names) - 0.4)
         axes.set_ylabel("GB per rank at the peak", fontsize=9)
         axes.set_title(words(group.setting), fontsize=8, loc="left")
-        _plain(axes)
+        plain(axes)
     figure.suptitle(f"{planner.source.name}, {planner.source.words}", fontsize=10)
     figure.savefig(path)
     return path
 
 
 def _number(axes: Axes, line: int, title: str, cells: Sequence[str]) -> None:
-    """Write a line of a table under the bars. It begins with its title, and with the colour of a part."""
+    """Write a line of the table below the bars, with its title and the colour of a part."""
     down = -(10 + 13 * line)  # points
     options: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "annotation_clip": False}
     axes.annotate(title, (0, 0), (-22, down), "axes fraction", ha="right", **options)
@@ -118,7 +118,7 @@ def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster, path: 
         axes.set(ylim=(0, 112), ylabel="scaling efficiency, %")
         axes.set_title(words(group.setting), fontsize=8, loc="left")
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        _plain(axes)
+        plain(axes)
     every[-1].set_xlabel("ranks")
     every[0].legend(frameon=False, fontsize=8, loc="lower left")
     figure.suptitle(f"{planner.source.name} on {cluster.name}, predicted, not measured", fontsize=10)
@@ -149,7 +149,7 @@ def _bandwidth(planner: Planner, group: Group, cluster: Cluster, path: Path) -> 
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(frameon=False, fontsize=8)
     axes.set_title(f"{cluster.name}, predicted, not measured", fontsize=10, loc="left")
-    _plain(axes)
+    plain(axes)
     figure.savefig(path)
     return path
 
@@ -166,6 +166,7 @@ def _needed(plan: RankPlan, cluster: Cluster) -> float:
     return (plan.sent_by_gathers + plan.sent_by_reductions) / compute / 1e9 if compute else float("nan")
 
 
-def _plain(axes: Axes) -> None:
+def plain(axes: Axes) -> None:
+    """Hide the upper and right spines, and use small tick labels."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)

@@ -1,4 +1,4 @@
-"""Models by name. Imports no PyTorch, so that the command line finds a wrong name at once."""
+"""Models by name. Does not import PyTorch, so that the command line rejects a wrong name at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardlite.apps.demo.settings import SIZES
 
 
 class SourceError(ValueError):
-    """There is no such model, or it cannot be made or called with fake tensors."""
+    """The model does not exist, or cannot be created or called with fake tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)

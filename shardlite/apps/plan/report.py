@@ -10,6 +10,7 @@ from shardlite.apps.plan import published
 from shardlite.apps.plan.clusters import Cluster
 from shardlite.apps.plan.plan import Planner, RankPlan, Setting
 from shardlite.apps.plan.simulate import Scaling, simulate
+from shardlite.apps.tables import aligned
 from shardlite.build import ACTIVATIONS
 
 COLUMNS = {
@@ -21,7 +22,7 @@ COLUMNS = {
     "other": ("buffers", "staging", "chunks of a step"),
     "activations": (ACTIVATIONS,),
 }
-"""Columns of the table, and what each adds up."""
+"""Columns of the table, and the purposes that each adds up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,11 @@ class Group:
     plans: Sequence[RankPlan]
     curve: Sequence[Scaling] = ()
     fewest: int | None = None
-    """The smallest number of ranks that fit in the card."""
+    """The smallest number of ranks with which a rank fits into the card."""
 
     @property
     def setting(self) -> Setting:
-        """What they have in common."""
+        """The setting that all plans share."""
         return self.plans[0].setting
 
 
@@ -51,7 +52,7 @@ def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, car
 
 
 def words(setting: Setting) -> str:
-    """Name a setting, without its number of ranks."""
+    """Describe a setting, without its number of ranks."""
     precision = setting.precision
     computing = "fp32" if precision.compute is None else str(precision.compute).removeprefix("torch.")
     parts = [
@@ -69,7 +70,7 @@ def words(setting: Setting) -> str:
 
 
 def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> dict[str, Any]:
-    """Return everything as plain data; bytes and seconds."""
+    """Return everything as plain data, in bytes and seconds."""
     return {
         "model": planner.source.name,
         "batch": planner.source.words,
@@ -123,9 +124,7 @@ def _head(planner: Planner, cluster: Cluster | None) -> Iterator[str]:
 def _table(group: Group, cluster: Cluster | None, card: int | None) -> list[str]:
     """Return lines with a row per number of ranks. Bytes are in GB (10^9) at the moment of the peak."""
     rows = [_titles(cluster, card), *(_row(plan, group, cluster, card) for plan in group.plans)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return ["GB per rank at the peak:", *lines]
+    return ["GB per rank at the peak:", aligned(rows, words=0)]
 
 
 def _titles(cluster: Cluster | None, card: int | None) -> list[str]:

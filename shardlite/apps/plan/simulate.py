@@ -3,9 +3,10 @@
     computation   |  u1  |  u2  |wait| u3 ...      as fast as the card's measured efficiency says
     link          | gather u2 | gather u3 |  ...    one collective at a time, first started, first served
 
-Gathers and reductions run beside the computation, which waits where it needs a gather that is not over, or room for
-a bucket. What it waits is exposed. The order is that of `build.timeline`, times of collectives those of the cost model.
-Not in it: launches, the time of operators that compute little, stragglers, and what collectives take of the card.
+Gathers and reductions overlap with the computation, which waits for a gather that has not ended, or for a free bucket.
+The time that it waits is exposed. The order is that of `build.timeline`, and times of collectives are those of the cost
+model. The simulation leaves out launches, operators that compute little, stragglers, and collectives that slow
+computation down.
 
 Legend: `W` ranks.
 """
@@ -43,12 +44,12 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Seconds that nothing is computed, because of communication."""
+        """Seconds in which communication blocks computation."""
         return self.total - self.compute - self.update
 
 
 def simulate(plan: RankPlan, cluster: Cluster, *, scale: float = 1.0) -> StepTime:
-    """Predict the step of a planned rank; `scale` multiplies its computation, as a larger batch would."""
+    """Predict the step of a planned rank. `scale` multiplies its computation, as a larger batch does."""
     rate = cluster.card.flops(narrow=plan.setting.precision.compute in _NARROW)
     run = _Run(plan, cluster, rate / scale)
     for action in plan.course.actions:
@@ -65,14 +66,14 @@ def simulate(plan: RankPlan, cluster: Cluster, *, scale: float = 1.0) -> StepTim
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Efficiencies at one number of ranks: 1 is as many times the throughput of one rank as there are ranks."""
+    """Scaling efficiencies at one number of ranks. 1 means `W` times the throughput of one rank."""
 
     world_size: int
     weak: float
     """With the same batch on each rank."""
 
     strong: float
-    """With the same batch in all: the largest number of ranks times a rank's."""
+    """With the same global batch: the batch of a rank times the largest number of ranks."""
 
     amdahl: float
     """By Amdahl's law for that batch, with nothing overlapped: of one rank's time, the communication of the largest
@@ -83,7 +84,7 @@ class Scaling:
 def scaling(one: RankPlan, plans: Sequence[RankPlan], cluster: Cluster) -> list[Scaling]:
     """Return the efficiencies of plans that differ in the number of ranks only, against that of `one` rank.
 
-    What a rank holds is not looked at: one rank may have too little memory.
+    Memory is not checked: the model may not fit on one rank.
     """
     most = max(plan.setting.world_size for plan in plans)
     alone = simulate(one, cluster).total
@@ -104,7 +105,7 @@ def scaling(one: RankPlan, plans: Sequence[RankPlan], cluster: Cluster) -> list[
 
 
 class _Run:
-    """The state of a simulation: what time it is, and until when the link is busy."""
+    """The state of a simulation: the current time, and the time at which the link is free."""
 
     def __init__(self, plan: RankPlan, cluster: Cluster, rate: float) -> None:
         self._plan, self._cluster, self._rate = plan, cluster, rate
@@ -114,7 +115,7 @@ class _Run:
         self.now = self.link_free = self.communication = self.update = 0.0
 
     def apply(self, name: str, unit: int, flops: float) -> None:
-        """Let one action happen."""
+        """Apply one action."""
         if name == "compute":
             self.now += flops / self._rate
         elif name == "gather":
@@ -130,7 +131,7 @@ class _Run:
             self.now = max(self.now, self.link_free) + self.update
 
     def _send(self, seconds: float) -> float:
-        """Use the link, once it is free. Return when that is over."""
+        """Use the link when it is free, and return the time at which the transfer ends."""
         self.link_free = max(self.now, self.link_free) + seconds
         self.communication += seconds
         return self.link_free

@@ -1,6 +1,6 @@
-"""Where the model of a plan comes from: a preset, a Hugging Face config file, or an import path. Nothing is downloaded.
+"""Find a model by the name of a preset, a Hugging Face config file, or an import path. Nothing is downloaded.
 
-In: what was given as `--model`. Out: a `Source`, which makes the module and its loss of fake tensors.
+In: the value of `--model`. Out: a `Source`, which creates the module and computes its loss.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Source:
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
-    """Return what the model is called with: a tuple, or a dict of keywords."""
+    """Returns the arguments of the model: a tuple, or a dict of keywords."""
 
     words: str
-    """The batch, for the reader of a table."""
+    """A description of the batch, for tables."""
 
     def loss(self, module: nn.Module, dtype: torch.dtype | None) -> Callable[[], Tensor]:
-        """Return a function that calls `module` once and returns the loss []. Floating inputs are cast to `dtype`.
+        """Return a function that calls `module` and returns the loss []. Floating-point inputs are cast to `dtype`.
 
-        The batch lives as long as the function, as that of a program lives until its next step.
+        The batch is kept with the function, as a program keeps it until its next step.
         """
         given = self.batch()
         if dtype is not None:
@@ -56,13 +56,13 @@ def find_source(model: str, batch: int, context: int | None, inputs: str | None 
     """Find a model by preset, by the path of a config, or as `module:name`.
 
     Args:
-        model: what to find.
+        model: name, path or `module:name`.
         batch: sequences per rank.
         context: tokens per sequence; `None` takes the model's own.
         inputs: `module:name` of a function that returns the batch, for a model with other inputs than tokens.
 
     Raises:
-        SourceError: there is none.
+        SourceError: there is no such model.
     """
     check_model(model)
     if model in PRESETS:
@@ -87,14 +87,14 @@ def _of_config(path: Path, batch: int, context: int | None) -> Source:
     except ModuleNotFoundError:
         raise SourceError("a Hugging Face config needs transformers: pip install 'shardlite[examples]'") from None
     except (OSError, ValueError) as wrong:
-        raise SourceError(f"--model {path} is no readable JSON file: {wrong}") from wrong
+        raise SourceError(f"--model {path} is not a readable JSON file: {wrong}") from wrong
     if not isinstance(settings, dict) or "model_type" not in settings:
-        raise SourceError(f"--model {path} is no config of Hugging Face: it has no model_type")
+        raise SourceError(f"--model {path} is not a Hugging Face config: it has no model_type")
     kind = settings.pop("model_type")
     try:
         config = transformers.AutoConfig.for_model(kind, **settings)
     except Exception as wrong:
-        raise SourceError(f"--model {path}: transformers does not know it: {wrong}") from wrong
+        raise SourceError(f"--model {path}: transformers does not support it: {wrong}") from wrong
     length = context or getattr(config, "max_position_embeddings", None) or 1024
 
     def make() -> nn.Module:
@@ -115,7 +115,7 @@ def _of_import_path(model: str, batch: int, context: int | None, inputs: str | N
     length = context or 1024
 
     def given() -> tuple[Tensor, ...]:
-        """As many tensors of tokens as the forward has arguments without default: at least one, at most two."""
+        """Return one or two tensors of tokens, as many as the forward takes."""
         module = make()
         needed = [p for p in signature(module.forward).parameters.values() if p.kind.name.startswith("POSITIONAL")]
         return (torch.zeros(batch, length, dtype=torch.long),) * max(1, min(2, len(needed)))
@@ -124,7 +124,7 @@ def _of_import_path(model: str, batch: int, context: int | None, inputs: str | N
 
 
 def _imported(path: str, option: str) -> Callable[[], Any]:
-    """Return the function or class that `module:name` names. Modules of the current folder are found, too."""
+    """Return the function or class `module:name`. Modules of the current folder are included."""
     module, _, name = path.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -162,11 +162,13 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _loss_of(outputs: Any, name: str) -> Tensor:
-    """Return the loss: the output itself, its `loss`, or the sum of what it has."""
+    """Return the loss: the output itself, its `loss`, or the sum of its floating-point tensors."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     floats = [leaf for leaf in tree_leaves(outputs) if _is_float(leaf)]
     if not floats:
-        raise SourceError(f"--model {name} returned nothing to derive: no loss, and no floating tensors")
+        raise SourceError(
+            f"--model {name} returned neither a loss nor a floating-point tensor, so there is no backward"
+        )
     return floats[0] if floats[0].ndim == 0 else sum((leaf.float().sum() for leaf in floats), torch.zeros(()))

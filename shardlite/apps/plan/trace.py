@@ -1,10 +1,10 @@
 """Activations and work of one step, traced with fake tensors: shapes and lifetimes are real, memory is not.
 
-The model runs forward and backward once under `FakeTensorMode` on the CPU. Every operator is seen, as by
-`telemetry.Meter`: the storages of its results live until they die, and its floating-point operations are counted.
-Hooks at the modules and in the graph, where the engine has its own, note when the weights of a unit are used and when
-autograd delivers a gradient, which is dropped at once. The result is a list of `Event`s, equal for all stages and
-formats and any number of ranks, because each rank computes the same with its own part of the batch.
+The model runs forward and backward once under `FakeTensorMode` on the CPU. As in `telemetry.Meter`, every operator is
+intercepted: the storages of its results are tracked, and its floating-point operations are counted. Hooks on modules
+and in the graph, in the places where the engine has its own, record when the weights of a unit are used and when
+autograd delivers a gradient, which is dropped at once. The result is a list of `Event`s. It does not depend on stage,
+format or number of ranks, because each rank computes the same with its own part of the batch.
 
 In: a module of fake tensors, its units and a call of it that returns the loss. Out: events.
 """
@@ -49,13 +49,13 @@ _ON_CPU: dict[Any, Callable[..., int]] = {  # PyTorch counts the operators of GP
 def trace(
     module: nn.Module, units: Sequence[Unit], plans: Sequence[UnitPlan], loss: Callable[[], Tensor]
 ) -> list[Event]:
-    """Run `loss` forward and backward under the active fake mode, and return what has happened.
+    """Run `loss` forward and backward under the active fake mode, and return the events.
 
     Args:
-        module: of fake tensors.
-        units: of it.
-        plans: the same before they had memory.
-        loss: calls the module, and returns a number [].
+        module: a module of fake tensors.
+        units: its units.
+        plans: the plans of the units.
+        loss: calls the module, and returns a scalar [].
     """
     recorder = _Recorder(module)
     hooks = _Hooks(recorder, module, units, plans)
@@ -68,7 +68,7 @@ def trace(
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operator. Weights and buffers of the module are left out: others count them."""
+    """Intercepts every operator. Weights and buffers of the module are not counted: the budget does that."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, and note what its arguments and results take and how much it computes."""
+        """Run `func`, and record the bytes of its arguments and results, and its operations."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for value in tree_leaves((args, kwargs, result)):
@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Call:
-    """One forward of a unit, as its backward will see it: see `weights/saved_tensors.py`."""
+    """One forward of a unit, with the tensors that it has saved for backward (see `weights/saved_tensors.py`)."""
 
     def __init__(self, unit: int, hooks: _Hooks) -> None:
         self.unit, self.hooks = unit, hooks
@@ -115,13 +115,13 @@ class _Call:
         self.uses = False
 
     def enter(self) -> None:
-        """Use the weights until the last handle is gone."""
+        """Use the weights until the last handle is dropped."""
         if not self.uses:
             self.uses = True
             self.hooks.enter(self.unit)
 
     def forget_handle(self) -> None:
-        """Note that autograd has dropped a handle."""
+        """Record that autograd has dropped a handle."""
         self.handles -= 1
         if self.handles == 0:
             self.hooks.live[self.unit].remove(self)
@@ -131,7 +131,7 @@ class _Call:
 
 
 class _Handle:
-    """What the graph keeps instead of a weight."""
+    """What the graph saves instead of a weight."""
 
     def __init__(self, call: _Call, view: Tensor) -> None:
         self.call, self.view = call, view
@@ -144,14 +144,14 @@ class _Handle:
 
 
 class _SavedTensors:
-    """Saved-tensor hooks that take weights, and leave other tensors to the hooks in force before."""
+    """Saved-tensor hooks for weights. Other tensors go to the hooks that were active before."""
 
     def __init__(self, hooks: _Hooks) -> None:
         self.hooks = hooks
         self._outer: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what the graph keeps."""
+        """Return what the graph saves."""
         unit = self.hooks.owner(tensor)
         if unit is not None:
             call = self.hooks.current.get(unit) or _Call(unit, self.hooks)
@@ -169,7 +169,7 @@ class _SavedTensors:
 
 
 class _Hooks:
-    """Notes uses of units and gradients, where `ModuleHooks` and `Backward` of the engine do."""
+    """Records uses of units and gradients in the same places as the engine's hooks."""
 
     def __init__(
         self, recorder: _Recorder, module: nn.Module, units: Sequence[Unit], plans: Sequence[UnitPlan]
@@ -209,15 +209,15 @@ class _Hooks:
         return self._home.get(storage_key(tensor))
 
     def enter(self, unit: int) -> None:
-        """Note that a use of a unit begins."""
+        """Record that a use of a unit begins."""
         self._recorder.note(Kind.ENTER, unit)
 
     def leave(self, unit: int) -> None:
-        """Note that it ends."""
+        """Record that a use of a unit ends."""
         self._recorder.note(Kind.LEAVE, unit)
 
     def open(self) -> None:
-        """Note the first event of the backward."""
+        """Record the start of the backward."""
         if not self._opened and in_backward():
             self._opened = True
             self._recorder.note(Kind.BACKWARD)
@@ -247,7 +247,7 @@ class _Hooks:
                 self.leave(unit.index)
 
     def _expect_backward(self, call: _Call) -> None:
-        """Keep a unit that was recomputed until the nodes that asked for that have run."""
+        """Keep a recomputed unit in use until the nodes that needed it have run."""
         if in_backward():
             if call.handles:
                 call.enter()
@@ -256,7 +256,7 @@ class _Hooks:
                 earlier[-1].enter()
 
     def _push(self) -> bool:
-        """Put our hooks innermost, unless they are; return whether a pop is due."""
+        """Make our hooks the innermost ones, unless they are, and return whether they must be popped."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and isinstance(getattr(top[0], "__self__", None), _SavedTensors):
             return False

@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from shardlite.apps.plan import links
+from bench.support import links
+from bench.support.links import MODEL, NODE, ROWS, Sent, numel_of
 from shardlite.apps.plan.clusters import CLUSTERS
-from shardlite.apps.plan.links import MODEL, NODE, ROWS, Sent, numel_of
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.presets import PRESETS
 from shardlite.apps.plan.source import find_source

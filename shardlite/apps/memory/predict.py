@@ -1,7 +1,7 @@
-"""What PyTorch's systems hold at most in a step: their rules, replayed on the events of a traced step.
+"""Peak tensor bytes of a step, by arithmetic: what `tensor_bytes` of a row should be.
 
-In: a `Plan` in which ShardLite has the same model in the same units, and its events. Out: bytes. The rules were read in
-PyTorch 2.13; on a CPU every collective is over when its call returns.
+ShardLite's rules are those of `shardlite plan`. The rules of PyTorch's systems were read in PyTorch 2.13, and are
+replayed on the events of the same traced step. On a CPU every collective has ended when its call returns.
 
 | system | held from step to step | in a step |
 |---|---|---|
@@ -19,18 +19,86 @@ Legend: `W` ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+import torch
+
+from shardlite.apps.memory.systems import System
+from shardlite.apps.plan.plan import Planner, Setting
+from shardlite.apps.plan.source import Source
 from shardlite.build import Event, Kind, UnitBudget
 
 
+class Predictor:
+    """Predicts one model in any system."""
+
+    def __init__(self, source: Source, *, progress: Callable[[str], None]) -> None:
+        """Create the model with fake tensors.
+
+        Raises:
+            SourceError: the model cannot be created with fake tensors.
+        """
+        self._planner = Planner(source, progress=progress)
+        self._rules: dict[str, Callable[[int], int]] = {
+            "activations": lambda _: self._weights(None) + activation_peak(self._events()),
+            "activations, bf16": lambda _: (
+                self._weights(torch.bfloat16) + activation_peak(self._events(torch.bfloat16))
+            ),
+            "plain": lambda _: self._weights(None) + self._moments() + plain_peak(self._events()),
+            "ddp": lambda _: self._replicated(self._planner.trainable),
+            "zero": lambda ranks: self._replicated(largest_part(self._planner.trained_numels, ranks)),
+            "fsdp1": lambda ranks: self._sharded(ranks, _Fsdp1),
+            "fsdp2": lambda ranks: self._sharded(ranks, _Fsdp2),
+        }
+
+    def bounds(self, name: str, system: System, ranks: int) -> tuple[int, int] | None:
+        """Return the least and the most that the peak of one rank can be. `None` if no rules are known (DeepSpeed).
+
+        ShardLite's peak depends on when reductions end: before the next gradient, or as late as they can.
+
+        Raises:
+            SourceError: the model cannot be traced with fake tensors.
+        """
+        if system.setting is not None:
+            plan = self._planner.plan(replace(system.setting, world_size=ranks))
+            return plan.at_least, plan.peak
+        rule = self._rules.get(name)
+        return None if rule is None else (rule(ranks),) * 2
+
+    def _events(self, dtype: torch.dtype | None = None) -> Sequence[Event]:
+        return self._planner.events(dtype, False)
+
+    def _weights(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of all weights and buffers of the module."""
+        weights = self._planner.weight_nbytes if dtype is None else self._planner.numel * dtype.itemsize
+        return weights + self._planner.plan(Setting(on_gpu=False)).budget.held["buffers"]
+
+    def _bytes(self, numel: int) -> int:
+        """Return the bytes of as many elements of weights, gradients or one moment."""
+        return numel * self._planner.weight_nbytes // self._planner.numel
+
+    def _moments(self) -> int:
+        return self._bytes(2 * self._planner.trainable)
+
+    def _replicated(self, stepped: int) -> int:
+        """Return the bytes of DDP in which a rank has the moments of `stepped` elements."""
+        buckets, moments = self._bytes(self._planner.trainable), self._bytes(2 * stepped)
+        return self._weights(None) + buckets + moments + activation_peak(self._events())
+
+    def _sharded(self, ranks: int, replay: type[_Replay]) -> int:
+        plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # its units and events
+        shards = self._bytes(self._planner.numel + 2 * self._planner.trainable) // ranks
+        return shards + plan.budget.held["buffers"] + replay(plan.budget.units, ranks).peak(plan.events)
+
+
 def activation_peak(events: Sequence[Event]) -> int:
-    """Return the most bytes of a program's tensors where one gradient at a time is alive."""
+    """Return the peak of a program's tensors if one gradient at a time is alive."""
     return max(max(event.most, event.now + event.nbytes) for event in events)
 
 
 def plain_peak(events: Sequence[Event]) -> int:
-    """Return the most bytes of a program's tensors and of all gradients."""
+    """Return the peak of a program's tensors and of all gradients."""
     peak = gradients = 0
     for event in events:
         peak = max(peak, event.most + gradients)
@@ -40,25 +108,15 @@ def plain_peak(events: Sequence[Event]) -> int:
 
 
 def largest_part(numels: Sequence[int], ranks: int) -> int:
-    """Return the elements that rank 0 steps if the largest parameters are dealt first, each to who has least."""
+    """Return the elements that rank 0 steps if the largest parameters are dealt first, each to the rank with least."""
     parts = [0] * ranks
     for numel in sorted(numels, reverse=True):
         parts[parts.index(min(parts))] += numel
     return parts[0]
 
 
-def fsdp1_peak(units: Sequence[UnitBudget], events: Sequence[Event], ranks: int) -> int:
-    """Return the most bytes beside shards and moments in FSDP1."""
-    return _Fsdp1(units, ranks).peak(events)
-
-
-def fsdp2_peak(units: Sequence[UnitBudget], events: Sequence[Event], ranks: int) -> int:
-    """Return the most bytes beside shards and moments in FSDP2."""
-    return _Fsdp2(units, ranks).peak(events)
-
-
-class _Sharded:
-    """Replays a step. The systems differ in `_gather` and `_reduce`, which yield whenever bytes are to be compared."""
+class _Replay:
+    """Replays a step of a fully sharded system. `_gather` and `_reduce` yield whenever bytes are to be compared."""
 
     def __init__(self, units: Sequence[UnitBudget], ranks: int) -> None:
         self._units, self._ranks = units, ranks
@@ -72,7 +130,7 @@ class _Sharded:
         self._backward = False
 
     def peak(self, events: Sequence[Event]) -> int:
-        """Return the most bytes, the program's own tensors included."""
+        """Return the peak of all bytes but shards and moments, including the program's own tensors."""
         peak = 0
         for event in events:
             peak = max(peak, self._held() + event.most)
@@ -106,7 +164,7 @@ class _Sharded:
         yield
 
     def _leave(self, unit: int) -> None:
-        """Free full weights after a forward, except the root's; units without gradients also in the backward."""
+        """Free full weights after a forward, except the root's. Units without gradients are freed in the backward."""
         idle = self._users[unit] == 0 and not self._units[unit].is_root
         if idle and not self._backward:
             self._order.append(unit)
@@ -127,7 +185,7 @@ class _Sharded:
         raise NotImplementedError
 
 
-class _Fsdp1(_Sharded):
+class _Fsdp1(_Replay):
     """A unit is gathered to where it is used. One rank shards nothing, and gathers nothing."""
 
     def _gather(self, unit: int) -> Iterator[None]:
@@ -148,7 +206,7 @@ class _Fsdp1(_Sharded):
         self._flat = 0
 
 
-class _Fsdp2(_Sharded):
+class _Fsdp2(_Replay):
     """A unit is gathered to a buffer, then copied. One rank copies its shards."""
 
     def _gather(self, unit: int) -> Iterator[None]:

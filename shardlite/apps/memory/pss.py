@@ -1,9 +1,9 @@
-"""The proportional set size of some processes together, sampled from outside: `python pss.py PID...`.
+"""Sample the proportional set size of some processes together, from outside: `python pss.py PID...`.
 
-A page that `n` processes share counts as `1/n` in each, so that the sum is what the processes hold together. The kernel
-keeps no maximum of it. So this program, which imports nothing large, reads it again and again. It answers each line on
-its input with `peak now when`: the most bytes since the last line, bytes now, and when it has found the peak, in
-nanoseconds of the monotonic clock, which all processes share.
+A page that `n` processes share counts as `1/n` in each, so the sum is what the processes hold together. The kernel
+keeps no maximum of it, so this program reads it repeatedly. It imports nothing large. It answers each line on its input
+with `peak now when`: the most bytes since the last line, bytes now, and the moment of the peak, in nanoseconds of the
+monotonic clock, which all processes share.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import time
 
 _PAUSE = 0.002
-"""Seconds between two looks, which take a few milliseconds each."""
+"""Seconds between two samples, which take a few milliseconds each."""
 
 
 def _read(descriptor: int) -> int:
@@ -21,8 +21,8 @@ def _read(descriptor: int) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
 
 
-def _watch(processes: list[str]) -> None:
-    """Sample until the input ends or a process does."""
+def _sample(processes: list[str]) -> None:
+    """Sample until the input or a process ends."""
     descriptors = [os.open(f"/proc/{process}/smaps_rollup", os.O_RDONLY) for process in processes]
     peak = when = 0
     while True:
@@ -41,4 +41,4 @@ def _watch(processes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _watch(sys.argv[1:])
+    _sample(sys.argv[1:])

@@ -1,7 +1,7 @@
-"""Memory of one training step on a rank, by purpose, for a sharded model and for plain data parallel.
+"""The peak of one training step on a rank, in bytes of tensors, by purpose.
 
-The library's ledger counts its own memory, and a meter counts all tensors. The difference is the program's memory:
-activations, temporary results, the batch.
+`Meter` counts all tensors. What the library or a `Ledger` does not account for are activations, temporary results and
+the batch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ class Footprint:
     """The maximum of all tensors together."""
 
 
-def measure(step: Callable[[], object], ledger: Ledger) -> Footprint:
-    """Run `step` under a meter, and return its footprint."""
-    ledger.reset_peak()
-    with Meter(on_peak=ledger.current) as meter:
+def peak_of(step: Callable[[], object], purposes: Callable[[], dict[str, int]]) -> tuple[int, dict[str, int]]:
+    """Run `step`. Return the most bytes in tensors, and what `purposes` returned at that moment."""
+    with Meter(on_peak=purposes) as meter:
         step()
-    booked = sum((meter.at_peak or {}).values())
-    return Footprint(held=ledger.peak(), activations=meter.peak - booked, peak=meter.peak)
+    return meter.peak, meter.at_peak or {}
+
+
+def measure_step(step: Callable[[], object], ledger: Ledger) -> Footprint:
+    """Run `step`, and return its footprint with the purposes of `ledger`."""
+    ledger.reset_peak()
+    peak, purposes = peak_of(step, ledger.current)
+    return Footprint(held=ledger.peak(), activations=peak - sum(purposes.values()), peak=peak)
 
 
 def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -> Footprint:
@@ -48,8 +53,8 @@ def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -
     ledger = Ledger()
     for parameter in model.parameters():
         ledger.track("parameters", parameter)
-        on_gradient: Any = parameter.register_post_accumulate_grad_hook
-        on_gradient(lambda p: _book_gradient(ledger, p))
+        hook: Any = parameter.register_post_accumulate_grad_hook
+        hook(lambda p: ledger.track("gradients", p.grad))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     known = list(batches)
 
@@ -60,18 +65,13 @@ def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # the first step allocates the optimizer's state
-    book_state(ledger, optimizer)
-    return measure(step, ledger)
+    step()  # allocates the optimizer's state
+    track_state(ledger, optimizer)
+    return measure_step(step, ledger)
 
 
-def book_state(ledger: Ledger, optimizer: Optimizer) -> None:
-    """Track the tensors that `optimizer` keeps from step to step."""
+def track_state(ledger: Ledger, optimizer: Optimizer) -> None:
+    """Track the tensors that `optimizer` keeps between steps."""
     for value in tree_leaves(list(optimizer.state.values())):
         if isinstance(value, Tensor):
             ledger.track("optimizer state", value)
-
-
-def _book_gradient(ledger: Ledger, parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        ledger.track("gradients", parameter.grad)

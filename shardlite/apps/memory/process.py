@@ -1,4 +1,4 @@
-"""What ranks hold, sampled while they train: the size of their processes, and the purposes that `memory()` reports."""
+"""What the processes of all ranks hold, sampled while they train: their size, and what `memory()` reports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardlite.comm import all_gather_json
 from shardlite.model import state_of
 
 _PAUSE = 0.002
-"""Seconds between two looks at `memory()`."""
+"""Seconds between two samples of `memory()`."""
 
 
 class Sampler:
-    """The proportional set size of all ranks of a group, above what it was at the start. All ranks call its methods."""
+    """Mean proportional set size of the ranks of a group, above that at the start. All ranks call its methods."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -33,12 +33,12 @@ class Sampler:
             command = [sys.executable, "-S", "-E", str(Path(__file__).parent / "pss.py"), *map(str, processes)]
             self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._start = self.when = 0
-        self._start = self.take()[1]
+        self._start = self.sample()[1]
 
-    def take(self) -> tuple[int, int]:
-        """Return the most since the last call and what is held now, in bytes, means of the ranks.
+    def sample(self) -> tuple[int, int]:
+        """Return the peak since the last call, and the current size, in bytes.
 
-        `when` is the moment of the most, in nanoseconds of the monotonic clock.
+        `when` is then the moment of the peak, in nanoseconds of the monotonic clock.
         """
         dist.barrier(self._group)
         answer = [0, 0, 0]
@@ -51,24 +51,24 @@ class Sampler:
         return peak // self._group.size() - self._start, now // self._group.size() - self._start
 
     def close(self) -> None:
-        """End the program."""
+        """End the program that samples."""
         if self._program is not None:
             self._program.communicate()
 
 
 class Account:
-    """What `memory()` of this rank says while the block runs, again and again. Systems without it say nothing.
+    """What `memory()` of this rank reports, sampled while the block runs. Other systems report nothing.
 
-    It looks from another thread, and so at the counters alone: `memory()` itself reads gradients, which the backward
-    may be writing. Those counters know all tensors that one call of it has seen.
+    Another thread takes the samples, so it reads counters only: `memory()` itself would read gradients, which the
+    backward may be writing. One call of `memory()` registers all tensors with those counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         purposes_of(model)
         self._context = state_of(model).context if isinstance(model, ShardLite) else None
-        self._said: list[tuple[int, dict[str, int]]] = []
+        self._samples: list[tuple[int, dict[str, int]]] = []
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._sample)
 
     def __enter__(self) -> Account:
         self._thread.start()
@@ -79,21 +79,21 @@ class Account:
         self._thread.join()
 
     def mean_at(self, when: int, group: dist.ProcessGroup) -> dict[str, int]:
-        """Return the bytes by purpose at a moment of the monotonic clock, means of the ranks. All ranks call it."""
-        own = self._said[max(0, bisect(self._said, when, key=itemgetter(0)) - 1)][1]
-        said = all_gather_json(group, own, "what memory() says")
-        return {purpose: sum(each.get(purpose, 0) for each in said) // len(said) for purpose in own}
+        """Return the bytes by purpose at a moment of the monotonic clock, as means of the ranks. Collective."""
+        own = self._samples[max(0, bisect(self._samples, when, key=itemgetter(0)) - 1)][1]
+        of_ranks = all_gather_json(group, own, "what memory() reports")
+        return {purpose: sum(each.get(purpose, 0) for each in of_ranks) // len(of_ranks) for purpose in own}
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         over = False
         while not over:  # at least once, however short the block is
             held = self._context.held() if self._context else {}
             now = {purpose: each.now for purpose, each in held.items() if each.now}
-            self._said.append((time.monotonic_ns(), now))
+            self._samples.append((time.monotonic_ns(), now))
             over = self._over.wait(_PAUSE)
 
 
 def purposes_of(model: nn.Module) -> dict[str, int]:
-    """Return the bytes by purpose that this rank holds now. Systems without `memory()` have none."""
+    """Return the bytes that this rank holds now, by purpose. Empty for systems without `memory()`."""
     held = model.memory() if isinstance(model, ShardLite) else {}
     return {purpose: each.now for purpose, each in held.items() if each.now}

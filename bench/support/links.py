@@ -1,6 +1,6 @@
 """Bytes by link: what each GPU sends in a step inside its node and across, by how the ranks are arranged.
 
-    python -m shardlite.apps.plan.links
+    python -m bench.support.links
 
 prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL a gather
 is a ring over all network cards of a node, so one of `L` hops leaves it; so is a reduction by `reduce="fast"`.
