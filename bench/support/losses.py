@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.support.table import RESULTS, Row, markdown_table
-from shardlite.apps.report.benches import bench_of
 from shardlite.apps.report.cells import system_name, texts, unit
-from shardlite.apps.report.rows import by_bench, by_setting, read_rows
+from shardlite.apps.report.rows import bench_of, by_bench, by_setting, read_rows
 
 Where = Mapping[str, str]
 
