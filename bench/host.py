@@ -44,9 +44,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.support.check import verify
 from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from bench.support.measure import WARM_UP, largest, percentile, quantiles, rotated, seconds
-from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
+from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
-from bench.support.table import Columns, Row, cells_of, markdown_table, read_rows
+from bench.support.table import Columns, Row, cells_of, markdown_table
 from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.systems import OPTIMIZER
@@ -198,18 +198,9 @@ def _units(trainer: Trainer, workload: Workload) -> int:
 
 
 def _setting(bench: str, workload: Workload, units: int, rounds: int, group: dist.ProcessGroup) -> Row:
-    """What rows of one run have in common."""
-    return {
-        "bench": bench,
-        "model": workload.name,
-        "words": workload.words,
-        "units": units,
-        "optimizer": OPTIMIZER,
-        "ranks": group.size(),
-        "threads": torch.get_num_threads(),
-        "rounds": rounds,
-        **machine(),
-    }
+    """Return what rows of one run have in common."""
+    told = {"units": units, "optimizer": OPTIMIZER, "threads": torch.get_num_threads(), "rounds": rounds}
+    return workload.row(bench, group.size(), **told)
 
 
 def calls_per_step(trainer: Trainer, batch: Batch) -> float:
@@ -239,14 +230,10 @@ def render(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     parser = options_of_ranks("bench.host", "what the host does per unit and step")
-    add_table(parser)
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["many", "mlp"], help="(many mlp)")
     parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups of `many`, instead")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
     options = parser.parse_args(arguments)
-    if options.table:
-        print(render(read_rows(options.table)))
-        return 0
     if options.fake:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # weights mean nothing there

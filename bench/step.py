@@ -26,11 +26,10 @@ where that is, and `-cuda` on GPUs, one JSON object a system and combination:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,13 +38,12 @@ import torch.distributed as dist
 from bench.support.check import verify
 from bench.support.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
 from bench.support.measure import Times, activation_bytes, milliseconds, peak_bytes, percentile, time_steps
-from bench.support.ranks import device_of_rank, one_of_them, start_ranks
+from bench.support.ranks import device_of_rank, on_ranks, options_of_ranks
 from bench.support.systems import ORDERS, TRANSPORTS, Build
-from bench.support.table import RESULTS, Row, render, write_rows
+from bench.support.table import Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
 from shardlite.apps.launch import default_ranks
-from shardlite.apps.memory.machine import machine
 from shardlite.comm.transport.select import choose
 
 PEERS = ("floor", "fsdp2", "ddp")
@@ -91,19 +89,9 @@ def measure(
 
 def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: Setting) -> Row:
     """Return what all rows of a run share."""
-    return {
-        "bench": "step",
-        "model": workload.name,
-        "words": workload.words,
-        "parameters": workload.parameters(),
-        "units": "one per block, one for the rest",
-        "optimizer": setting.optimizer,
-        **setting.row(),
-        "ranks": group.size(),
-        "threads": torch.get_num_threads(),
-        "rounds": rounds,
-        **machine(workload.device),
-    }
+    told = {"units": "one per block, one for the rest", "optimizer": setting.optimizer, **setting.row()}
+    told |= {"parameters": workload.parameters(), "threads": torch.get_num_threads(), "rounds": rounds}
+    return workload.row("step", group.size(), **told)
 
 
 def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torch.device) -> str:
@@ -148,9 +136,8 @@ def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
     return folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{order}{kind}.jsonl"
 
 
-def _report(rows: list[Row], file: Path) -> None:
-    """Write and print the rows of one run, and their table."""
-    write_rows(rows, file)
+def _report(rows: list[Row]) -> None:
+    """Print the table of one run."""
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(f"\n{render(rows, markdown=False)}")
     print(
@@ -158,26 +145,22 @@ def _report(rows: list[Row], file: Path) -> None:
     )
 
 
-def _run_rank(options: argparse.Namespace) -> None:
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Measure as one of the ranks, and write the rows on rank 0."""
-    with one_of_them() as group:
-        if group.rank() == 0:
-            print(json.dumps(machine()), flush=True)
-        device = device_of_rank()
-        for name in _chosen(options.model):
-            rows: list[Row] = []
-            for setting in settings(options.precision, options.accumulation, options.clip):
-                systems = {each: build for each, build in systems_in(setting).items() if each in options.systems}
-                if group.rank() == 0:
-                    left_out = [each for each in options.systems if each not in systems]
-                    _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
-                rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
-                if group.rank() == 0:  # as they come: a run of many settings may be ended early
-                    file = _file(rows, options.out, device)
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    device = device_of_rank()
+    for name in MEASURED if options.model == "all" else (options.model,):
+        rows: list[Row] = []
+        for setting in settings(options.precision, options.accumulation, options.clip):
+            systems = {each: build for each, build in systems_in(setting).items() if each in options.systems}
             if group.rank() == 0:
-                _report(rows, file)
+                left_out = [each for each in options.systems if each not in systems]
+                _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
+            rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
+            if group.rank() == 0:  # after each setting, because a run of many may be ended early
+                file = _file(rows, options.out, device)
+                write_rows(rows, file)
+        if group.rank() == 0:
+            _report(rows)
 
 
 def _say(words: str, left_out: Sequence[str]) -> None:
@@ -186,19 +169,12 @@ def _say(words: str, left_out: Sequence[str]) -> None:
     print(f"step: {words}{without}", file=sys.stderr, flush=True)
 
 
-def _chosen(model: str) -> Sequence[str]:
-    return MEASURED if model == "all" else (model,)
-
-
 def _norm(text: str) -> float | None:
     return None if text == "none" else float(text)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description="step time and peak memory, side by side")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[default_ranks()], help="processes on this machine (%(default)s)"
-    )
+    parser = options_of_ranks("bench.step", "step time and peak memory, side by side", [default_ranks()])
     parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=DEFAULT, help="(all but transports and orders)")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(%(default)s)")
@@ -207,7 +183,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--clip", type=_norm, nargs="+", default=[None], metavar="NORM", help="norms of gradients, or none (none)"
     )
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
     if "ddp" not in options.systems:
         parser.error("--systems needs ddp: the others are verified against it")
@@ -221,13 +196,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     options = _options(arguments)
-    if "RANK" in os.environ:
-        _run_rank(options)
-        return 0
-    for ranks in options.ranks:
-        if status := start_ranks("bench.step", ranks, arguments):
-            return status
-    return 0
+    return on_ranks("bench.step", options.ranks, arguments, partial(_run_rank, options))
 
 
 if __name__ == "__main__":

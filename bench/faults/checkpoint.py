@@ -49,12 +49,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from bench.support.measure import largest, percentile, quantiles, rotated
-from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
+from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS
-from bench.support.table import Row, markdown_table, read_rows
+from bench.support.table import Row, markdown_table, where
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
-from shardlite.apps.memory.machine import machine
 from shardlite.checkpoint import BLOCK, begin_writeback
 
 Save = Callable[[Path], "Future[Path] | None"]
@@ -120,12 +119,7 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
         spent = largest(ends[name][WARM_UP:], group)
         rows.append(
             {
-                "bench": "checkpoint",
-                "model": workload.name,
-                "words": workload.words,
-                "ranks": group.size(),
-                "rounds": rounds,
-                **machine(),
+                **workload.row("checkpoint", group.size(), rounds=rounds),
                 "system": name,
                 "bytes": int(told),
                 **quantiles("seconds", spent, 4),
@@ -225,22 +219,18 @@ def render(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     words = f"{first['words']}; {first['bytes'] / 1e6:.0f} MB of weights and moments, {first['ranks']} ranks"
-    return f"{words}; {first['machine']}, torch {first['torch']}, {first['date']}.\n\n{markdown_table([head, *lines])}"
+    return f"{words}; {where(first)}.\n\n{markdown_table([head, *lines])}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     parser = options_of_ranks("bench.faults.checkpoint", "saving a run, by system")
-    add_table(parser)
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="saves of each system (%(default)s)")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    if options.table:
-        print(render(read_rows(options.table)))
-        return 0
     return on_ranks("bench.faults.checkpoint", options.ranks, arguments, partial(_run_rank, options))
 
 

@@ -31,7 +31,6 @@ from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import Trainer, build_shardlite
 from bench.support.table import Row
 from bench.support.workloads import WORKLOADS, Batch, Workload
-from shardlite.apps.memory.machine import machine
 from shardlite.weights.negotiation import END, Negotiation, Round
 
 
@@ -95,13 +94,7 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
     told, silent = times["with"], times["without"]
     talks_ms = 1e3 * clocks[0].seconds / (WARM_UP + rounds)
     return {
-        "bench": "detection",
-        "model": workload.name,
-        "words": workload.words,
-        "ranks": group.size(),
-        "threads": torch.get_num_threads(),
-        "rounds": rounds,
-        **machine(),
+        **workload.row("detection", group.size(), threads=torch.get_num_threads(), rounds=rounds),
         "ms_p50": round(1e3 * percentile(told.wall, 50), 2),
         "ms_p50_without": round(1e3 * percentile(silent.wall, 50), 2),
         "cpu_ms_p50": round(1e3 * percentile(told.cpu, 50), 2),

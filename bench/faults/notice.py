@@ -26,12 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.support.measure import WARM_UP, quantiles
-from bench.support.ranks import add_table, one_of_them, options_of_ranks, report, start_ranks
+from bench.support.ranks import one_of_them, options_of_ranks, report, start_ranks
 from bench.support.systems import build_shardlite
-from bench.support.table import Row, markdown_table, read_rows
+from bench.support.table import Row, markdown_table, where
 from bench.support.workloads import WORKLOADS
 from shardlite import CommError
-from shardlite.apps.memory.machine import machine
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
 """As the argument of `ShardLite`."""
@@ -66,11 +65,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
             seconds.append(seconds_until_noticed(transport, folder / f"{transport}-{kill}", options))
         rows.append(
             {
-                "bench": "notice",
-                "model": options.model,
-                "words": WORKLOADS[options.model].words,
-                "ranks": options.ranks,
-                **machine(),
+                **WORKLOADS[options.model].row("notice", options.ranks),
                 "transport": transport,
                 "kills": options.kills,
                 **quantiles("seconds", seconds, 3),
@@ -103,13 +98,12 @@ def render(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     words = f"{first['words']}; {first['ranks']} ranks, {first['kills']} kills each"
-    return f"{words}; {first['machine']}, torch {first['torch']}, {first['date']}.\n\n{markdown_table([head, *lines])}"
+    return f"{words}; {where(first)}.\n\n{markdown_table([head, *lines])}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, or be a rank if a launcher started this process."""
     parser = options_of_ranks("bench.faults.notice", "from a kill to an error")
-    add_table(parser)
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--kills", type=int, default=3, help="ranks killed by transport (%(default)s)")
     parser.add_argument("--way", choices=TRANSPORTS, help=argparse.SUPPRESS)
@@ -117,9 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.ranks < 2 or options.kills < 1:
         parser.error("--ranks must be at least 2, and --kills at least 1: one rank is killed, and another one notices")
-    if options.table:
-        print(render(read_rows(options.table)))
-    elif options.way:
+    if options.way:
         train(options.way, options.folder, options)
     else:
         with tempfile.TemporaryDirectory(prefix="shardlite-bench-") as folder:

@@ -37,13 +37,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.support.ranks import add_table, one_of_them, options_of_ranks, report
+from bench.support.ranks import one_of_them, options_of_ranks, report
 from bench.support.systems import SYSTEMS
-from bench.support.table import Row, markdown_table, read_rows
+from bench.support.table import Row, markdown_table, where
 from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
 from shardlite.apps.launch import OWN_STORE, torchrun
-from shardlite.apps.memory.machine import machine
 
 WAYS = ("memory", "disk")
 AFTER = 2
@@ -92,11 +91,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         killed, found = float((folder / way / "killed").read_text()), times[way]
         rows.append(
             {
-                "bench": "restart",
-                "model": options.model,
-                "words": WORKLOADS[options.model].words,
-                "ranks": options.ranks,
-                **machine(),
+                **WORKLOADS[options.model].row("restart", options.ranks),
                 "way": way,
                 "resumed": found["resumed"],
                 "lost": options.fatal - found["resumed"],
@@ -130,23 +125,19 @@ def render(rows: Sequence[Row]) -> str:
         [row["way"], str(row["lost"]), f"{row['seconds']:.1f}", f"{row['started']:.1f}", f"{row['loaded']:.2f}"]
         for row in rows
     ]
-    words = f"{first['words']}; {first['ranks']} ranks; {first['machine']}, torch {first['torch']}, {first['date']}"
-    return f"{words}.\n\n{markdown_table([head, *lines])}"
+    return f"{first['words']}; {first['ranks']} ranks; {where(first)}.\n\n{markdown_table([head, *lines])}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, or be a rank if a launcher started this process."""
     parser = options_of_ranks("bench.faults.restart", "from a kill to the next step")
-    add_table(parser)
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")
     parser.add_argument("--save-every", type=int, default=20, help="steps, of the disk way (%(default)s)")
     parser.add_argument("--folder", type=Path, help="disk to write to (that of temporary files)")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.table:
-        print(render(read_rows(options.table)))
-    elif options.way:
+    if options.way:
         train(options.way, options.folder, options)
     else:
         with tempfile.TemporaryDirectory(prefix="shardlite-bench-", dir=options.folder) as folder:

@@ -19,18 +19,16 @@ ones again: twice from weights that differ by 2^-22, relative, and once on other
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from bench.support.ranks import one_of_them, start_ranks
-from bench.support.table import RESULTS, Row
+from bench.support.ranks import on_ranks, options_of_ranks, report
+from bench.support.table import Row
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig
@@ -158,35 +156,21 @@ def _mean(value: float, group: dist.ProcessGroup) -> float:
     return float(mean) / group.size()
 
 
-def _run_rank(options: argparse.Namespace) -> None:
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Be one of the ranks."""
-    with one_of_them() as group:
-        corpus = read_corpus(None, context=CONFIG.context)
-        rows = []
-        for seed in range(options.seeds):
-            rows.append(measure(Task(CONFIG, corpus, options.steps, seed, group)))
-            if group.rank() == 0:
-                print(json.dumps(rows[-1]), flush=True)
-        if group.rank() == 0:
-            options.out.mkdir(parents=True, exist_ok=True)
-            file = options.out / f"quantized-gpt-{group.size()}ranks.jsonl"
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = read_corpus(None, context=CONFIG.context)
+    rows = [measure(Task(CONFIG, corpus, options.steps, seed, group)) for seed in range(options.seeds)]
+    if group.rank() == 0:
+        report(rows, options.out / f"quantized-gpt-{group.size()}ranks.jsonl")
 
 
 def main(arguments: list[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.formats.quantized", description="what quantized gathers change"
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser = options_of_ranks("bench.formats.quantized", "what quantized gathers change")
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="how many (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
-    if "RANK" in os.environ:
-        _run_rank(options)
-        return 0
-    return start_ranks("bench.formats.quantized", options.ranks, arguments)
+    return on_ranks("bench.formats.quantized", options.ranks, arguments, partial(_run_rank, options))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ The number in the name of a run is that of the weights at its start.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bench.support.table import RESULTS, Row
+from bench.support.ranks import default_group, report
+from bench.support.table import RESULTS, Row, differences
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig
@@ -135,15 +135,6 @@ def measure(group: dist.ProcessGroup, trainings: Mapping[str, Training], steps: 
     return rows
 
 
-def render(rows: Iterable[Row]) -> str:
-    """A table in Markdown."""
-    lines = ["| run | loss | difference | part of chance |", "|---|---:|---:|---:|"]
-    for row in rows:
-        cells = f"{row['difference']:+.2g} | {row['of_chance']:.2g}" if row["run"] not in EXACT else " | "
-        lines.append(f"| {row['run']} | {row['loss']:.4f} | {cells} |")
-    return "\n".join(lines)
-
-
 def summary(rows: Sequence[Row]) -> str:
     """What rows say in a few words: it stands in `kernels/README.md`."""
     first, weights = rows[0], len(EXACT)
@@ -193,14 +184,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    rows = measure(group, {**EXACT, **PERTURBED, **formats(SEEDS), **CONTROL}, options.steps)
-    dist.destroy_process_group()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "formats-gpt.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{render(rows)}\n\n{summary(rows)}")
+    with default_group("gloo", store=dist.HashStore(), rank=0, world_size=1) as group:
+        rows = measure(group, {**EXACT, **PERTURBED, **formats(SEEDS), **CONTROL}, options.steps)
+    report(rows, options.out / "formats-gpt.jsonl", differences)
+    print(f"\n{summary(rows)}")
     print(f"\nchance {rows[0]['chance']:.2g}, rounding {rows[0]['rounding']:.2g} nats per byte")
     return 0
 

@@ -1,15 +1,12 @@
-"""What our kernels are measured beside: PyTorch's own ways to make the same step, and optimizers of other packages.
+"""PyTorch's own ways to make the same step, with which our kernels are compared.
 
-All work on one flat tensor, which suits each of them best: with many parameters lists of tensors cost more. Other
-packages begin without moments, so what they are compared with is a first step; their moments in 8 bits round it later
-only. FlashOptim's weights are bf16 to the outside: it starts from zeros, and they are compared as such.
+All work on one flat tensor, which suits each of them best: with many parameters lists of tensors cost more.
 
 Legend: `S` elements.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +14,7 @@ import torch
 from shardlite_kernels import State
 from torch import Tensor, nn
 
-from bench.kernels.inputs import HYPER, STEP, exact_weights, gradient, nbytes, numbers, state_of
+from bench.kernels.inputs import HYPER, STEP, exact_weights, gradient, nbytes, state_of
 from bench.kernels.timing import Result, Run, Work
 from bench.kernels.work import WEIGHT_BOUND
 
@@ -28,9 +25,6 @@ _OPTIONS: dict[str, Any] = {
     "weight_decay": HYPER.weight_decay,
 }
 _FP32 = "fp32 weights, fp32 moments, fp32 gradient"
-_BLOCK_SCALES = 2 * 4 / 256  # bytes per element: an fp32 number for 256 elements of each moment
-_HALF_BOUND = 2.0**-8
-"""Of weights that are only seen in bf16."""
 
 
 def peers(device: torch.device) -> Iterator[Work]:
@@ -38,7 +32,6 @@ def peers(device: torch.device) -> Iterator[Work]:
     yield from (_optimizer("AdamW(fused=True)", fused=True), _optimizer("AdamW(foreach=True)", foreach=True))
     if device.type != "cpu":
         yield _optimizer("AdamW(foreach=True), compiled", foreach=True, capturable=True)
-        yield from packages()
 
 
 def raw_fused() -> Work:
@@ -55,28 +48,6 @@ def raw_fused() -> Work:
         )
 
     return Work(system="torch", operation="_fused_adamw_", format=_FP32, make=make)
-
-
-def packages() -> Iterator[Work]:
-    """Optimizers with moments in 8 bits."""
-    codes = "8-bit moments"
-    for module, name in (("bitsandbytes.optim", "AdamW8bit"), ("torchao.optim", "AdamW8bit")):
-        yield Work(
-            system=module.partition(".")[0],
-            operation=name,
-            format=f"fp32 weights, {codes}, fp32 gradient",
-            make=_of_package(module, name, torch.float32, state_bytes=2 + _BLOCK_SCALES),
-            optional=True,
-        )
-    yield Work(
-        system="flashoptim",
-        operation="FlashAdamW",
-        format=f"bf16 and 8-bit weights, {codes}, bf16 gradient",
-        make=_of_package(
-            "flashoptim", "FlashAdamW", torch.bfloat16, state_bytes=3 + 2 * 2 / 32, options={"master_weight_bits": 24}
-        ),
-        optional=True,
-    )
 
 
 def _optimizer(name: str, **flags: bool) -> Work:
@@ -111,32 +82,3 @@ def _run(state: State, grad: Tensor, step: Callable[[], object], param: Tensor, 
         moved=2 * nbytes(*state.tensors()) + nbytes(grad),
         held=nbytes(*state.tensors(), grad) + temporaries,
     )
-
-
-def _of_package(
-    module: str, name: str, dtype: torch.dtype, *, state_bytes: float, options: dict[str, Any] | None = None
-) -> Callable[[int, torch.device], Run]:
-    """Set up an optimizer of a package, which keeps `state_bytes` per element beside weights and gradients."""
-
-    def make(numel: int, device: torch.device) -> Run:
-        kind = getattr(importlib.import_module(module), name)
-        narrow = dtype != torch.float32
-        start = torch.zeros(numel, device=device, dtype=dtype) if narrow else numbers(numel, device, 2)
-        param = nn.Parameter(start)
-        param.grad = gradient(numel, device, dtype)
-        optimizer = kind([param], **_OPTIONS, **(options or {}))
-        own = int(state_bytes * numel)
-
-        def expected() -> list[Tensor]:
-            nothing = torch.zeros(numel, device=device)
-            return [exact_weights(State(param.detach().float(), nothing, nothing), param.grad, step=1)]
-
-        return Run(
-            step=optimizer.step,
-            results=lambda: [Result(param.detach(), _HALF_BOUND if narrow else WEIGHT_BOUND)],
-            expected=expected,
-            moved=2 * (nbytes(param) + own) + nbytes(param.grad),
-            held=nbytes(param, param.grad) + own,
-        )
-
-    return make

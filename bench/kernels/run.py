@@ -25,9 +25,9 @@ writes `bench/results/kernels-DEVICE.jsonl`, one JSON object for each kernel, fo
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -39,7 +39,6 @@ from shardlite_kernels.launch import INTERPRET
 
 from bench.kernels.chain import chains
 from bench.kernels.peers import peers, raw_fused
-from bench.kernels.table import render
 from bench.kernels.timing import (
     VERIFIED,
     Clock,
@@ -56,7 +55,8 @@ from bench.kernels.timing import (
 )
 from bench.kernels.work import works
 from bench.support.measure import percentile
-from bench.support.table import RESULTS, Row
+from bench.support.ranks import report
+from bench.support.table import RESULTS, Row, differences
 from shardlite.apps.memory.machine import machine
 
 _CPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 5 * 10**7)
@@ -244,9 +244,7 @@ def main(arguments: Sequence[str]) -> int:
     for threads in options.threads if device.type == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         for row in measure(chosen, device, plan):
-            print(json.dumps(row), flush=True)
+            print(f"{row['system']}: {row['operation']} ({row['format']})", file=sys.stderr, flush=True)
             rows.append(row)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / _file(device)).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"\n{render(rows)}")
+    report(rows, options.out / _file(device), differences)
     return 0

@@ -19,15 +19,15 @@ object (`"bench": "ring"`) for each operation, size and system, where the peer i
 | `load` | how many threads on this machine wanted to run in the minute before the size was measured |
 
 and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.comm.cost_model`) that explains its times
-best under `key`, and by how much it is off. `python -m bench.ring.table` prints the tables again.
+best under `key`, and by how much it is off.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -38,10 +38,9 @@ import torch.distributed as dist
 
 from bench.ring.fit import fit, predicted
 from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
-from bench.ring.table import render
 from bench.support.measure import Times, percentile, seconds
-from bench.support.ranks import device_of_rank, one_of_them, start_ranks
-from bench.support.table import RESULTS, Row, read_rows
+from bench.support.ranks import device_of_rank, on_ranks, options_of_ranks
+from bench.support.table import Row, differences, replace_rows
 from shardlite.apps.doctor.trials import start_together
 from shardlite.apps.memory.machine import machine
 from shardlite.comm.chunking import CHUNK_BYTES
@@ -188,11 +187,8 @@ def _rounded(values: Row) -> Row:
 
 def _report(rows: list[Row], file: Path) -> None:
     """Write the rows of one run in place of those of as many ranks, and print them for people."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    others = [row for row in read_rows([file] if file.exists() else []) if row["ranks"] != rows[0]["ranks"]]
-    kept = sorted([*others, *rows], key=lambda row: (row["bench"], row["ranks"]))
-    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    print(f"{render(rows)}\n\n{_goals(rows)}\n", flush=True)
+    replace_rows(file, "ranks", {rows[0]["ranks"]}, rows)
+    print(f"{differences(rows)}\n\n{_goals(rows)}\n", flush=True)
 
 
 def _goals(rows: Iterable[Row]) -> str:
@@ -206,15 +202,12 @@ def _goals(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def _run_rank(options: argparse.Namespace) -> None:
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Be one of the ranks."""
-    with one_of_them() as group:
-        if group.rank() == 0:
-            print(json.dumps(machine()), flush=True)
-        device = device_of_rank()
-        rows = measure(options.sizes, systems_on(device, options.algorithms), options.rounds, group, device)
-        if group.rank() == 0:
-            _report(rows, options.out / f"ring-{device.type}.jsonl")
+    device = device_of_rank()
+    rows = measure(options.sizes, systems_on(device, options.algorithms), options.rounds, group, device)
+    if group.rank() == 0:
+        _report(rows, options.out / f"ring-{device.type}.jsonl")
 
 
 def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[System]:
@@ -224,8 +217,7 @@ def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[Sy
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.ring", description="collectives beside gloo's or NCCL's own")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on this machine (%(default)s)")
+    parser = options_of_ranks("bench.ring", "collectives beside gloo's or NCCL's own", [2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the whole buffer (%(default)s)")
     parser.add_argument(
         "--rounds", type=int, default=20, help="timed calls, of short ones 5 times as many (%(default)s)"
@@ -233,7 +225,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--algorithms", nargs="+", choices=[a for a in ALGORITHMS if a != "hierarchical"], default=["ring", "direct"]
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.ranks) < 2:
         parser.error("one rank sends nothing")
@@ -243,10 +234,4 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     options = _options(arguments)
-    if "RANK" in os.environ:
-        _run_rank(options)
-        return 0
-    for ranks in options.ranks:
-        if status := start_ranks("bench.ring", ranks, arguments):
-            return status
-    return 0
+    return on_ranks("bench.ring", options.ranks, arguments, partial(_run_rank, options))

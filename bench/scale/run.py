@@ -18,14 +18,13 @@ are compared with DDP's before anything is timed. One JSON object for each mode,
 
 The simulation is that of `shardlite plan`. For this machine it is given three measured things
 (`bench.scale.simulated`): the time of forward and backward on one rank, that of the optimizer's step, and a link fitted
-to collectives of 2 ranks. A row `"scale-fit"` has them. `--table FILE` prints the table again, `--figure FILE` draws
-the rows.
+to collectives of 2 ranks. A row `"scale-fit"` has them. `--figure FILE` draws the newest
+rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -42,7 +41,7 @@ from bench.scale import simulated
 from bench.scale.table import paint, render
 from bench.support.check import verify
 from bench.support.measure import WARM_UP, milliseconds, percentile, seconds, time_steps
-from bench.support.ranks import one_of_them, start_ranks
+from bench.support.ranks import one_of_them, report, start_ranks
 from bench.support.selection import rows_for
 from bench.support.systems import SYSTEMS, Build
 from bench.support.table import RESULTS, Row, read_rows, write_rows
@@ -73,18 +72,12 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
         per_second = round(group.size() * given.items / percentile(wall, 50), 1)
         rows.append(
             {
-                "bench": "scale",
-                "kind": "measured",
-                "cluster": simulated.HERE,
-                "mode": mode,
-                "ranks": group.size(),
-                "model": workload.name,
-                "words": workload.words,
-                "rounds": rounds,
+                **workload.row(
+                    "scale", group.size(), kind="measured", cluster=simulated.HERE, mode=mode, rounds=rounds
+                ),
                 **milliseconds(wall),
                 "per_second": per_second,
                 "item": workload.item,
-                **machine(),
             }
         )
     return rows
@@ -134,8 +127,7 @@ def _run_rank(options: argparse.Namespace) -> None:
         if group.size() <= 2:
             rows.append(measure_fit(workload, options.steps, group))
         if group.rank() == 0:
-            file = options.out / f"measured-{group.size()}.jsonl"
-            file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            write_rows(rows, options.out / f"measured-{group.size()}.jsonl")
 
 
 def _run_all(options: argparse.Namespace) -> int:
@@ -153,8 +145,7 @@ def _run_all(options: argparse.Namespace) -> int:
     rows += simulated.here(WORKLOADS[options.model], fit, measured)
     print(f"scale: simulating {options.planned} on {', '.join(options.named)}", file=sys.stderr, flush=True)
     rows += simulated.elsewhere([CLUSTERS[name] for name in options.named], options.planned)
-    write_rows(rows, options.out / f"scale-{options.model}.jsonl")
-    print(f"\n{render(rows)}")
+    report(rows, options.out / f"scale-{options.model}.jsonl", render)
     return 0
 
 
@@ -165,7 +156,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps (%(default)s)")
     parser.add_argument("--planned", default="gpt2-xl", help="preset simulated on named clusters (%(default)s)")
     parser.add_argument("--named", nargs="*", choices=list(CLUSTERS), default=["dgx-h100", "ethernet-a100"])
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="only draw the newest rows; needs matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
@@ -193,9 +183,6 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if "RANK" in os.environ:
         _run_rank(options)
-        return 0
-    if options.table:
-        print(render(read_rows(options.table)))
         return 0
     if options.figure:
         paint(rows_for(["bench/results/scale-gpt.jsonl", "bench=scale"]), options.figure)

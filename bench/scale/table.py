@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.scale.simulated import HERE
-from bench.support.table import Row, markdown_table
+from bench.support.table import Row, markdown_table, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def _render_here(rows: Sequence[Row]) -> str:
     first = rows[0]
     heading = (
         f"ShardLite, stage 3; {first['words']} per rank in weak scaling, for all ranks in strong scaling; "
-        f"medians of {first['rounds']} steps; {first['machine']}, torch {first['torch']}, {first['date']}."
+        f"medians of {first['rounds']} steps; {where(first)}."
     )
     lines.sort(key=lambda line: (line[0] != "weak", int(line[1])))
     return f"{heading}\n\n{markdown_table([_HEAD, *lines])}"

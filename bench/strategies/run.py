@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,8 +51,8 @@ from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.table import render
 from bench.strategies.wire import counted
 from bench.support.measure import largest, milliseconds, rotated, seconds
-from bench.support.ranks import one_of_them, start_ranks
-from bench.support.table import RESULTS, Row, write_rows
+from bench.support.ranks import on_ranks, options_of_ranks, report
+from bench.support.table import RESULTS, Row
 from shardlite.apps.memory.machine import machine
 from shardlite.telemetry.meter import Meter
 
@@ -228,36 +227,32 @@ def larger_batches(say: Callable[[str], None]) -> list[Row]:
     return [accumulation, *({"bench": "strategies-batch"} | row | common for row in batch_size.learning_rates(say))]
 
 
-def _run_rank(options: argparse.Namespace) -> int:
-    """Measure as one of the ranks. Return 1 if a result is wrong."""
-    with one_of_them() as group:
-        say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
-        found = []
-        for part in options.what:
-            rows = compare(options.steps, say) if part == "strategies" else larger_batches(say)
-            found += complaints(rows)
-            if group.rank() == 0:
-                name = f"strategies-gpt-{group.size()}ranks" if part == "strategies" else "strategies-batch"
-                _report(rows, name, options.out)
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
+    """Measure as one of the ranks. Return whether a result is wrong."""
+    say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
+    found = []
+    for part in options.what:
+        rows = compare(options.steps, say) if part == "strategies" else larger_batches(say)
+        found += complaints(rows)
+        if group.rank() == 0:
+            name = f"strategies-gpt-{group.size()}ranks" if part == "strategies" else "strategies-batch"
+            _report(rows, name, options.out)
     for complaint in found:
         say(complaint)
-    return 1 if found else 0
+    return bool(found)
 
 
-def _report(rows: Sequence[Row], name: str, out: Path | None) -> None:
+def _report(rows: Sequence[Row], name: str, out: Path) -> None:
     """Write and print rows, and paint them."""
-    write_rows(rows, (out or RESULTS) / f"{name}.jsonl")
-    print(f"\n{render(rows)}\n", flush=True)
-    for path in paint(rows, out or PICTURES):
+    report(rows, out / f"{name}.jsonl", render)
+    for path in paint(rows, PICTURES if out == RESULTS else out):
         print(f"wrote {path}", flush=True)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.strategies", description="all ways of data parallelism")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser = options_of_ranks("bench.strategies", "all ways of data parallelism")
     parser.add_argument("--steps", type=int, default=60, help="of each strategy (%(default)s)")
     parser.add_argument("--what", nargs="+", choices=["strategies", "batch"], default=["strategies", "batch"])
-    parser.add_argument("--out", type=Path, help="folder for rows and pictures (bench/results and docs)")
     options = parser.parse_args(arguments)
     if options.steps < 2 * AVERAGED_EVERY:
         parser.error(f"--steps must be at least {2 * AVERAGED_EVERY}, or parameters are averaged less than twice")
@@ -269,6 +264,4 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     options = _options(arguments)
-    if "RANK" not in os.environ:
-        return start_ranks("bench.strategies", options.ranks, arguments)
-    return _run_rank(options)
+    return on_ranks("bench.strategies", options.ranks, arguments, partial(_run_rank, options))

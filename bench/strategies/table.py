@@ -1,11 +1,11 @@
-"""Tables made of the rows of `bench.strategies`: `python -m bench.strategies.table` prints them in Markdown."""
+"""Tables of the rows of `bench.strategies`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
 
-from bench.support.table import Columns, Row, cells_of, markdown_table, print_tables
+from bench.support.table import Columns, Row, cells_of, markdown_table, where
 
 _COLUMNS: Columns = {
     "strategy": lambda row: str(row["strategy"]),
@@ -31,7 +31,7 @@ def _strategies(rows: Sequence[Row]) -> str:
     first = rows[0]
     heading = (
         f"{first['words']}; {first['ranks']} ranks over gloo, {first['threads']} thread each; medians of "
-        f"{first['steps']} interleaved steps; {_where(first)}."
+        f"{first['steps']} interleaved steps; {where(first)}."
     )
     return f"{heading}\n\n{markdown_table(cells_of(_COLUMNS, rows), words=2)}"
 
@@ -46,7 +46,7 @@ def _batches(rows: Sequence[Row]) -> str:
         cells.append([str(batch), str(steps), *of_rules])
     first = rows[0]
     return (
-        f"Validation loss after {first['samples'][-1]} sequences, nats per byte; {first['words']}; {_where(first)}.\n\n"
+        f"Validation loss after {first['samples'][-1]} sequences, nats per byte; {first['words']}; {where(first)}.\n\n"
         f"{markdown_table(cells, words=0)}"
     )
 
@@ -55,17 +55,9 @@ def _accumulation(rows: Sequence[Row]) -> str:
     row = rows[0]
     return (
         f"The gradient of {row['micro_batches']} micro-batches is off by {row['accumulated_off_by']:.1e}, that of one "
-        f"batch of {row['batch']} by {row['large_batch_off_by']:.1e} of the exact one; {_where(row)}."
+        f"batch of {row['batch']} by {row['large_batch_off_by']:.1e} of the exact one; {where(row)}."
     )
 
 
 def _kib(nbytes: int) -> str:
     return f"{nbytes / 2**10:.0f}"
-
-
-def _where(row: Row) -> str:
-    return f"{row['machine']}, torch {row['torch']}, {row['date']}"
-
-
-if __name__ == "__main__":
-    print_tables("bench.strategies.table", "strategies-*.jsonl", render)

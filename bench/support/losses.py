@@ -7,13 +7,12 @@ each line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.support.table import RESULTS, Row, markdown_table
-from shardlite.apps.report.benches import bench_of
 from shardlite.apps.report.cells import system_name, texts, unit
-from shardlite.apps.report.rows import by_bench, by_setting, read_rows
+from shardlite.apps.report.rows import bench_of, by_bench, by_setting, read_rows
 
 Where = Mapping[str, str]
 
@@ -21,8 +20,7 @@ _SAME = ("ranks", "nbytes")
 """Keys in which two rows of a run must agree to be compared."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(NamedTuple):
     """A number of ShardLite's that is compared with another one of the same run; less is better."""
 
     what: str
@@ -31,90 +29,27 @@ class Loss:
     ours: Where
     beside: Where
     name: str = ""
-    """What `beside` is called, if it is no system."""
+    """What `beside` is called, if it is not a system."""
 
+
+_STAGE3, _FSDP2, _DDP = {"system": "stage3"}, {"system": "fsdp2"}, {"system": "ddp"}
+_P2P, _SAVE = {"system": "p2p"}, {"system": "save"}
+_ADAMW = {"operation": "adamw", "format": "fp32 weights, int8 moments, fp32 gradient"}
+_TORCHS = {"operation": "_fused_adamw_", "format": "fp32 weights, fp32 moments, fp32 gradient"}
+_RING = {"transport": "p2p", "algorithm": "ring"}
 
 LOSSES = (
-    Loss(
-        what="Peak in tensors, stage 3",
-        bench="step",
-        key="peak_bytes",
-        ours={"system": "stage3"},
-        beside={"system": "fsdp2"},
-    ),
-    Loss(
-        what="Peak of a process, stage 3",
-        bench="footprint",
-        key="pss_bytes",
-        ours={"system": "stage3"},
-        beside={"system": "fsdp2"},
-    ),
-    Loss(
-        what="Held between steps, stage 3",
-        bench="footprint",
-        key="between_bytes",
-        ours={"system": "stage3"},
-        beside={"system": "fsdp2"},
-    ),
-    Loss(
-        what="Step over shared memory, stage 3",
-        bench="step",
-        key="ms_p50",
-        ours={"system": "stage3"},
-        beside={"system": "ddp"},
-    ),
-    Loss(
-        what="Step over gloo, stage 3",
-        bench="step",
-        key="ms_p50",
-        ours={"system": "p2p"},
-        beside={"system": "ddp"},
-    ),
-    Loss(
-        what="Collective over gloo",
-        bench="ring",
-        key="ms_p50",
-        ours={"transport": "p2p", "algorithm": "ring"},
-        beside={"transport": "gloo"},
-        name="gloo's own",
-    ),
-    Loss(
-        what="Host per unit, tiny blocks",
-        bench="host",
-        key="us_per_unit_p50",
-        ours={"system": "stage3"},
-        beside={"system": "ddp"},
-    ),
-    Loss(
-        what="Host per unit, messages to many ranks",
-        bench="host-fake",
-        key="cpu_us_per_unit_p50",
-        ours={"system": "p2p"},
-        beside={"system": "fsdp2"},
-    ),
-    Loss(
-        what="Save",
-        bench="checkpoint",
-        key="seconds_p50",
-        ours={"system": "save"},
-        beside={"system": "raw"},
-        name="plain writes",
-    ),
-    Loss(
-        what="Asynchronous save, until it is on the disk",
-        bench="checkpoint",
-        key="seconds_p50",
-        ours={"system": "async_save"},
-        beside={"system": "save"},
-    ),
-    Loss(
-        what="AdamW with 8-bit moments on a CPU",
-        bench="kernels",
-        key="ms_p50",
-        ours={"operation": "adamw", "format": "fp32 weights, int8 moments, fp32 gradient"},
-        beside={"operation": "_fused_adamw_", "format": "fp32 weights, fp32 moments, fp32 gradient"},
-        name="PyTorch's, in fp32",
-    ),
+    Loss("Peak in tensors, stage 3", "step", "peak_bytes", _STAGE3, _FSDP2),
+    Loss("Peak of a process, stage 3", "footprint", "pss_bytes", _STAGE3, _FSDP2),
+    Loss("Held between steps, stage 3", "footprint", "between_bytes", _STAGE3, _FSDP2),
+    Loss("Step over shared memory, stage 3", "step", "ms_p50", _STAGE3, _DDP),
+    Loss("Step over gloo, stage 3", "step", "ms_p50", _P2P, _DDP),
+    Loss("Collective over gloo", "ring", "ms_p50", _RING, {"transport": "gloo"}, "gloo's own"),
+    Loss("Host per unit, tiny blocks", "host", "us_per_unit_p50", _STAGE3, _DDP),
+    Loss("Host per unit, messages to many ranks", "host-fake", "cpu_us_per_unit_p50", _P2P, _FSDP2),
+    Loss("Save", "checkpoint", "seconds_p50", _SAVE, {"system": "raw"}, "plain writes"),
+    Loss("Asynchronous save, until it is on the disk", "checkpoint", "seconds_p50", {"system": "async_save"}, _SAVE),
+    Loss("AdamW with 8-bit moments on a CPU", "kernels", "ms_p50", _ADAMW, _TORCHS, "PyTorch's, in fp32"),
 )
 
 

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from bench.support import deepspeed
 from bench.support.systems import (
     ORDERS,
     Build,
@@ -134,10 +133,7 @@ _COMPACT: dict[str, Callable[..., Trainer]] = {
     "compact": partial(_format, master="split24", state="int8", in_backward=True)
 }
 
-_DEEPSPEED = tuple(f"deepspeed{stage}" for stage in deepspeed.STAGES)
-"""Only where it is installed, and in fp32."""
-
-NAMES = (*_ALWAYS, *_DEEPSPEED, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)
+NAMES = (*_ALWAYS, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)
 """All systems, in the order of a table."""
 
 
@@ -151,9 +147,5 @@ def systems_in(setting: Setting) -> dict[str, Build]:
     builds |= _COMPACT if narrow and steps_in_backward else {}
     if narrow and setting.accumulation > 1:
         del builds["fsdp1"]  # PyTorch 2.13 refuses the bf16 gradients that `no_sync` leaves in fp32 parameters
-    if deepspeed.is_installed() and not narrow:
-        given = {"accumulation": setting.accumulation, "max_norm": setting.max_norm}
-        stages = [partial(deepspeed.build_deepspeed, stage=stage, **given) for stage in deepspeed.STAGES]
-        builds |= dict(zip(_DEEPSPEED, stages, strict=True))
     found = {name: setting.build(build) for name, build in builds.items()}
     return found | (ORDERS if setting == Setting() else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -48,33 +49,36 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def options_of_ranks(module: str, description: str) -> ArgumentParser:
-    """Return a parser with the options of all benches that start their ranks: `--ranks` and `--out`."""
+def options_of_ranks(module: str, description: str, ranks: int | Sequence[int] = 2) -> ArgumentParser:
+    """Return a parser with the options `--ranks` and `--out`. `--ranks` takes several numbers if `ranks` does."""
     parser = ArgumentParser(prog=f"python -m {module}", description=description)
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    several = None if isinstance(ranks, int) else "+"
+    parser.add_argument("--ranks", type=int, nargs=several, default=ranks, help="processes here (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser
-
-
-def add_table(parser: ArgumentParser) -> None:
-    """Add the option `--table`, with which a bench prints rows and measures nothing."""
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
 
 
 def report(rows: Sequence[Row], file: Path, render: Callable[[Sequence[Row]], str] | None = None) -> None:
     """Write rows to a file, and print them and their table."""
     write_rows(rows, file)
+    print(*map(json.dumps, rows), sep="\n")
     if render is not None:
         print(f"\n{render(rows)}", flush=True)
 
 
-def on_ranks(module: str, ranks: int, arguments: Sequence[str], run: Callable[[dist.ProcessGroup], None]) -> int:
-    """Run `run` if a launcher has started this process, else start the ranks. Return the exit status."""
-    if "RANK" not in os.environ:
-        return start_ranks(module, ranks, arguments)
-    with one_of_them() as group:
-        run(group)
-    return 0
+def on_ranks(
+    module: str, ranks: int | Sequence[int], arguments: Sequence[str], run: Callable[[dist.ProcessGroup], object]
+) -> int:
+    """Call `run` if a launcher started this process; otherwise start the ranks, for each number after the other.
+
+    Returns:
+        The exit status: that of the launcher, or what `run` returns.
+    """
+    if "RANK" in os.environ:
+        with one_of_them() as group:
+            return int(bool(run(group)))
+    counts = [ranks] if isinstance(ranks, int) else ranks
+    return next((status for count in counts if (status := start_ranks(module, count, arguments))), 0)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ RENDERERS = {
     "host-fake": "bench.host:render",
     "host-block": "bench.host:render",
     "checkpoint": "bench.faults.checkpoint:render",
-    "kernels": "bench.kernels.table:render",
+    "kernels": "bench.support.table:differences",
     "gpu": "bench.gpu.table:render",
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",

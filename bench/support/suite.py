@@ -65,53 +65,25 @@ def _step(name: str, options: str, systems: Iterable[str], seconds: float) -> Pa
     return Part(name, f"-m bench.step {options} --systems {' '.join(systems)}", seconds, toy)
 
 
+_RING = "-m bench.ring --ranks 2 4 --sizes 4096 1048576 16777216 67108864 --rounds 6"
+_FOOTPRINT = "-m bench.footprint --ranks 2 --model gpt2 --systems activations ddp fsdp2 stage3 in_backward compact"
+_TOY_SCALE = "-m bench.scale --model tiny --ranks 1 2 --steps 1 --named dgx-h100 --planned demo-tiny"
+_SAVE = "-m bench.faults.checkpoint --ranks 2"
+_KERNELS = "-m bench.kernels --device cpu --threads 1"
+_FEW = ("floor", "ddp", "fsdp2", "stage3")
+
 PARTS: Sequence[Part] = (
-    _step(
-        "step-gpt-2ranks",
-        "--ranks 2 --model gpt --steps 5",
-        _STEPPED,
-        270,
-    ),
-    Part(
-        "ring",
-        "-m bench.ring --ranks 2 4 --sizes 4096 1048576 16777216 67108864 --rounds 6",
-        120,
-        "-m bench.ring --ranks 2 --sizes 4096 65536 --rounds 2",
-    ),
-    Part(
-        "footprint",
-        "-m bench.footprint --ranks 2 --model gpt2 --systems activations ddp fsdp2 stage3 in_backward compact",
-        260,
-        "-m bench.footprint --ranks 2 --model tiny --systems ddp stage3",
-    ),
-    _step(
-        "step-mlp",
-        "--ranks 2 4 --model mlp --steps 6",
-        _STEPPED,
-        200,
-    ),
-    Part(
-        "scale",
-        "-m bench.scale --steps 4",
-        180,
-        "-m bench.scale --model tiny --ranks 1 2 --steps 1 --named dgx-h100 --planned demo-tiny",
-    ),
+    _step("step-gpt-2ranks", "--ranks 2 --model gpt --steps 5", _STEPPED, 270),
+    Part("ring", _RING, 120, "-m bench.ring --ranks 2 --sizes 4096 65536 --rounds 2"),
+    Part("footprint", _FOOTPRINT, 260, "-m bench.footprint --ranks 2 --model tiny --systems ddp stage3"),
+    _step("step-mlp", "--ranks 2 4 --model mlp --steps 6", _STEPPED, 200),
+    Part("scale", "-m bench.scale --steps 4", 180, _TOY_SCALE),
     Part("host", "-m bench.host --ranks 2 --steps 20", 80, "-m bench.host --ranks 2 --model tiny --steps 1"),
-    Part(
-        "checkpoint",
-        "-m bench.faults.checkpoint --ranks 2",
-        60,
-        "-m bench.faults.checkpoint --ranks 2 --model tiny --rounds 1",
-    ),
-    _step("step-settings", f"--ranks 2 1 {_SETTINGS} --clip none 1.0", ("floor", "ddp", "fsdp2", "stage3"), 220),
-    _step("step-settings-4ranks", f"--ranks 4 {_SETTINGS} --clip 1.0", ("floor", "ddp", "fsdp2", "stage3"), 120),
+    Part("checkpoint", _SAVE, 60, f"{_SAVE} --model tiny --rounds 1"),
+    _step("step-settings", f"--ranks 2 1 {_SETTINGS} --clip none 1.0", _FEW, 220),
+    _step("step-settings-4ranks", f"--ranks 4 {_SETTINGS} --clip 1.0", _FEW, 120),
     _step("step-gpt-4ranks", "--ranks 4 --model gpt --steps 3", ("floor", "ddp", "fsdp2", "stage0", "stage3"), 220),
-    Part(
-        "kernels",
-        "-m bench.kernels --device cpu --numel 1e6 --threads 1 --rounds 8 --seconds 2",
-        90,
-        "-m bench.kernels --device cpu --numel 1e4 --threads 1 --rounds 2 --seconds 1",
-    ),
+    Part("kernels", f"{_KERNELS} --numel 1e6 --rounds 8 --seconds 2", 90, f"{_KERNELS} --numel 1e4 --rounds 2"),
     Part("strategies", "-m bench.strategies", 180, "-m bench.strategies --help"),
 )
 """In the order in which they matter: the budget may not suffice for the last ones on a busy machine."""

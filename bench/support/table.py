@@ -7,14 +7,13 @@ Above is a step's time above the floor's, held is the peak without activations, 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.report.cells import system_name
+from shardlite.apps.report.cells import heading, system_name, texts
 from shardlite.apps.tables import aligned
 
 Row = dict[str, Any]
@@ -43,19 +42,16 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 
 
 def write_rows(rows: Sequence[Row], file: Path) -> None:
-    """Write rows to a file, one JSON object a line, and print them."""
+    """Write rows to a file, one JSON object per line."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row) for row in rows]
-    file.write_text("\n".join(lines) + "\n")
-    print(*lines, sep="\n")
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]) -> None:
     """Put rows into a file by one rename, in place of those whose `key` is in `runs`."""
     others = [row for row in read_rows([file]) if row.get(key) not in runs] if file.exists() else []
-    file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".new")
-    beside.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
+    write_rows([*others, *rows], beside)
     beside.replace(file)
 
 
@@ -66,6 +62,11 @@ def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
     """
     runs = [list(run) for _, run in groupby(rows, key=_run)]
     return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run, markdown) for run in runs)
+
+
+def where(row: Row) -> str:
+    """Return where, with which PyTorch and when a row was measured."""
+    return f"{row['machine']}, torch {row['torch']}, {row['date']}"
 
 
 def _number(row: Row, key: str, digits: int) -> str:
@@ -104,7 +105,7 @@ def _render_settings(rows: list[Row], markdown: bool) -> str:
         f"{first['item'].capitalize()} per second of {first['ranks']} ranks together; {first['words']} per rank and "
         f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters, units {first['units']}; {optimizer}; "
         f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
-        f"{first['machine']}, torch {first['torch']}, {first['date']}."
+        f"{where(first)}."
     )
     return f"{heading}\n\n{markdown_table(cells) if markdown else aligned(cells)}"
 
@@ -125,7 +126,7 @@ def _heading(row: Row) -> str:
         f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}, "
         f"units {row['units']}; "
         f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
-        f"medians of {row['rounds']} interleaved steps; {row['machine']}, torch {row['torch']}, {row['date']}."
+        f"medians of {row['rounds']} interleaved steps; {where(row)}."
     )
 
 
@@ -141,14 +142,12 @@ def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
 
 
-def print_tables(module: str, names: str, render: Callable[[list[Row]], str]) -> None:
-    """Print the tables of the files given, or of all results with such `names`: what `python -m MODULE` does."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description="Print the tables of the files given, or of all."
-    )
-    parser.add_argument("files", nargs="*", type=Path, help="rows, one JSON object a line")
-    files = parser.parse_args().files or list(RESULTS.glob(names))
-    print(render(read_rows(files)))
+def differences(rows: Sequence[Row]) -> str:
+    """Return an aligned table of the keys in which rows differ: of any bench, for a terminal."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    values = {key: [row.get(key) for row in rows] for key in keys}
+    columns = [[heading(key, each), *texts(key, each)] for key, each in values.items() if len(set(map(str, each))) > 1]
+    return aligned(list(zip(*columns, strict=True)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardlite.apps.demo.gpt import BYTE_VALUES, GPT
 from shardlite.apps.demo.settings import GPTConfig
+from shardlite.apps.memory.machine import machine
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,6 +68,11 @@ class Workload:
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Return the units of a model that was built here."""
         return [*model.get_submodule(self.blocks).children()]
+
+    def row(self, bench: str, ranks: int, **more: Any) -> dict[str, Any]:
+        """Return what the rows of a run have in common."""
+        common = {"bench": bench, "model": self.name, "words": self.words, "ranks": ranks}
+        return {**common, **more, **machine(self.device if self.device.type == "cuda" else None)}
 
     def parameters(self) -> int:
         """Elements in all parameters."""

@@ -92,14 +92,15 @@ def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[N
 
     Args:
         parser: prints the line.
-        plots: the option, or the command, that needs matplotlib.
+        plots: what needs matplotlib or Jinja2: an option, or the command.
     """
     try:
         yield
     except ModuleNotFoundError as missing:
-        if plots is None or str(missing.name).split(".")[0] != "matplotlib":
+        package = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}.get(str(missing.name).split(".")[0])
+        if plots is None or package is None:
             raise
-        parser.error(f"{plots} needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
+        parser.error(f"{plots} needs {package}, which is not installed; pip install 'shardlite[demo]'")
     except (ValueError, OSError) as wrong:
         parser.error(str(wrong))
 

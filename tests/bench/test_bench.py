@@ -1,6 +1,5 @@
 """The benches run, their rows are complete, and a system that computes something else is not timed."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,6 @@ def assert_prints_what_it_writes(out, folder):
     assert_complete(rows)
     for row in rows:
         assert row["per_second"] == pytest.approx(2 * 4 / row["ms_p50"] * 1e3, rel=0.02)
-    assert json.loads(out.splitlines()[0]).keys() == {"machine", "torch", "python", "date"}
     assert render(rows, markdown=False) in out
 
 
@@ -191,7 +189,7 @@ def test_only_some_systems_train_in_each_setting():
     assert "split24" in clipped
     assert not {"in_backward", "compact", "tree"} & set(clipped)
     assert "fsdp1" not in systems_in(Setting("bf16", 4))
-    assert set(systems_in(Setting("bf16"))) | {"tree"} >= set(step.DEFAULT) - {"deepspeed1", "deepspeed3"}
+    assert set(systems_in(Setting("bf16"))) | {"tree"} >= set(step.DEFAULT)
 
 
 @pytest.mark.parametrize(

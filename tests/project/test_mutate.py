@@ -1,23 +1,15 @@
-"""The table of mutants fits the sources, and the script that seeds them tells killed ones from survivors."""
+"""The mutants fit the sources, and the script that seeds them tells killed ones from survivors."""
 
-import ast
 import contextlib
-import json
 import os
 import shutil
 import subprocess
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from tests.support.patience import until
 from tools import mutate
-from tools.mutants import FIRST, KINDS
-
-ROOT = mutate.ROOT
-PACKAGES = ("shardlite", "kernels/shardlite_kernels")
-LONG = 60  # code lines: a module with more has a mutant
 
 SOURCE = '''"""A module."""
 
@@ -30,7 +22,7 @@ def first(items):
     return items[0]
 '''
 
-TESTS = """from fake.module import first, larger
+TESTS = """from shardlite.module import first, larger
 
 
 def test_larger():
@@ -40,89 +32,70 @@ def test_larger():
 def test_first():
     assert first([3, 3]) == 3
 """
-
-TABLE = """MUTANTS = [
-    ("fake/module.py", "comparison", "a if a > b", "a if a < b", "the smaller one is returned"),
-    ("fake/module.py", "index", "items[0]", "items[1]", "the second one is returned"),
-]
-FIRST = {}
-"""
+KILLED = mutate.Mutant(
+    "shardlite/module.py", "a  if a >\nb", "a if a < b", "test_module::test_larger", "the smaller one"
+)
+ALIVE = mutate.Mutant("shardlite/module.py", "items[0]", "items[1]", "test_module::test_first", "the second one")
 
 
-@pytest.fixture(scope="module")
-def mutants():
-    return mutate.read_table()
-
-
-def test_each_snippet_is_found_once_and_the_mutated_file_compiles(mutants):
-    assert mutate.check(mutants, ROOT) == []
+def test_each_mutant_fits_the_sources():
+    mutants = mutate.read_table()
+    assert mutate.check(mutants, mutate.ROOT) == []
+    assert len(set(mutants)) == len(mutants) >= 60
     for mutant in mutants:
-        source = mutant.mutated(ROOT)
-        assert source != (ROOT / mutant.path).read_text(), mutant
-        compile(source, mutant.path, "exec")
+        file, source = mutant.source(mutate.ROOT)
+        assert source != file.read_text(), mutant
 
 
-def test_the_table_is_complete(mutants):
-    assert len(mutants) >= 40
-    assert len({mutant.key for mutant in mutants}) == len(mutants)
-    assert {mutant.kind for mutant in mutants} == set(KINDS)
-    assert all(mutant.why and mutant.snippet for mutant in mutants)
-    assert FIRST.keys() <= {mutant.path for mutant in mutants}
-    assert set(chain(*FIRST.values())) <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+def test_a_table_has_four_lines_for_each_mutant(tmp_path):
+    table = tmp_path / "table.txt"
+    table.write_text(
+        "A table.\n\na.py: it is wrong\n- one + two\n+ one - two\n! test_a\n\nb.py: gone\n- x\n+\n! test_b::test_c\n"
+    )
+    assert mutate.read_table(table) == [
+        mutate.Mutant("a.py", "one + two", "one - two", "test_a", "it is wrong"),
+        mutate.Mutant("b.py", "x", "", "test_b::test_c", "gone"),
+    ]
+    table.write_text("A table.\n\na.py: it is wrong\n- one\n! test_a\n")
+    with pytest.raises(ValueError, match=r"table.txt: expected `FILE: WHY`, .* got 'a.py: it is wrong"):
+        mutate.read_table(table)
 
 
-def test_each_long_module_has_a_mutant(mutants):
-    modules = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    names = {path.relative_to(ROOT).as_posix() for path in modules if path.name != "__init__.py"}
-    long = {name for name in names if _code_lines((ROOT / name).read_text()) > LONG}
-    assert "shardlite/model.py" in long
-    assert long - {mutant.path for mutant in mutants} == set()
-
-
-def test_a_snippet_that_moved_on_is_reported(tmp_path):
-    (tmp_path / "module.py").write_text("a = 1\nb = 1\n")
-    gone = mutate.Mutant(1, "module.py", "constant", "= 2", "= 3", "")
-    twice = mutate.Mutant(2, "module.py", "constant", "= 1", "= 3", "")
-    elsewhere = mutate.Mutant(3, "other.py", "constant", "a = 1", "a = 3", "")
-    assert mutate.check([gone, twice, elsewhere], tmp_path) == [
-        "mutant 1: '= 2' occurs 0 times in module.py, expected 1",
-        "mutant 2: '= 1' occurs 2 times in module.py, expected 1",
-        "mutant 3: there is no other.py",
+def test_text_that_has_moved_is_found_and_what_is_gone_is_reported(project):
+    moved = mutate.Mutant("shardlite/old.py", "items[0]", "items[1]", "test_module", "")
+    gone = mutate.Mutant("shardlite/module.py", "items[9]", "", "test_module", "")
+    twice = mutate.Mutant("shardlite/module.py", "return", "", "test_module", "")
+    untested = mutate.Mutant("shardlite/module.py", "items[0]", "0", "test_module::test_last", "")
+    broken = mutate.Mutant("shardlite/module.py", "items[0]", "(", "test_module", "")
+    assert mutate.check([moved, gone, twice, untested, broken], project) == [
+        "  2  shardlite/module.py: 'items[9]' must occur once; it is in no file",
+        "  3  shardlite/module.py: 'return' must occur once; it is in shardlite/module.py, shardlite/module.py",
+        "  4  shardlite/module.py: 'items[0]': there is no test test_module::test_last",
+        "  5  '(' was never closed (module.py, line 9)",
     ]
 
 
-def test_one_of_two_mutants_is_killed(tmp_path, monkeypatch, capsys):
-    table = _fake_project(tmp_path, monkeypatch)
-    arguments = ["--command", "python -m pytest -p no:cacheprovider", "--out", str(tmp_path / "rows.jsonl")]
-
-    assert mutate.main(arguments, tmp_path, table) == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["number"], row["result"], row["by"]) for row in rows] == [
-        (0, "green", ""),
-        (1, "killed", "tests/test_module.py::test_larger"),
-        (2, "survived", ""),
-    ]
-    assert "a if a > b  ->  a if a < b" in capsys.readouterr().out
-    assert (tmp_path / "fake" / "module.py").read_text() == SOURCE
-
-    monkeypatch.setattr(mutate.Runner, "run", lambda *_: pytest.fail("all mutants have a row"))
-    assert mutate.main([*arguments, "--fail-under", "50"], tmp_path, table) == 0
-    assert mutate.main([*arguments, "--fail-under", "51"], tmp_path, table) == 1
-    with pytest.raises(SystemExit, match="rows of another command"):
-        mutate.main([*arguments, "--tests-from", "HEAD"], tmp_path, table)
+def test_one_of_two_mutants_is_killed(project, capsys):
+    assert mutate.main([], project, [KILLED, ALIVE]) == 1
+    out = capsys.readouterr().out
+    assert "  1  killed" in out
+    assert "  2  SURVIVED" in out
+    assert "1 of 2 mutants were killed; survivors: [2]" in out
+    assert (project / "shardlite" / "module.py").read_text() == SOURCE
+    assert mutate.main(["--only", "1"], project, [KILLED, ALIVE]) == 0
+    with pytest.raises(SystemExit, match=r"no mutants \[3\]; there are 1 to 2"):
+        mutate.main(["--only", "2-3"], project, [KILLED, ALIVE])
 
 
-def test_a_command_that_fails_without_a_mutant_stops_the_run(tmp_path, monkeypatch, capsys):
-    table = _fake_project(tmp_path, monkeypatch)
-    assert mutate.main(["--command", "false"], tmp_path, table) == 2
-    assert "fails without a mutant" in capsys.readouterr().err
+def test_tests_that_fail_without_a_mutant_stop_the_run(project, capsys):
+    (project / "tests" / "test_module.py").write_text(TESTS.replace("== 2", "== 3"))
+    assert mutate.main([], project, [KILLED]) == 2
+    assert "the tests fail without a mutant" in capsys.readouterr().out
 
 
-def test_a_command_that_runs_out_of_time_has_noticed_the_mutant(tmp_path, monkeypatch):
-    table = _fake_project(tmp_path, monkeypatch)
-    arguments = ["--command", "sleep 600", "--timeout", "0.1", "--no-control", "--only", "2", "--fail-under", "100"]
-    assert mutate.main([*arguments, "--out", str(tmp_path / "rows.jsonl")], tmp_path, table) == 0
-    assert json.loads((tmp_path / "rows.jsonl").read_text())["result"] == "timeout"
+def test_a_test_that_times_out_has_noticed_the_mutant(project):
+    (project / "tests" / "test_module.py").write_text("import time\n\n\ndef test_it():\n    time.sleep(600)\n")
+    assert mutate.run(project, ["tests"], timeout=0.1)[0]
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="needs setsid, and /proc to find such processes")
@@ -136,25 +109,6 @@ def test_processes_that_have_left_the_group_of_the_command_end_with_it(tmp_path)
     assert _sleepers(tmp_path) == []
 
 
-def test_tests_that_are_likely_to_notice_a_mutant_come_first(tmp_path):
-    (tmp_path / "tests").mkdir()
-    for name, text in (
-        ("test_a", "wire = 1"),
-        ("test_b_wire", ""),
-        ("test_hinted", ""),
-        ("test_importing", "from fake.transport.wire import pack"),
-        ("test_importing_it", "from fake import (wire)"),
-        ("test_parity", ""),
-        ("test_wire", ""),
-        ("test_wired", ""),
-    ):
-        (tmp_path / "tests" / f"{name}.py").write_text(text)
-    names = ["test_wire", "test_hinted", "test_importing", "test_importing_it", "test_b_wire", "test_parity"]
-    assert mutate.relevant(tmp_path, "fake/transport/wire.py", ("test_hinted", "test_gone")) == [
-        f"tests/{name}.py" for name in names
-    ]
-
-
 def _sleepers(folder):
     """Return the processes that were started in `folder` and have not ended."""
     found = []
@@ -165,27 +119,15 @@ def _sleepers(folder):
     return found
 
 
-def _fake_project(folder, monkeypatch):
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A checkout with a module and its tests."""
     if shutil.which("git") is None:
         pytest.skip("needs git, which lists the files to copy")
-    for name, text in (("fake/module.py", SOURCE), ("tests/test_module.py", TESTS)):
-        (folder / name).parent.mkdir()
-        (folder / name).write_text(text)
-    (folder / "table").write_text(TABLE)
-    (folder / ".gitignore").write_text("table\nrows.jsonl\n")
-    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    for name, text in (("shardlite/module.py", SOURCE), ("tests/test_module.py", TESTS)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    return folder / "table"
-
-
-def _code_lines(source):
-    """Count the lines that hold code: no comments, no docstrings."""
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, node.end_lineno + 1)
-    }
-    lines = [line.strip() for i, line in enumerate(source.splitlines(), start=1) if i not in docstrings]
-    return sum(bool(line) and not line.startswith("#") for line in lines)
+    return tmp_path

@@ -11,19 +11,11 @@ def add_report(commands: Any) -> None:
     """Add `shardlite report` to the commands."""
     parser: ArgumentParser = commands.add_parser(
         "report",
-        help="write one HTML page of what benches have measured",
-        description="Write one HTML page of rows that benches have measured: plots, tables, machines, versions, and the"
-        " commands that repeat them. It refers to no other file. Needs matplotlib.",
+        help="write one HTML page of measured rows",
+        description="Write one HTML page of files (or folders) of JSON rows. Needs Jinja2 and matplotlib.",
     )
     parser.set_defaults(run=lambda options, _: run(parser, options))
-    parser.add_argument(
-        "rows",
-        nargs="*",
-        type=Path,
-        default=[Path("bench", "results")],
-        metavar="ROWS",
-        help="files with one JSON object a line, or folders of them (bench/results)",
-    )
+    parser.add_argument("rows", nargs="*", type=Path, default=[Path("bench/results")], help="(bench/results)")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)")
 
 

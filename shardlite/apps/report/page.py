@@ -1,6 +1,6 @@
-"""The page: for each bench a question, and for each run where it was measured, a plot, a table and the command.
+"""The page: for each bench a question, and for each run its provenance, a plot, a table and the command.
 
-The page refers to no other file and has no program; its style follows the reader's light or dark setting.
+The template `page.html` has the layout. The page refers to no other file. Needs Jinja2 and matplotlib.
 """
 
 from __future__ import annotations
@@ -8,33 +8,31 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
+from typing import Any
 
 from shardlite.apps.options import check_file
-from shardlite.apps.report.benches import BENCHES, Bench, bench_of
-from shardlite.apps.report.cells import numbers
-from shardlite.apps.report.plots import COLOURS, caption, plot
-from shardlite.apps.report.rows import Row, Run, by_bench, by_setting, read_rows
-from shardlite.apps.report.tables import Column, columns, facts, names_of, provenance
+from shardlite.apps.report.cells import heading, is_number, texts, title, unit
+from shardlite.apps.report.plots import plot
+from shardlite.apps.report.rows import SETTINGS, Bench, Row, Run, bench_of, by_bench, by_setting, flat, read_rows
 
-_TITLE = "What was measured"
-_LONG = 12
-"""Rows from which on a table is folded."""
+_PROVENANCE = ("machine", "torch", "python", "triton", "cuda", "date", "file")
+_IN_WORDS = ("model", "parameters", "optimizer")  # `words` name the model
+_PLAIN = ("words", "machine", "date", "file", "operation", "optimizer", "training")  # values that need no name
 
 
 def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], None] = lambda words: None) -> int:
     """Write a page of the rows of files and folders, and return the number of rows.
 
     Args:
-        paths: files with one JSON object a line, or folders of such files (`*.jsonl`).
+        paths: files with one JSON object per line, or folders of such files (`*.jsonl`).
         out: the HTML file.
-        progress: is called with a few words before each part of the work.
+        progress: called with a few words before each bench.
 
     Raises:
-        ValueError: a line is no row, or there is none. The message names file and line.
-        OSError: a file cannot be read, or there cannot be one at `out`.
-        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: a line is not a row, or there are no rows. The message names file and line.
+        OSError: a file cannot be read, or `out` cannot be written.
+        ModuleNotFoundError: Jinja2 or matplotlib is not installed.
 
     Example::
 
@@ -48,125 +46,64 @@ def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], 
 
 def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words: None) -> str:
     """Return the page of some rows, known benches first."""
-    found = by_bench(rows)
-    names = sorted(found, key=lambda name: (list(BENCHES).index(name) if name in BENCHES else len(BENCHES), name))
+    from jinja2 import Template  # optional
+
     sections = []
-    for name in names:
-        progress(f"drawing {name}: {len(found[name])} rows")
-        sections.append(_section(name, found[name]))
-    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
-    colours = "".join(f"--{name}: {colour}; " for name, colour in COLOURS.items())
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>ShardLite: {_TITLE.lower()}</title>",
-            f"<style>:root {{ {colours}}}\n{style}</style></head><body>",
-            f"<header><p class=brand>ShardLite</p><h1>{_TITLE}</h1>{_summary(rows)}</header>",
-            f"<main>{_contents([(name, found[name]) for name in names])}",
-            *sections,
-            "</main></body></html>\n",
-        ]
-    )
+    for name, found in by_bench(rows).items():
+        progress(f"drawing {name}: {len(found)} rows")
+        sections.append(_section(name, found))
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return str(Template(template, autoescape=True).render(rows=rows, sections=sections))
 
 
-def _summary(rows: Sequence[Row]) -> str:
-    """Return one paragraph on all rows."""
-    machines = list(dict.fromkeys(row["machine"] for row in rows))
-    versions = sorted({row["torch"] for row in rows})
-    dates = sorted({row["date"] for row in rows})
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    words = f"{len(rows):,} rows, on {'; '.join(machines)}, with PyTorch {', '.join(versions)}, {days}."
-    words += "" if any(row["bench"] == "gpu" for row in rows) else " No row is of a GPU."
-    reading = "Times are medians. Each section names the machine, the versions and the command that repeats it."
-    return f"<p class=lead>{escape(words)} {reading}</p>"
-
-
-def _contents(found: Sequence[tuple[str, Sequence[Row]]]) -> str:
-    """Return the table of contents, with the most telling number of a bench beside its question."""
-    lines = []
-    for name, rows in found:
-        bench = bench_of(name, rows)
-        last = max(row["date"] for row in rows)
-        cells = f"<td>{_headline(bench, rows)}</td><td class=n>{len(rows)}</td><td class=n>{escape(last)}</td>"
-        lines.append(f'<tr><td><a href="#{_anchor(name)}">{escape(bench.question)}</a></td>{cells}</tr>')
-    head = "<tr><th>question</th><th>in short</th><th class=n>rows</th><th class=n>newest</th></tr>"
-    return f"<nav><table class=contents><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table></nav>"
-
-
-def _headline(bench: Bench, rows: Sequence[Row]) -> str:
-    if bench.headline is None:
-        return ""
-    wanted = bench.headline.where.items()
-    values = numbers([row.get(bench.headline.key) for row in rows if wanted <= row.items()])
-    if not values:
-        return ""
-    low, high = (f"{end(values):.2g}" if end(values) < 0.1 else f"{end(values):.2f}" for end in (min, max))
-    return f"<b>{low if low == high else f'{low} to {high}'}</b> {escape(bench.headline.words)}"
-
-
-def _section(name: str, rows: Sequence[Row]) -> str:
-    """Return the section of one bench."""
+def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the section of one bench: the runs of each setting, under what tells it from the others."""
     bench = bench_of(name, rows)
     settings = by_setting(rows, bench.labels)
-    titles = names_of([runs[0] for runs in settings], bench)
-    parts = [f"<section id={_anchor(name)}><h2>{escape(bench.question)}</h2>"]
-    parts += [f"<p>{escape(bench.words)}</p>"] if bench.words else []
-    for place, (title, runs) in enumerate(zip(titles, settings, strict=True)):
-        newest, *earlier = runs
-        about = facts(newest, [each[0] for each in settings], bench)
-        parts.append(f"<article><h3>{escape(title or name)}</h3>")
-        parts.append(_run(newest, bench, about, title, f"{_anchor(name)}-{place}"))
-        for number, run in enumerate(earlier):
-            summary = f"<summary>An earlier run, {escape(run[0]['date'])}</summary>"
-            inner = _run(run, bench, [], title, f"{_anchor(name)}-{place}-{number}")
-            parts.append(f"<details>{summary}{inner}</details>")
-        parts.append("</article>")
-    return "\n".join([*parts, "</section>"])
+    firsts = [runs[0][0] for runs in settings]
+    differing = [key for key in SETTINGS if key not in {*bench.labels, *_IN_WORDS} and _differ(firsts, key)]
+    titles = [", ".join(_phrases(row, differing)) for row in firsts]
+    found = [(title, [_run(run, bench) for run in runs]) for title, runs in zip(titles, settings, strict=True)]
+    return {"bench": bench, "settings": found, "rows": len(rows), "newest": max(row["date"] for row in rows)}
 
 
-def _run(run: Run, bench: Bench, about: Sequence[str], title: str, name: str) -> str:
-    """Return where a run was measured, what is so for all of its rows, the plot, the table and the command."""
-    parts = [f"<p class=where>{_items(provenance(run))}</p>"]
-    if about:
-        parts.append(f"<p class=facts>{_items(about)}</p>")
-    svg = plot(run, bench, name)
-    if svg:
-        label = escape(f"{bench.question} {title}", quote=True)
-        words = caption(run, bench)
-        below = f"<figcaption>{escape(words)}</figcaption>" if words else ""
-        svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-        parts.append(f"<figure>{svg}{below}</figure>")
-    parts.append(_table(columns(run, bench), len(run)))
-    command = _command(bench, run)
-    if command:
-        parts.append(f"<p class=command>Repeat it: <code>{escape(command)}</code></p>")
-    return "\n".join(parts)
+def _run(run: Run, bench: Bench) -> dict[str, Any]:
+    """Return a run: keys that differ between its rows are columns of a table, the others stand above it."""
+    rows = [flat(row) for row in run]
+    hidden = {"bench", "command", "suite", *bench.hidden}
+    found = dict.fromkeys([*_PROVENANCE, *(key for row in rows for key in row)])
+    keys = [key for key in found if key.partition(".")[0] not in hidden]
+    differing = [key for key in keys if _differ(rows, key)]
+    return {
+        "facts": _phrases(rows[0], [key for key in keys if key not in differing]),
+        "columns": [_column(rows, key) for key in differing],
+        "plot": plot(rows, bench),
+        "rows": run,
+        "command": _command(bench, run),
+    }
 
 
-def _items(words: Sequence[str]) -> str:
-    return " ".join(f"<span>{escape(each)}</span>" for each in words)
+def _differ(rows: Sequence[Row], key: str) -> bool:
+    return any(row.get(key) != rows[0].get(key) for row in rows)
 
 
-def _table(found: Sequence[Column], rows: int) -> str:
-    """Return a table. A long one is folded."""
-    kinds = ["<{0} class=n>" if column.is_number else "<{0}>" for column in found]
-    head = "".join(f"{kind.format('th')}{escape(column.title)}</th>" for kind, column in zip(kinds, found, strict=True))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"{kind.format('td')}{escape(column.cells[i])}</td>" for kind, column in zip(kinds, found, strict=True)
-        )
-        + "</tr>"
-        for i in range(rows)
-    )
-    table = f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    return f"<details><summary>Table of {rows} rows</summary>{table}</details>" if rows > _LONG else table
+def _phrases(row: Row, keys: Sequence[str]) -> list[str]:
+    """Return the values of keys in words, without those that are empty."""
+    shown = [
+        (key, texts(key, [row[key]])[0], unit(key, [row[key]])[1]) for key in keys if row.get(key) not in (None, "")
+    ]
+    return [f"{'' if key in _PLAIN else f'{title(key)}: '}{text} {name}".strip() for key, text, name in shown]
+
+
+def _column(rows: Sequence[Row], key: str) -> dict[str, Any]:
+    """Return title and cells of a column."""
+    values = [row.get(key) for row in rows]
+    numeric = all(value is None or is_number(value) for value in values)
+    return {"title": heading(key, values), "cells": texts(key, values), "numeric": numeric}
 
 
 def _command(bench: Bench, run: Run) -> str:
-    """Return the command with the values of the run's rows, without options of which the rows do not have a value."""
+    """Return the command with the values of the run's rows, without options that no row has a value for."""
 
     def option(found: re.Match[str]) -> str:
         rows = [row for row in run if found["key"] in row]
@@ -174,8 +111,3 @@ def _command(bench: Bench, run: Run) -> str:
         return f"{found['name']} {shlex.join(values)}" if values else ""
 
     return re.sub(r"(?P<name> --[\w-]+) \{(?P<key>\w+)\}", option, bench.command)
-
-
-def _anchor(name: str) -> str:
-    """Return a bench's name as an identifier."""
-    return "".join(each if each.isascii() and each.isalnum() else "-" for each in name)

@@ -1,113 +1,115 @@
-"""Reading rows, and finding those that belong together.
+"""Read rows, group them by bench and setting, and look up how a bench is shown.
 
-A row is what a bench has measured of one system. Rows with the same setting (bench, model, ranks, machine, ...) are
-compared with each other; those of them that were measured on one day, in one file, are a run.
+A row is what a bench has measured of one system. Rows are comparable if they agree in their setting (model, ranks,
+machine, ...). A run is the comparable rows of one file and day. `benches.json` describes the known benches.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 Run = list[Row]
 
-FILE = "file"
-"""The key under which a row says which file it was read from."""
-
 NEEDED = ("bench", "machine", "torch", "date")
 """Keys that every row has."""
-
-PROVENANCE = ("machine", "torch", "python", "triton", "cuda", "date", FILE)
-"""When, where and with what a row was measured."""
-
-NOISE = ("rounds", "load", "verified")
-"""What may differ from row to row or from day to day without being another setting."""
 
 SETTINGS = (
     *("model", "words", "training", "parameters", "operation", "cluster", "mode", "device", "ranks", "world_size"),
     *("threads", "transport", "precision", "accumulation", "clip", "numel", "order", "optimizer", "units", "batch"),
     *("context", "steps", "budget_bytes", "within", "malloc", "busy", "probe", "dry"),
 )
-"""What was run, most telling first. Rows are compared if they agree in these, except in those that label a row."""
-
-TOLD_ELSEWHERE = ("bench", "command", "suite")
-"""Keys of rows that are neither a column nor a fact: the page has a section for each bench, and shows the command."""
+"""Keys that make up a setting, most telling first, unless they label the rows of a bench."""
 
 _DEFAULTS: Row = {"precision": "fp32", "accumulation": 1}
-"""Settings of rows that do not name them."""
+"""Settings of rows that lack them."""
 
 
-def read_rows(paths: Iterable[Path]) -> list[Row]:
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """How the rows of one bench are shown."""
+
+    question: str
+    about: str = ""
+    """How to read the numbers."""
+
+    command: str = ""
+    """Repeats a run. An option `--name {key}` gets the values that the run's rows have under the key."""
+
+    labels: Sequence[str] = ("system",)
+    """Keys that tell the rows of a run apart."""
+
+    values: Sequence[str] = ()
+    """Keys that are plotted."""
+
+    axis: str = ""
+    """The key on the horizontal axis of a line plot; without it, bars are drawn. It may hold a list, as the values."""
+
+    hidden: Collection[str] = ()
+    """Keys that the table leaves out."""
+
+
+_DESCRIBED = json.loads(Path(__file__).with_name("benches.json").read_text())
+BENCHES = {name: Bench(**described) for name, described in _DESCRIBED.items()}
+
+
+def bench_of(name: str, rows: Sequence[Row]) -> Bench:
+    """Return how a bench is shown. Of an unknown one, medians and sizes are plotted."""
+    values = [key for key in rows[0] if key.endswith(("_p50", "_bytes")) and key not in SETTINGS]
+    unknown = Bench(question=f"What does {name} measure?", command=str(rows[0].get("command", "")), values=values)
+    return BENCHES.get(name, unknown)
+
+
+def read_rows(paths: Sequence[Path]) -> list[Row]:
     """Return the rows of files, and of all `.jsonl` files of folders, in the order of their names.
 
     Raises:
-        ValueError: a line is no row (the message names file and line), or there is no row at all.
+        ValueError: a line is not a row (the message names file and line), or there are no rows.
         OSError: a file cannot be read.
     """
-    named = list(paths)
-    files = [file for path in named for file in _files(path)]
-    rows = [row for file in files for row in _rows_of(file)]
+    files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
+    lines = [(file, place) for file in files for place in enumerate(file.read_bytes().splitlines(), 1)]
+    rows = [_row(file, number, line) for file, (number, line) in lines if line.strip()]
     if not rows:
-        raise ValueError(f"no rows in {', '.join(map(str, named))}; a bench writes them (python -m bench.step --help)")
+        raise ValueError(f"no rows in {', '.join(map(str, paths))}; write some with a bench (python -m bench.step)")
     return rows
 
 
-def _files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.jsonl"), key=lambda file: file.stem) if path.is_dir() else [path]
-
-
-def _rows_of(file: Path) -> list[Row]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as wrong:
-        raise ValueError(f"{file}: not a file of rows, which is text in UTF-8 ({wrong.reason})") from None
-    lines = enumerate(text.splitlines(), 1)
-    return [{**_row(line, f"{file}, line {number}"), FILE: file.name} for number, line in lines if line.strip()]
-
-
-def _row(line: str, place: str) -> Row:
+def _row(file: Path, number: int, line: bytes) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as wrong:
-        raise ValueError(f"{place}: not JSON ({wrong.msg} at column {wrong.colno})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: a row is a JSON object, got {type(row).__name__}")
-    missing = [key for key in NEEDED if not isinstance(row.get(key), str)]
-    if missing:
-        raise ValueError(f"{place}: a row names its {', '.join(NEEDED)}; {', '.join(missing)} is not there as a string")
-    return row
+    except ValueError as wrong:
+        raise ValueError(f"{file}, line {number}: not JSON in UTF-8 ({wrong})") from None
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in NEEDED):
+        raise ValueError(f"{file}, line {number}: expected a JSON object with the strings {', '.join(NEEDED)}")
+    return {**row, "file": file.name}
 
 
 def by_bench(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each bench."""
+    """Return the rows of each bench, known benches first."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["bench"], []).append(row)
-    return found
+    return dict(sorted(found.items(), key=lambda item: [*BENCHES, item[0]].index(item[0])))
 
 
 def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[Run]]:
-    """Return, for each setting, its runs, newest first. `labels` are keys that tell rows of one run apart."""
-    keys = [key for key in ("machine", *SETTINGS) if key not in labels]
+    """Return the runs of each setting, newest first. `labels` are keys that tell the rows of a run apart."""
     settings: dict[str, dict[tuple[str, ...], Run]] = {}
     for row in rows:
-        setting = json.dumps([row.get(key, _DEFAULTS.get(key)) for key in keys])
-        run = (row["date"], row["torch"], row[FILE])
+        setting = json.dumps([row.get(key, _DEFAULTS.get(key)) for key in ("machine", *SETTINGS) if key not in labels])
+        run = (row["date"], row["torch"], row["file"])
         settings.setdefault(setting, {}).setdefault(run, []).append(row)
     return [[run for _, run in sorted(runs.items(), reverse=True)] for runs in settings.values()]
 
 
 def flat(row: Row) -> Row:
-    """Return a row in which entries of objects have keys of their own: `{"a.b": 1}` of `{"a": {"b": 1}}`."""
+    """Return a row whose objects are spread over keys of their own: `{"a.b": 1}` of `{"a": {"b": 1}}`."""
     out: Row = {}
     for key, value in row.items():
         out |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
     return out
-
-
-def keys_of(rows: Sequence[Row]) -> list[str]:
-    """Return the keys of which some row has a value, in the order in which rows name them."""
-    return list(dict.fromkeys(key for row in rows for key, value in row.items() if value is not None))
