@@ -23,6 +23,5 @@ from shardlite.engine.optimizer_hooks import (
     unregister_model,
 )
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.patches import NUMBERS, PATCHES
-from shardlite.engine.patches import install as install_patches
+from shardlite.engine.patches import NUMBERS, PATCHES, install_patches
 from shardlite.engine.uneven_inputs import Batch, Join

@@ -1,8 +1,8 @@
 """The list of everything that ShardLite patches in PyTorch, and the functions that it puts there.
 
-`install()` applies the list at the first `ShardLite(...)`. Until then, and for everything that is in no wrapped model,
-PyTorch works as ever. A program may have imported a function by its name before: so what is replaced is a method of a
-class, or what a function runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
+`install_patches()` applies the list at the first `ShardLite(...)`. Parameters and optimizers of no wrapped model are not
+affected. A program may have imported a function by name before, so a patch replaces a method of a class, or what a
+function runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
 """
 
 import sys
@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from threading import Lock
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -400,7 +400,7 @@ def _replace_method(owner: type, name: str, change: Callable[[Any], Any]) -> Non
     setattr(owner, name, change(getattr(owner, name)))
 
 
-def _replace_inside(function: FunctionType, change: Callable[[Any], Any]) -> None:
+def _replace_inside(function: Any, change: Callable[[Any], Any]) -> None:
     """Replace what a function runs under `torch.no_grad()`, for programs that have imported it by name too.
 
     PyTorch's `_no_grad` keeps it in a closure variable, `func`.
@@ -423,16 +423,20 @@ class _AfterImport:
         spec: Any = find_spec(fullname)
         if spec is not None:
             sys.meta_path.insert(0, self)  # until it is executed: if it raises, the program may import it again
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), sys.meta_path.remove(self), self._then())
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec  # type: ignore[no-any-return]
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+        sys.meta_path.remove(self)
+        self._then()
 
 
 _lock = Lock()
 _installed = False
 
 
-def install() -> None:
+def install_patches() -> None:
     """Apply all patches, once."""
     global _installed
     with _lock:
