@@ -1,6 +1,6 @@
 """The list of everything that ShardLite patches in PyTorch, and the functions that it puts there.
 
-`install_patches()` applies the list at the first `ShardLite(...)`. Parameters and optimizers of no wrapped model are not
+`install_patches()` applies the list at the first `ShardLite(...)`. What belongs to no wrapped model is not
 affected. A program may have imported a function by name before, so a patch replaces a method of a class, or what a
 function runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
 """
