@@ -1,9 +1,8 @@
 """The list of everything that ShardLite patches in PyTorch, and the functions that it puts there.
 
-`install_patches()` applies the list at the first `ShardLite(...)`. PyTorch is unchanged until then, and afterwards for
-everything that is in no wrapped model. A program may have imported a function by name before. So a patch replaces a
-method of a class, or what a function calls, never the name of a function. `docs/patches.md` lists the patches for
-users.
+`install_patches()` applies the list at the first `ShardLite(...)`. What belongs to no wrapped model is not
+affected. A program may have imported a function by name before, so a patch replaces a method of a class, or what a
+function runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
 """
 
 import sys
@@ -14,8 +13,8 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from threading import Lock
-from types import FunctionType, ModuleType
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -414,7 +413,7 @@ def _replace_method(owner: type, name: str, change: Callable[[Any], Any]) -> Non
     setattr(owner, name, change(getattr(owner, name)))
 
 
-def _replace_inside(function: Callable[..., Any], change: Callable[[Any], Any]) -> None:
+def _replace_inside(function: Any, change: Callable[[Any], Any]) -> None:
     """Replace what a function runs under `torch.no_grad()`, for programs that have imported it by name too.
 
     PyTorch's `_no_grad` keeps it in a closure variable, `func`.
@@ -438,15 +437,13 @@ class _AfterImport:
         spec: Any = find_spec(fullname)
         if spec is not None:
             sys.meta_path.insert(0, self)  # until it is executed: if it raises, the program may import it again
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                sys.meta_path.remove(self)
-                self._then()
-
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec  # type: ignore[no-any-return]
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+        sys.meta_path.remove(self)
+        self._then()
 
 
 _lock = Lock()

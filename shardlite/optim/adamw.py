@@ -284,7 +284,7 @@ class AdamW(Optimizer):
             found.append((group, params))
         return [(group, params) for group, params in found if params]
 
-    def _check_others(self, group: Group, params: Sequence[Tensor]) -> None:
+    def _check_others(self, group: Group, params: list[Tensor]) -> None:
         for param in params:
             check_state(param, self.state.get(param))
             check_dense(param.grad)
@@ -294,7 +294,7 @@ class AdamW(Optimizer):
                 "the group has others: give them a group with max_update=None"
             )
 
-    def _step_others(self, others: Sequence[tuple[Group, Sequence[Tensor]]], amp: Amp) -> None:
+    def _step_others(self, others: Sequence[tuple[Group, list[Tensor]]], amp: Amp) -> None:
         """Step parameters that are no shards as `torch.optim.AdamW(fused=True)` does."""
         for group, params in others:
             for param in params:
@@ -306,12 +306,12 @@ class AdamW(Optimizer):
             steps, avgs, sqs = ([entry[name] for entry in entries] for name in ("step", "exp_avg", "exp_avg_sq"))
             beta1, beta2 = group["betas"]
             fused_adamw(
-                list(params),
+                params,
                 grads,
-                avgs,
-                sqs,
-                [],
-                steps,
+                exp_avgs=avgs,
+                exp_avg_sqs=sqs,
+                max_exp_avg_sqs=[],
+                state_steps=steps,
                 fused=True,
                 grad_scale=None if amp.grad_scale is None else torch.as_tensor(amp.grad_scale, dtype=torch.float32),
                 found_inf=None if amp.found_inf is None else (torch.as_tensor(amp.found_inf) != 0).float(),

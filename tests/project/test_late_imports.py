@@ -99,6 +99,7 @@ def test_late_names_are_the_functions_themselves():
 
 COMMANDS = ["train", "verify", "doctor", "plan", "memory", "ring", "report", "inspect", "export", "import"]
 REPORT = """
+import sys
 from shardlite.apps.cli import main
 try:
     main(sys.argv[1:])
