@@ -130,7 +130,7 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
 
 
 def _cut(full: Tensor, transport: GroupCollectives) -> Cut:
-    return cut_up("all-gather", full.numel(), full.dtype, transport, None, None)
+    return cut_up(full.numel(), full.dtype, transport, None, None)
 
 
 def _check(report: Report, connection: str, name: str, call: Collective) -> None:

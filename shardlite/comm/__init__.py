@@ -5,7 +5,7 @@ ring, with the same bits on every rank. `schedule.py` writes an algorithm as the
 executes them, `streams.py` runs operations beside the computation. Read `collectives.py` first.
 """
 
-from shardlite.comm import cost_model, schedule
+from shardlite.comm import schedule
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.collectives import (
     SUMMABLE,
@@ -22,7 +22,6 @@ from shardlite.comm.collectives import (
 from shardlite.comm.consensus import agree, identify
 from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.cost_model import LinkCost
 from shardlite.comm.executor import BLOCK
 from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import Order, order_of_addition

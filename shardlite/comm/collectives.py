@@ -56,7 +56,7 @@ def staging_numel(
     Raises:
         LayoutError: as `segment_bounds`.
     """
-    cut = cut_up("reduce-scatter", numel, dtype, transport, cuts, chunk_bytes, grain)
+    cut = cut_up(numel, dtype, transport, cuts, chunk_bytes, grain)
     if isinstance(transport, WholeCollectives):
         return transport.rows_numel(cut, dtype.itemsize, grain)
     return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
@@ -71,7 +71,7 @@ def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | No
     """Return whether one kernel reduces `full` [n], with no staging: it walks the ring. Equal on all ranks."""
     if not isinstance(transport, WholeCollectives):
         return False
-    return transport.rings(full, cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, None))
+    return transport.rings(full, cut_up(full.numel(), full.dtype, transport, cuts, None))
 
 
 def all_gather(
@@ -97,7 +97,7 @@ def all_gather(
         CommError: a peer failed, timed out or runs another operation; `full` is then undefined.
     """
     _check_flat("full", full)
-    cut = cut_up("all-gather", full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
     if transport.world_size == 1:
         return
     with Running(operation, full):
@@ -158,7 +158,7 @@ def reduce_scatter(
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
     grain = 1 if stats is None and last is None else stats_block(full)
-    cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
+    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
     start, stop = cut.bounds[transport.rank]
     shard = full[start:stop] if out is None else out
     _check_out(full, shard, stop - start)
@@ -233,7 +233,7 @@ def all_reduce(
             _all_reduce_flags(full, transport, divisor)
         return
     if _is_at_once(full, transport):
-        cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
+        cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with Running(operation, full):
             run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
         return
@@ -338,7 +338,7 @@ def _all_reduce_flags(full: Tensor, transport: WholeCollectives, divisor: int) -
         transport.all_reduce(full)
         return
     rows = full.repeat(transport.world_size)
-    transport.all_gather(rows, cut_up("all-gather", rows.numel(), rows.dtype, transport, None, None))
+    transport.all_gather(rows, cut_up(rows.numel(), rows.dtype, transport, None, None))
     add_rows(full, rows.view(-1, 1), 1, divisor)
 
 

@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardlite.comm.cost_model import LINKS, best_algorithm
 from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
@@ -26,8 +25,6 @@ log = logging.getLogger("shardlite")
 
 _reported: set[str] = set()
 """Messages already logged by this process. Ranks that are threads may log one twice if they race."""
-
-_LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GlooTransport: "p2p"}
 
 
 @dataclass(frozen=True)
@@ -168,15 +165,8 @@ def _for_gpu(
     return Choice(staged, "the group has gloo alone, which sends from host memory")
 
 
-_UNIT = 1 << 20
-"""Bytes of the buffer for which the algorithm is selected. With the known links the result is the same at any size."""
-
-
 def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> Choice:
-    """Set a transport's link, and its algorithm: the requested one, or the fastest that keeps the bits.
-
-    A transport whose links were not measured has no link, and the algorithm of its class.
-    """
+    """Set the algorithm that the route names; without one, the transport keeps that of its class."""
     transport = choice.transport
     if isinstance(transport, GroupCollectives):
         transport.fast = route.reduce == "fast"
@@ -193,15 +183,12 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedel
         )
     if route.algorithm == "halving" and transport.world_size.bit_count() != 1:
         raise LayoutError(f"algorithm='halving' takes a power of two of ranks, got {transport.world_size}")
-    transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
     if route.order == "tree":
         transport.algorithm = "halving"
     elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # those: `_across_nodes`
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
             transport.node = nodes_of(group, timeout)
-    elif link is not None and transport.world_size > 1:
-        transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
     return choice
 
 
