@@ -11,6 +11,7 @@ Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the fu
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import add_rows, check_stats, hop, stats_block
@@ -166,7 +167,7 @@ def reduce_scatter(
         check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
     if transport.world_size == 1:
         return _finished_alone(full[start:stop], shard, divisor, stats)
-    finish = last or _into(shard, divisor, stats)
+    finish = last or _Mean(shard, divisor, stats)
     if isinstance(transport, WholeCollectives):
         with Running(operation, full):
             across = transport.nbytes_across(cut, full.itemsize)
@@ -354,21 +355,23 @@ def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging
     return split(staging[:needed], length)
 
 
-def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
-    """Return the last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
-    block = stats_block(shard)
+class _Mean(NamedTuple):
+    """Last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
 
-    def last(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+    shard: Tensor
+    divisor: int
+    stats: Tensor | None
+
+    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+        part, stats = self.shard, self.stats
         stop = start + received.shape[-1]
-        part, rows = shard, stats
-        if stop - start < shard.numel():
-            part, rows = shard[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
+        if stop - start < part.numel():
+            block = stats_block(part)
+            part, stats = part[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
         if own is None:
-            add_rows(part, received, first, divisor, rows)
+            add_rows(part, received, first, self.divisor, stats)
         else:
-            hop(part, received, own, divisor, rows)
-
-    return last
+            hop(part, received, own, self.divisor, stats)
 
 
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:
