@@ -19,7 +19,7 @@ from shardlite.comm.collectives import (
     stages_in_out,
     staging_numel,
 )
-from shardlite.comm.consensus import agree, identify
+from shardlite.comm.consensus import GroupLike, Ranks, agree, identify, ranks_of
 from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.executor import BLOCK
@@ -31,8 +31,6 @@ from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, ma
 from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import rows_numel
-from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
-from shardlite.comm.transport.reconnect import over_gloo
+from shardlite.comm.transport.gloo import over_gloo
+from shardlite.comm.transport.group_collectives import FusedStep, rows_numel
 from shardlite.comm.transport.select import choose, connect
-from shardlite.comm.transport.whole import FusedStep

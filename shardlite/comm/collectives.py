@@ -25,8 +25,7 @@ from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import GroupCollectives
-from shardlite.comm.transport.whole import FusedStep, WholeCollectives
+from shardlite.comm.transport.group_collectives import FusedStep, GroupCollectives, WholeCollectives
 from shardlite.errors import LayoutError
 
 SHORT = 32 << 10

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlite.comm.collectives import all_reduce
-from shardlite.comm.consensus import identify
+from shardlite.comm.consensus import Ranks, identify
 from shardlite.comm.control.failure_reports import FailureReports, StoreReports
 from shardlite.comm.control.interrupts import defer_interrupts
 from shardlite.comm.control.process import Owner
@@ -26,12 +26,9 @@ from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import GlooCollectives
-from shardlite.comm.transport.groups import Ranks
-from shardlite.comm.transport.process_group import GlooTransport, joined
-from shardlite.comm.transport.reconnect import reconnect
+from shardlite.comm.transport.gloo import GlooTransport, joined, reconnect
+from shardlite.comm.transport.group_collectives import GlooCollectives, WholeCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
-from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
 
@@ -233,7 +230,7 @@ class Context:
             self.device,
             self.streams,
             blocking=blocking,
-            watch=self.reports,
+            reports=self.reports,
             high_priority=self.high_priority,
         )
 

@@ -186,7 +186,7 @@ class Averager:
         first_bad = bucket.first_bad() if self._diagnose else None
         is_apart = self.on_stream and not bucket.full and not self._lasts(stepping)
         copies = self._copy_in(bucket, behind, apart=is_apart) if self.on_stream else None
-        with nullcontext() if behind is None else self._queue.beside(behind):
+        with nullcontext() if behind is None else self._queue.stream(behind):
             means, steps, jobs = self._plan(bucket, flags, divisor, stepping=stepping, died=died)
         work = self._queue.submit(partial(self._run, unit.name, jobs), behind=behind)
         if behind is not None:
@@ -206,7 +206,7 @@ class Averager:
         can be released as soon as the reduction is queued, and the next one is in the same memory.
         """
         if not bucket.full:
-            with self._queue.beside() if apart or behind is not None else nullcontext():
+            with self._queue.stream() if apart or behind is not None else nullcontext():
                 bucket.take_memory(self._context.reducing[0] if apart else None)
         copy_in, gradients = bucket.copy_in()
         return Copies(gradients, self._queue.submit(copy_in, behind=behind))

@@ -13,9 +13,9 @@ from torch import nn
 
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.comm.control.worker import Worker
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, check_connections, make_queue
-from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
+from shardlite.comm.transport.gloo import StagedTransport
+from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.patience import seconds
 from tests.support.twins.sharded import WIDE
 
@@ -39,9 +39,8 @@ def test_a_thread_lane_works_in_order_and_hands_errors_on():
         failing.wait()
 
 
-@pytest.mark.parametrize("make", [ThreadQueue, Worker])
-def test_an_operation_that_is_over_holds_nothing(make):
-    queue, gate, was_over = make("test"), threading.Event(), []
+def test_an_operation_that_is_over_holds_nothing():
+    queue, gate, was_over = ThreadQueue("test"), threading.Event(), []
 
     class Operation:
         def __call__(self) -> None:
@@ -53,7 +52,7 @@ def test_an_operation_that_is_over_holds_nothing(make):
     del operation
     assert end.alive
     gate.set()
-    (work.result if make is Worker else work.wait)()
+    work.wait()
     assert was_over == [False]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardlite import AdamW, EscapedViewWarning, ShardLite
 from shardlite.comm import Context, Transport
 from shardlite.comm.streams import ThreadQueue
-from shardlite.comm.transport.process_group import NcclTransport
+from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.grads import Bucket
 from shardlite.params import ROOT, Buffer, BufferPool, Unit
 from shardlite.weights.gather_order import MEMORY

@@ -11,13 +11,16 @@ import torch.distributed as dist
 from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.communicators import communicator
-from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
-from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
-from shardlite.comm.transport.reconnect import reconnect
+from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, joined, reconnect
+from shardlite.comm.transport.group_collectives import (
+    GlooCollectives,
+    GroupCollectives,
+    NcclCollectives,
+    TwoLevelCollectives,
+    WholeCollectives,
+)
+from shardlite.comm.transport.nccl import NcclTransport, communicator
 from shardlite.comm.transport.symmetric import symmetric_memory
-from shardlite.comm.transport.two_level import TwoLevelCollectives
-from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
 from shardlite.errors import LayoutError
 

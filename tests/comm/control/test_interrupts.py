@@ -27,8 +27,7 @@ import shardlite.comm.streams
 from shardlite import AdamW, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import FailureReports
-from shardlite.comm.control.worker import Worker
-from shardlite.comm.streams import _HostWork, _work_off
+from shardlite.comm.streams import HostWork, ThreadQueue, _work_off
 from shardlite.errors import CommError
 from tests.comm.control.boards import SharedBoard
 from tests.support.models.small import Residual
@@ -157,7 +156,7 @@ def test_it_waits_for_a_call_of_the_library(deferring):
 
     def program() -> None:
         jobs: SimpleQueue = SimpleQueue()
-        jobs.put((_HostWork(), (partial(os.kill, os.getpid(), signal.SIGINT), partial(done.append, 1))))
+        jobs.put((HostWork(), (partial(os.kill, os.getpid(), signal.SIGINT), partial(done.append, 1))))
         jobs.put(None)
         _work_off(jobs)
         until(lambda: False)
@@ -270,11 +269,11 @@ def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(defe
     leaver = Leaver()
     monkeypatch.setattr(interrupts, "reporters", lambda: [leaver])
 
-    main, work, worker = threading.main_thread().ident, _HostWork(), Worker("presses Ctrl-C")
+    main, work, worker = threading.main_thread().ident, HostWork(), ThreadQueue("presses Ctrl-C")
 
     def press_twice() -> None:
         with work:  # which ends only if this fails
-            until(lambda: sys._current_frames()[main].f_code.co_name == "_ends_within")
+            until(lambda: sys._current_frames()[main].f_code.co_name == "ends_within")
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: interrupts._deferring.is_pending)
             os.kill(os.getpid(), signal.SIGINT)

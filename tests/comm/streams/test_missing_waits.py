@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork, _StreamWork
+from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams, _StreamWork
 from shardlite.comm.transport import group_collectives
-from shardlite.comm.transport.communicators import Communicator
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.nccl import Communicator
 from shardlite.engine.backward import Backward
 from shardlite.grads.order import Reductions
 from shardlite.grads.reduce_scatter import Averager, Copies
@@ -60,7 +60,7 @@ def wait_of_the_host_alone(work, meanwhile=None):
 
 def submit(queue, *operations, behind=None, begins=True, ends_late=True):
     begin, end = behind or torch.cuda.current_stream().record_event(), torch.cuda.Event()
-    host = _HostWork()
+    host = HostWork()
     with host, torch.cuda.stream(queue._stream), torch.no_grad():
         if begins:
             queue._stream.wait_event(begin)
@@ -116,7 +116,7 @@ def free_at_once(reductions):
 
 def copy_at_once(averager, bucket, behind, *, apart):
     """Copy on the program's stream, into memory of the queue's."""
-    with averager._queue.beside():
+    with averager._queue.stream():
         bucket.take_memory()
     copy_in, gradients = bucket.copy_in()
     copy_in()

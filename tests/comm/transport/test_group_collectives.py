@@ -146,11 +146,11 @@ def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward
 
 
 def reduce_in_slices(transport, cases, divisor):
-    with patch.object(transport, "room", 512):
+    with patch.object(transport, "slice_nbytes", 512):
         case = max(cases, key=lambda case: case.numel)
         needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
         assert needed * case.dtype.itemsize <= 3 * 512
-        cut = cut_up("reduce-scatter", case.numel, case.dtype, transport, case.cuts, None)
+        cut = cut_up(case.numel, case.dtype, transport, case.cuts, None)
         assert len(transport.slices(cut, case.dtype.itemsize, 1)) > 3, "slots are used again"
         return reduce_everything(transport, cases, divisor)
 

@@ -19,8 +19,8 @@ from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.comm.transport import symmetric
+from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.group_collectives import NcclCollectives
-from shardlite.comm.transport.process_group import StagedTransport
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import why_not
 from shardlite.config import Route
@@ -86,8 +86,8 @@ def train_twice(group, in_backward):
 def one_of_each(transport):
     """What each collective enqueues, in order: copies, barriers and kernels."""
     full, numbers = torch.zeros(300), torch.ones(5, dtype=torch.int32)
-    ragged, rows = cut_up("reduce-scatter", 300, full.dtype, transport, (0, 50, 100, 300), None), torch.empty(600)
-    even = cut_up("all-gather", 300, full.dtype, transport, None, None)
+    ragged, rows = cut_up(300, full.dtype, transport, (0, 50, 100, 300), None), torch.empty(600)
+    even = cut_up(300, full.dtype, transport, None, None)
     return {
         "gather": launches(transport, lambda: transport.all_gather(full, even)),
         "broadcast": launches(transport, lambda: transport.broadcast(full, 1)),
@@ -113,7 +113,7 @@ def test_a_gather_is_a_barrier_and_a_copy_for_each_rank():
 
 
 def in_small_windows(transport, cases):
-    transport.room = 256 * transport.world_size
+    transport.slice_nbytes = 256 * transport.world_size
     given = transport, cases
     return gather_everything(*given), reduce_everything(*given, transport.world_size), broadcast_everything(*given)
 
