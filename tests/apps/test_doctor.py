@@ -25,7 +25,7 @@ def assert_says_what_there_is_and_why(out):
     assert lines[start + 3].startswith("right results with 1 MiB: all-gather ")
     assert max(map(len, out.splitlines())) <= 80
     p2p = lines.index('transport="p2p"')
-    assert lines[p2p + 1] == "GlooTransport between 2 ranks, algorithm ring: it was asked for"
+    assert lines[p2p + 1] == "GlooTransport between 2 ranks, algorithm ring: it was requested"
     assert lines[p2p + 2].startswith("right results with 1 MiB: all-gather ")
 
 

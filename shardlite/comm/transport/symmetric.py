@@ -339,7 +339,7 @@ def symmetric_memory(
             assert memory is not None, "or there was a reason"
             warnings.warn("transport='symmetric_memory' is experimental: it has not run between GPUs", stacklevel=1)
             return SymmetricMemoryTransport(memory, timeout, area)
-    raise LayoutError(f"transport='symmetric_memory' cannot be had: {reason}. Use 'p2p', or 'auto'")
+    raise LayoutError(f"transport='symmetric_memory' is not available: {reason}. Use 'p2p' or 'auto'")
 
 
 def _not_here(device: torch.device) -> str:

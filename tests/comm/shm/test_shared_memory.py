@@ -501,8 +501,8 @@ def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
     assert names == ("GlooTransport",) * 3
     assert received == (2.0, 0.0, 1.0)
     for refusal in refusals:
-        assert refusal.startswith("transport='shared_memory' cannot be had: ")
-        assert refusal.endswith(". Use 'p2p', or 'auto'")
+        assert refusal.startswith("transport='shared_memory' is not available: ")
+        assert refusal.endswith(". Use 'p2p' or 'auto'")
         assert reason in refusal
     assert len(set(refusals)) == 1
 

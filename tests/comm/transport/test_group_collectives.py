@@ -292,13 +292,13 @@ def refused(group, route, device="cpu"):
         (
             COLLECTIVES,
             "cuda:0",
-            "transport='collectives' takes NCCL for CUDA tensors, which this process group does no",
+            "transport='collectives' requires NCCL for CUDA tensors, which this process group lacks",
         ),
         (
             Route(transport="p2p", reduce="fast"),
             "cpu",
-            "reduce='fast' is for collectives of the process group, and these tensors go over GlooTransport, for it "
-            "was asked for: give transport='collectives' too",
+            "reduce='fast' requires collectives of the process group, but these tensors go over GlooTransport, for it "
+            "was requested: also pass transport='collectives'",
         ),
     ],
 )

@@ -284,8 +284,8 @@ def test_where_it_cannot_be_had_the_error_says_why(cluster):
     for kind, message in cluster.failures(ask_for_it, 2, "cuda:0"):
         assert kind == "LayoutError"
         assert message == (
-            "transport='symmetric_memory' cannot be had: rank 0: it takes a CUDA device, and there is none. "
-            "Use 'p2p', or 'auto'"
+            "transport='symmetric_memory' is not available: rank 0: it takes a CUDA device, and there is none. "
+            "Use 'p2p' or 'auto'"
         )
     for kind, message in cluster.failures(ask_for_it, 2, "cpu"):
         assert kind == "LayoutError"
@@ -305,7 +305,7 @@ def fail_to_rendezvous(group):
 def test_a_rendezvous_that_fails_on_one_rank_is_an_error_on_all(cluster):
     for kind, message in cluster.failures(fail_to_rendezvous, 2):
         assert kind == "LayoutError"
-        assert "cannot be had: rank 1: no descriptor came. Use" in message
+        assert "is not available: rank 1: no descriptor came. Use" in message
 
 
 class Handle:
