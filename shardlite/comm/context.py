@@ -19,10 +19,9 @@ from torch import Tensor
 from shardlite.comm.collectives import all_reduce
 from shardlite.comm.consensus import Ranks, identify
 from shardlite.comm.control.failure_reports import FailureReports, StoreReports
-from shardlite.comm.control.interrupts import defer_interrupts
+from shardlite.comm.control.interrupts import defer_interrupts, report_uncaught
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
-from shardlite.comm.control.uncaught import report_uncaught
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
