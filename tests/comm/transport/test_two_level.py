@@ -29,14 +29,14 @@ from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.comm.transport.group_collectives import TwoLevelCollectives, as_bytes
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
+from tests.comm.transport.test_group_collectives import train_over_both
 from tests.model.test_precision import MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster, run_local
 from tests.support.transports.ring_cases import FLOATS, Case, add, assert_equal_bits, cases_for, tensor_of
-from tests.support.twins.duos import Side
 from tests.support.twins.plain import add_round
-from tests.support.twins.sharded import STAGES, Pair, Turn, _seeded, same_bits, slow
+from tests.support.twins.sharded import STAGES, Pair, Turn, slow
 
 CPU = torch.device("cpu")
 AMPLE = timedelta(seconds=seconds(30))
@@ -268,27 +268,8 @@ def test_every_stage_has_the_bits_of_the_written_out_order(cluster, name, recipe
 
 
 def train_both_ways(group, stage, in_backward, options):
-    """Train over messages and over collectives: everything that is kept must be the same."""
-    sides = []
-    for transport in ("p2p", "collectives"):
-        with hosts_of(2):
-            model = ShardLite(
-                _seeded(LanguageModel),
-                group=group,
-                stage=stage,
-                transport=transport,
-                algorithm="hierarchical",
-                **options,
-            )
-        sides.append(Side(model, in_backward=in_backward))
-    for step, modes in enumerate((("step",), ("local", "step"))):
-        for side in sides:
-            side.backward(on_tokens, [Turn(step, dist.get_rank(), micro) for micro in range(len(modes))], modes)
-            side.finish()
-        ours, theirs = (side.state() for side in sides)
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            same_bits(f"step {step}: {name!r}", value, theirs[name])
+    with hosts_of(2):
+        train_over_both(group, stage, in_backward, {}, {"algorithm": "hierarchical", **options})
 
 
 @pytest.mark.parametrize(
