@@ -51,8 +51,7 @@ from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workloa
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.systems import OPTIMIZER
 from shardlite.comm.collectives import reduce_scatter, staging_numel
-from shardlite.comm.transport.group_collectives import NcclCollectives, rows_numel, slices_in
-from shardlite.comm.transport.whole import SHORTEST
+from shardlite.comm.transport.group_collectives import SHORTEST, NcclCollectives, rows_numel, slices_in
 from shardlite.config import Route
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
@@ -163,7 +162,7 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
         for reduce in ("exact", "fast"):
             transport = connect_as_over_nccl(group, Route(transport="collectives", reduce=reduce))
             assert isinstance(transport, NcclCollectives)
-            transport.room = 1  # as many slices, of as few elements as can be
+            transport.slice_nbytes = 1  # as many slices, of as few elements as can be
             full, out = torch.zeros(world_size * len(slices) * SHORTEST), torch.zeros(len(slices) * SHORTEST)
             staging = torch.zeros(staging_numel(len(full), transport, full.dtype))
             call = partial(reduce_scatter, full, transport, out=out, divisor=world_size, staging=staging)

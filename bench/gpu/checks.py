@@ -21,9 +21,9 @@ from torch import Tensor
 from bench.gpu.report import Report, synchronize
 from bench.support.ranks import only_rank
 from shardlite.comm.chunking import Cut, cut_up
-from shardlite.comm.transport.communicators import communicator
+from shardlite.comm.transport.gloo import reconnect
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
-from shardlite.comm.transport.reconnect import reconnect
+from shardlite.comm.transport.nccl import communicator
 from shardlite.config import Route
 
 CALLS = 100
@@ -102,7 +102,7 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
         transport._all_to_all(target, source, [target.nbytes], [source.nbytes])
 
     def slices(source: Tensor, target: Tensor) -> None:
-        transport.room = source.nbytes // 8
+        transport.slice_nbytes = source.nbytes // 8
         room = target.new_empty(transport.rows_numel(_cut(source, transport), source.itemsize, 1))
         for start, rows in transport.rows(source, _cut(source, transport), room):
             target[start : start + rows.shape[1]] = rows[0]
@@ -130,7 +130,7 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
 
 
 def _cut(full: Tensor, transport: GroupCollectives) -> Cut:
-    return cut_up("all-gather", full.numel(), full.dtype, transport, None, None)
+    return cut_up(full.numel(), full.dtype, transport, None, None)
 
 
 def _check(report: Report, connection: str, name: str, call: Collective) -> None:

@@ -33,9 +33,7 @@ from bench.support.fake_group import fake_group
 from bench.support.measure import percentile
 from bench.support.workloads import LLAMA_BLOCK_NUMEL
 from shardlite.comm import collectives
-from shardlite.comm.transport.group_collectives import NcclCollectives
-from shardlite.comm.transport.two_level import TwoLevelCollectives
-from shardlite.comm.transport.whole import WholeCollectives
+from shardlite.comm.transport.group_collectives import NcclCollectives, TwoLevelCollectives, WholeCollectives
 
 RANKS = 4
 """Virtual ranks of the ring kernel, a stream each."""

@@ -1,4 +1,8 @@
-"""The link that explains measured times best: least squares with the cost model of the library."""
+"""The link that explains measured times best: least squares with the cost model of `shardlite.apps.plan.clusters`.
+
+A schedule is simulated: a message starts when its content is complete at the source, its sender sends nothing else and
+its target receives nothing else.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from shardlite.comm.cost_model import LinkCost, Operation, plan_of, time
+from shardlite.apps.plan.clusters import LinkCost, Operation
+from shardlite.comm.schedule import all_gather, reduce_scatter
 from shardlite.comm.transfers import Schedule
+from shardlite.config import Algorithm
 
 _COSTS = ("alpha", "beta", "gamma", "overhead")
 _ROUNDS = 20
@@ -37,6 +43,46 @@ def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: boo
 def predicted(row: Mapping[str, Any], link: LinkCost) -> float:
     """Return the seconds that the model predicts for a row of measurements, as for `fit`."""
     return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
+
+
+def plan_of(operation: Operation, algorithm: Algorithm, world_size: int, node: int = 1) -> Schedule:
+    """Return the schedule of an operation."""
+    make = all_gather if operation == "all-gather" else reduce_scatter
+    return make(algorithm, world_size, node=node if algorithm == "hierarchical" else 1)
+
+
+def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
+    """Return the seconds until the last rank has finished a buffer of `nbytes`, in messages of up to `chunk` bytes.
+
+    All segments are assumed to have equal length. Messages use a link, and a rank, in the order of the schedule.
+    """
+    sizes = _sizes(plan, nbytes, chunk)
+    adds = plan.operation == "reduce-scatter"
+    at_start = [0.0] * len(sizes)
+    sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # until when each rank is busy
+    complete: dict[tuple[int, int, int], list[float]] = {}  # by rank, segment, part: when its messages are complete
+    for transfers in plan.steps:
+        came: dict[tuple[int, int, int], list[float]] = {}
+        for each in transfers:
+            source, target = each.source, each.target
+            ready = complete.get((source, each.segment, each.part), at_start)
+            done = came.setdefault((target, each.segment, each.part), list(at_start))
+            for i, size in enumerate(sizes):
+                end = max(ready[i] + link.alpha, sending[source], receiving[target]) + link.overhead + size * link.beta
+                sending[source] = receiving[target] = end
+                if adds:
+                    end = adding[target] = max(end, adding[target]) + size * link.gamma
+                    if not link.overlaps:
+                        receiving[target] = end
+                done[i] = max(done[i], end)
+        complete.update(came)
+    return max((moment for done in complete.values() for moment in done), default=0.0)
+
+
+def _sizes(plan: Schedule, nbytes: int, chunk: int) -> list[int]:
+    """Return the bytes of each message of the longest piece."""
+    piece = -(-nbytes // (plan.segments * plan.parts))
+    return [min(piece - start, chunk) for start in range(0, piece, max(1, chunk))]
 
 
 def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:

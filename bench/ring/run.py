@@ -18,8 +18,8 @@ object (`"bench": "ring"`) for each operation, size and system, where the peer i
 | `goal`, `reached` | the `speedup` that we want, and whether it is so |
 | `load` | how many threads on this machine wanted to run in the minute before the size was measured |
 
-and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.comm.cost_model`) that explains its times
-best under `key`, and by how much it is off.
+and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.apps.plan.clusters`) that explains its
+times best under `key`, and by how much it is off.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from bench.support.ranks import device_of_rank, on_ranks, options_of_ranks
 from bench.support.table import Row, differences, replace_rows
 from shardlite.apps.doctor.trials import start_together
 from shardlite.apps.memory.machine import machine
+from shardlite.apps.plan.clusters import LINKS
 from shardlite.comm.chunking import CHUNK_BYTES
-from shardlite.comm.cost_model import LINKS
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Algorithm, TransportName

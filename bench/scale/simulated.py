@@ -22,11 +22,10 @@ from shardlite import Precision
 from shardlite.apps.launch import usable_cores
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.plan.cards import Card
-from shardlite.apps.plan.clusters import Cluster
+from shardlite.apps.plan.clusters import Cluster, LinkCost
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.simulate import simulate
 from shardlite.apps.plan.source import Source, find_source
-from shardlite.comm import LinkCost
 
 HERE = "this machine"
 

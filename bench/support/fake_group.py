@@ -28,10 +28,10 @@ from bench.support.ranks import default_group
 from shardlite.comm import context
 from shardlite.comm.chunking import Cut
 from shardlite.comm.control import store
-from shardlite.comm.streams import Work, _HostWork
+from shardlite.comm.streams import HostWork, Work
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
-from shardlite.comm.transport.process_group import NcclTransport
+from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.config import Route
 
 _STORAGE_ONLY = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_", "_unsafe_view"}
@@ -86,7 +86,7 @@ class _LaunchingQueue:
 
     def submit(self, *operations: Callable[[], None], behind: object = None) -> Work:
         del behind
-        work = _HostWork()
+        work = HostWork()
         with work, torch.no_grad():
             for operation in operations:
                 operation()
@@ -96,7 +96,7 @@ class _LaunchingQueue:
         """Return a moment, which is over."""
         return self
 
-    def beside(self, behind: object = None) -> AbstractContextManager[None]:
+    def stream(self, behind: object = None) -> AbstractContextManager[None]:
         """No-op."""
         del behind
         return nullcontext()

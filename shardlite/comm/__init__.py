@@ -5,7 +5,7 @@ ring, with the same bits on every rank. `schedule.py` writes an algorithm as the
 executes them, `streams.py` runs operations beside the computation. Read `collectives.py` first.
 """
 
-from shardlite.comm import cost_model, schedule
+from shardlite.comm import schedule
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.collectives import (
     SUMMABLE,
@@ -19,10 +19,9 @@ from shardlite.comm.collectives import (
     stages_in_out,
     staging_numel,
 )
-from shardlite.comm.consensus import agree, identify
+from shardlite.comm.consensus import GroupLike, Ranks, agree, identify, ranks_of
 from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.cost_model import LinkCost
 from shardlite.comm.executor import BLOCK
 from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import Order, order_of_addition
@@ -32,8 +31,6 @@ from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, ma
 from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import rows_numel
-from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
-from shardlite.comm.transport.reconnect import over_gloo
+from shardlite.comm.transport.gloo import over_gloo
+from shardlite.comm.transport.group_collectives import FusedStep, rows_numel
 from shardlite.comm.transport.select import choose, connect
-from shardlite.comm.transport.whole import FusedStep

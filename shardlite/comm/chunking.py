@@ -12,15 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shardlite.comm import cost_model
 from shardlite.comm.executor import BLOCK, Chunk
 from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
-from shardlite.config import Algorithm
 from shardlite.errors import LayoutError
 
 CHUNK_BYTES = 8 << 20
-"""Maximum bytes per message, which bounds staging. If links are known, `cost_model.py` may choose shorter messages.
+"""Maximum bytes per message, which bounds staging.
 
 A gloo message costs a rendezvous. Measured on 2 shared x86 cores over gloo, 16 MB of fp32, median ms of 40 interleaved
 runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 / 38.4 with 1 MiB, 8.1 / 31.7 with 4 MiB
@@ -118,50 +116,41 @@ class Cut:
 
 
 def cut_up(
-    operation: cost_model.Operation,
     numel: int,
     dtype: torch.dtype,
     transport: Transport,
     cuts: Sequence[int] | None,
-    chunk_bytes: int | None,
+    chunk_bytes: int | None = None,
     grain: int = 1,
 ) -> Cut:
     """Divide a buffer for an operation over a transport, into messages of at most `chunk_bytes`.
 
-    Without `chunk_bytes`, `cost_model.py` predicts the best length if it knows the transport's links. The result
-    depends on the arguments and the transport's numbers only, so it is equal on all ranks, and it never changes a bit
-    of the result.
+    By default, pieces longer than `CHUNK_BYTES` are cut evenly. The result depends on the arguments and the number of
+    ranks only, so it is equal on all ranks. It never changes a bit of the sum.
 
     Raises:
         LayoutError: as `segment_bounds`.
     """
     if transport.batched:
         chunk_bytes = (numel + grain) * dtype.itemsize  # whole pieces: a step is one exchange, and ends as a whole
-    way = transport.world_size, transport.algorithm, transport.node, transport.link
-    return _cut_of(operation, numel, dtype, *way, None if cuts is None else tuple(cuts), chunk_bytes, grain)
+    return _cut_of(numel, dtype, transport.world_size, None if cuts is None else tuple(cuts), chunk_bytes, grain)
 
 
 @lru_cache(maxsize=1024)
 def _cut_of(
-    operation: cost_model.Operation,
     numel: int,
     dtype: torch.dtype,
     world_size: int,
-    algorithm: Algorithm,
-    node: int,
-    link: cost_model.LinkCost | None,
     cuts: tuple[int, ...] | None,
     chunk_bytes: int | None,
     grain: int,
 ) -> Cut:
-    most = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-    if chunk_bytes is None and link is not None and world_size > 1:
-        plan, nbytes = cost_model.plan_of(operation, algorithm, world_size, node), numel * dtype.itemsize
-        best = cost_model.best_chunk(plan, nbytes, link, most=CHUNK_BYTES)
-        if best * plan.segments * plan.parts < nbytes:  # else each part is sent whole, even if parts differ in length
-            unit = dtype.itemsize * grain
-            most = -(-best // unit) * unit
-    return Cut(segment_bounds(numel, world_size, cuts), chunk_numel(dtype, most, grain), grain)
+    bounds = segment_bounds(numel, world_size, cuts)
+    if chunk_bytes is None:
+        longest = max(stop - start for start, stop in bounds)
+        messages = max(1, -(-longest * dtype.itemsize // CHUNK_BYTES))
+        chunk_bytes = CHUNK_BYTES if messages == 1 else -(-longest // (messages * grain)) * grain * dtype.itemsize
+    return Cut(bounds, chunk_numel(dtype, chunk_bytes, grain), grain)
 
 
 def chunk_numel(dtype: torch.dtype, chunk_bytes: int, grain: int = 1) -> int:

@@ -11,6 +11,7 @@ Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the fu
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import add_rows, check_stats, hop, stats_block
@@ -24,8 +25,7 @@ from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import GroupCollectives
-from shardlite.comm.transport.whole import FusedStep, WholeCollectives
+from shardlite.comm.transport.group_collectives import FusedStep, GroupCollectives, WholeCollectives
 from shardlite.errors import LayoutError
 
 SHORT = 32 << 10
@@ -56,7 +56,7 @@ def staging_numel(
     Raises:
         LayoutError: as `segment_bounds`.
     """
-    cut = cut_up("reduce-scatter", numel, dtype, transport, cuts, chunk_bytes, grain)
+    cut = cut_up(numel, dtype, transport, cuts, chunk_bytes, grain)
     if isinstance(transport, WholeCollectives):
         return transport.rows_numel(cut, dtype.itemsize, grain)
     return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
@@ -71,7 +71,7 @@ def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | No
     """Return whether one kernel reduces `full` [n], with no staging: it walks the ring. Equal on all ranks."""
     if not isinstance(transport, WholeCollectives):
         return False
-    return transport.rings(full, cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, None))
+    return transport.rings(full, cut_up(full.numel(), full.dtype, transport, cuts, None))
 
 
 def all_gather(
@@ -97,7 +97,7 @@ def all_gather(
         CommError: a peer failed, timed out or runs another operation; `full` is then undefined.
     """
     _check_flat("full", full)
-    cut = cut_up("all-gather", full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
     if transport.world_size == 1:
         return
     with Running(operation, full):
@@ -158,7 +158,7 @@ def reduce_scatter(
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
     grain = 1 if stats is None and last is None else stats_block(full)
-    cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
+    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
     start, stop = cut.bounds[transport.rank]
     shard = full[start:stop] if out is None else out
     _check_out(full, shard, stop - start)
@@ -166,7 +166,7 @@ def reduce_scatter(
         check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
     if transport.world_size == 1:
         return _finished_alone(full[start:stop], shard, divisor, stats)
-    finish = last or _into(shard, divisor, stats)
+    finish = last or _Mean(shard, divisor, stats)
     if isinstance(transport, WholeCollectives):
         with Running(operation, full):
             across = transport.nbytes_across(cut, full.itemsize)
@@ -233,7 +233,7 @@ def all_reduce(
             _all_reduce_flags(full, transport, divisor)
         return
     if _is_at_once(full, transport):
-        cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
+        cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with Running(operation, full):
             run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
         return
@@ -338,7 +338,7 @@ def _all_reduce_flags(full: Tensor, transport: WholeCollectives, divisor: int) -
         transport.all_reduce(full)
         return
     rows = full.repeat(transport.world_size)
-    transport.all_gather(rows, cut_up("all-gather", rows.numel(), rows.dtype, transport, None, None))
+    transport.all_gather(rows, cut_up(rows.numel(), rows.dtype, transport, None, None))
     add_rows(full, rows.view(-1, 1), 1, divisor)
 
 
@@ -354,21 +354,23 @@ def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging
     return split(staging[:needed], length)
 
 
-def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
-    """Return the last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
-    block = stats_block(shard)
+class _Mean(NamedTuple):
+    """Last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
 
-    def last(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+    shard: Tensor
+    divisor: int
+    stats: Tensor | None
+
+    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+        part, stats = self.shard, self.stats
         stop = start + received.shape[-1]
-        part, rows = shard, stats
-        if stop - start < shard.numel():
-            part, rows = shard[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
+        if stop - start < part.numel():
+            block = stats_block(part)
+            part, stats = part[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
         if own is None:
-            add_rows(part, received, first, divisor, rows)
+            add_rows(part, received, first, self.divisor, stats)
         else:
-            hop(part, received, own, divisor, rows)
-
-    return last
+            hop(part, received, own, self.divisor, stats)
 
 
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:

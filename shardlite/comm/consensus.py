@@ -1,20 +1,89 @@
-"""Agreement of ranks before a common action: that all do the same, and that none has an error.
+"""The process groups of a model, and agreement of their ranks before a common action.
 
-In: facts as strings, and this rank's error. Out: the same result on every rank, or an error on every rank.
+A model has the group of ranks that shard it and, in hybrid sharding, the group of ranks that hold the same shards.
+Before a common action, ranks compare facts as strings, and whether one has an error: the result, or an error, is the
+same on every rank.
 """
 
 import hashlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
-from shardlite.comm.transport.groups import Ranks
 from shardlite.errors import LayoutError
+
+GroupLike = dist.ProcessGroup | DeviceMesh | None
+"""A group or a 1-D mesh to shard over, a 2-D mesh (replicate, shard), or `None` for the default group."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The process groups of this rank."""
+
+    shard: dist.ProcessGroup | None
+    """The group whose ranks each keep a shard; `None` is the default group."""
+
+    replicas: dist.ProcessGroup | None = None
+    """The group whose ranks keep the same shard; `None` if there are no replicas."""
+
+    @property
+    def all(self) -> list[dist.ProcessGroup | None]:
+        """Both groups, if there are two. Used one after the other, they reach every rank."""
+        return [self.shard] if self.replicas is None else [self.shard, self.replicas]
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that shard a model."""
+        return dist.get_world_size(self.shard)
+
+    @property
+    def single_rank(self) -> bool:
+        """Whether there is one rank only."""
+        return all(dist.get_world_size(group) == 1 for group in self.all)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank whose initial values all others receive."""
+        return all(dist.get_rank(group) == 0 for group in self.all)
+
+    def carry(self, device_type: str) -> bool:
+        """Return whether the groups have a backend for devices of this type."""
+        return all(device_type in dist.get_backend_config(group) for group in self.all)
+
+
+def ranks_of(ranks: GroupLike) -> Ranks:
+    """Return the groups that `ranks` describes.
+
+    Raises:
+        LayoutError: there is no process group, this process is not a member, or a mesh has more than two dimensions.
+        TypeError: `ranks` is of another type.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise LayoutError(
+            "there is no process group: call torch.distributed.init_process_group() first, and start the ranks with "
+            "`torchrun --nproc-per-node N script.py`"
+        )
+    if isinstance(ranks, DeviceMesh):
+        if ranks.get_coordinate() is None:
+            raise LayoutError(f"this process is not a member of {ranks}")
+        if ranks.ndim == 1:
+            return Ranks(ranks.get_group(0))
+        if ranks.ndim == 2:
+            return Ranks(ranks.get_group(1), ranks.get_group(0))
+        raise LayoutError(f"a mesh must have one dimension (shard) or two (replicate, shard), got {ranks.ndim}")
+    if not isinstance(ranks, dist.ProcessGroup | None) and ranks is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(f"group takes a ProcessGroup or a DeviceMesh, got {ranks!r}")
+    if dist.get_rank(ranks) < 0:
+        raise LayoutError("this process is not a member of the process group that it was given")
+    return Ranks(ranks)
+
 
 _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 """The number of the model wrapped last on this rank, by default process group: a process may have several."""
@@ -32,18 +101,18 @@ def agree(
         CommError: a rank did not arrive at `what` within `timeout`.
         Exception: `problem` itself, on its own rank.
     """
-    trouble = None if problem is None else str(problem)
+    found = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     for group in groups.all:
-        rows = all_gather_json(group, (trouble, digest), what, timeout)
-        troubled = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(rows) if said is not None), None)
-        if troubled is None and len({each for _, each in rows}) > 1:
-            troubled = _first_difference(all_gather_json(group, list(facts), what, timeout))
-        trouble = trouble or troubled
+        rows = all_gather_json(group, (found, digest), what, timeout)
+        reported = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(rows) if said is not None), None)
+        if reported is None and len({each for _, each in rows}) > 1:
+            reported = _first_difference(all_gather_json(group, list(facts), what, timeout))
+        found = found or reported
     if problem is not None:
         raise problem
-    if trouble is not None:
-        raise LayoutError(trouble)
+    if found is not None:
+        raise LayoutError(found)
 
 
 class Identity(NamedTuple):

@@ -4,34 +4,31 @@ In: ranks, a device and a route. Out: connections, names of operations and queue
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardlite.comm.collectives import all_reduce
-from shardlite.comm.consensus import identify
+from shardlite.comm.consensus import Ranks, identify
 from shardlite.comm.control.failure_reports import FailureReports, StoreReports
-from shardlite.comm.control.interrupts import defer_interrupts
+from shardlite.comm.control.interrupts import defer_interrupts, report_uncaught
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
-from shardlite.comm.control.uncaught import report_uncaught
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import GlooCollectives
-from shardlite.comm.transport.groups import Ranks
-from shardlite.comm.transport.process_group import GlooTransport, joined
-from shardlite.comm.transport.reconnect import reconnect
+from shardlite.comm.transport.gloo import GlooTransport, joined, reconnect
+from shardlite.comm.transport.group_collectives import GlooCollectives, WholeCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
-from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
 
@@ -233,7 +230,7 @@ class Context:
             self.device,
             self.streams,
             blocking=blocking,
-            watch=self.reports,
+            reports=self.reports,
             high_priority=self.high_priority,
         )
 
@@ -247,30 +244,30 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     """
     check_connections(device)
     model = identify(groups, timeout)
+    connect_to = partial(_connect, device=device, timeout=timeout)
     in_any_order = replace(route, order="ring", parts=None)  # nothing but gradients depends on it
-    transport = _connected(groups.shard, device, timeout, in_any_order, apart=True)
-    if isinstance(transport, WholeCollectives) or transport.batched:  # it has no tags
-        rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
-        inline = _connect(groups, device, timeout, rest, apart=False)
-    else:
-        inline = transport, _connected_replicas(groups, device, timeout, in_any_order, apart=False)
-    replicas = inline[1]
-    hosts = connect_hosts(groups.shard, timeout, route=route)
-    other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
+    transport = connect_to(groups.shard, route=in_any_order, apart=True)
+    has_tags = not (transport.batched or isinstance(transport, WholeCollectives))
+    rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
+    inline = (
+        transport if has_tags else connect_to(groups.shard, route=rest),
+        _of_replicas(groups, partial(connect_to, route=rest)),
+    )
+    hosts = _of_both(groups, partial(connect_hosts, timeout=timeout, route=route))
     name = f"model {model.number} from rank {model.first}, {model.mark}"
     return Context(
         instance=model.number,
         transport=transport,
-        replicas=replicas,
-        reducing=_connect(groups, device, timeout, route, apart=True, reduces=True),
+        replicas=inline[1],
+        reducing=_of_both(groups, partial(connect_to, route=route, apart=True, reduces=True)),
         inline=inline,
-        hosts=(hosts, other_hosts),
-        rounds=_connect_rounds(groups, hosts, timeout),
+        hosts=hosts,
+        rounds=_connect_rounds(groups, hosts[0], timeout),
         device=device,
         timeout=timeout,
         version=WeightVersion(),
         board=StoreReports(name),
-        waits=StoreReports(f"{name}, waits") if device.type == "cpu" and replicas is None else None,
+        waits=StoreReports(f"{name}, waits") if device.type == "cpu" and groups.replicas is None else None,
         standings=StoreReports(f"{name}, standings"),
         streams=ProgramStreams(device),
         trace=Trace(),
@@ -280,44 +277,29 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     )
 
 
+def _connect(group: dist.ProcessGroup | None, **options: Any) -> Transport:
+    """Connect this rank to those of `group`, as `connect` does.
+
+    Connections that would be made by the first message are made here, where all ranks call in the same order.
+    """
+    transport = connect(group, **options)
+    if transport.batched:
+        all_reduce(torch.zeros(transport.world_size, device=options["device"]), transport)
+    return transport
+
+
+def _of_both(
+    groups: Ranks, connect: Callable[[dist.ProcessGroup | None], Transport]
+) -> tuple[Transport, Transport | None]:
+    """Connect this rank to the ranks that share the model and, if any, to those that hold the same shards."""
+    return connect(groups.shard), _of_replicas(groups, connect)
+
+
+def _of_replicas(groups: Ranks, connect: Callable[[dist.ProcessGroup | None], Transport]) -> Transport | None:
+    return None if groups.replicas is None else connect(groups.replicas)
+
+
 def _connect_rounds(groups: Ranks, hosts: Transport, timeout: timedelta) -> GlooCollectives | None:
     if hosts.world_size < MANY or not isinstance(hosts, GlooTransport):
         return None
     return GlooCollectives(reconnect(joined(groups.shard), timeout), timeout)
-
-
-def _connect(
-    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool, reduces: bool = False
-) -> tuple[Transport, Transport | None]:
-    """Connect this rank to the ranks that share the model and, if any, to those that hold the same shards."""
-    shard = _connected(groups.shard, device, timeout, route, apart=apart, reduces=reduces)
-    return shard, _connected_replicas(groups, device, timeout, route, apart=apart, reduces=reduces)
-
-
-def _connected_replicas(
-    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool, reduces: bool = False
-) -> Transport | None:
-    return (
-        None
-        if groups.replicas is None
-        else _connected(groups.replicas, device, timeout, route, apart=apart, reduces=reduces)
-    )
-
-
-def _connected(
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    timeout: timedelta,
-    route: Route,
-    *,
-    apart: bool,
-    reduces: bool = False,
-) -> Transport:
-    """Connect this rank to those of `group`.
-
-    Connections that would be made by the first message are made here, where all ranks call in the same order.
-    """
-    transport = connect(group, device, timeout, route=route, apart=apart, reduces=reduces)
-    if transport.batched:
-        all_reduce(torch.zeros(transport.world_size, device=device), transport)
-    return transport

@@ -1,4 +1,4 @@
-"""Execution of a schedule over a transport. Knows pieces, chunks and links; nothing of units.
+"""Execution of a schedule over a transport. Knows pieces, chunks and messages; nothing of units.
 
 A piece is what a schedule moves at once; a chunk is one message of it. Over most transports a chunk is forwarded as
 soon as it arrives, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
@@ -15,12 +15,17 @@ from shardlite_kernels import hop
 from torch import Tensor
 
 from shardlite.comm.traffic import Tally
-from shardlite.comm.transfers import Arrival, Program, Schedule
-from shardlite.comm.transport.base import Loan, Message, Pending, Transport
+from shardlite.comm.transfers import Arrival, Departure, Program, Schedule, Transfer
+from shardlite.comm.transport.base import Message, Pending, Transport
 
 BLOCK = 1 << 17
 """Number of elements added at a time in a sum of several lent messages, so that the sum stays in the cache. A multiple
 of every block of statistics.
+"""
+
+_MOST_DISTANCES = 32
+"""Maximum number of distances in one exchange. Over each, a rank sends and receives a message; NCCL takes 64 of them in
+a group.
 """
 
 
@@ -32,9 +37,6 @@ class Chunk(NamedTuple):
 
     tensor: Tensor
 
-
-_MOST_DISTANCES = 32
-"""In one exchange. Over each, a rank sends and receives a message: 64 of them are what NCCL takes in a group."""
 
 Pieces = Callable[[int, int], Sequence[Chunk]]
 """Return the chunks of `(segment, part)`. An empty part has none."""
@@ -53,31 +55,22 @@ class LastHop(Protocol):
 
 
 class Channel(NamedTuple):
-    """The links of a rank in one operation."""
+    """A transport as used by one operation."""
 
     transport: Transport
     tag: int
     tally: Tally | None = None
     """Counts what is sent, if not `None`."""
 
-    def send(self, chunk: Tensor, peer: int) -> Pending:
-        """Start sending one chunk, and count it."""
+    def count_sent(self, chunk: Tensor) -> None:
+        """Count a chunk that is sent."""
         if self.tally is not None:
             self.tally.add(chunk)
-        return self.transport.isend(chunk, peer, self.tag)
-
-    def receive(self, chunk: Tensor, peer: int) -> Pending:
-        """Start receiving one chunk."""
-        return self.transport.irecv(chunk, peer, self.tag)
-
-    def borrow(self, like: Tensor, peer: int) -> Loan:
-        """Expect one chunk, to be read in the sender's memory."""
-        return self.transport.borrow(like.numel(), like.dtype, peer, self.tag)
 
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive chunks, each with a peer, and wait for all.
 
-        That is one exchange, or more if there are many peers. Each has the messages over some distances, so that both
+        This is one exchange, or more if there are many peers. Each has the messages over some distances, so that both
         ranks of a message have it in the same one.
         """
         rank, world_size = self.transport.rank, self.transport.world_size
@@ -85,31 +78,35 @@ class Channel(NamedTuple):
         for chunk, peer in arriving:
             batches[(rank - peer) % world_size // _MOST_DISTANCES].append(Message(chunk, peer, outgoing=False))
         for chunk, peer in departing:
+            self.count_sent(chunk)
             batches[(peer - rank) % world_size // _MOST_DISTANCES].append(Message(chunk, peer, outgoing=True))
-            if self.tally is not None:
-                self.tally.add(chunk)
         for messages in filter(None, batches):
             self.transport.exchange(messages, self.tag).wait()
 
 
 def run_gather(channel: Channel, schedule: Schedule, pieces: Pieces) -> None:
     """Move every piece as the schedule says, received in place."""
-    rank = channel.transport.rank
-    if channel.transport.batched:
-        for step in range(len(schedule.steps)):
-            arriving = [(each.tensor, peer) for each, peer in _received(schedule, step, rank, pieces)]
-            channel.exchange(_sent(schedule, step, rank, pieces), arriving)
+    transport, tag, _ = channel
+    if transport.batched:
+        for sent, received in schedule.steps_of(transport.rank):
+            arriving = [(chunk, each.source) for each in received for _, chunk in pieces(each.segment, each.part)]
+            channel.exchange(_sent(sent, pieces), arriving)
         return
-    program = schedule.program(rank)
+    program = schedule.program(transport.rank)
     incoming = [
-        [(chunk, channel.receive(chunk, arrival.sources[0])) for _, chunk in pieces(arrival.segment, arrival.part)]
+        [(chunk, transport.irecv(chunk, arrival.sources[0], tag)) for _, chunk in pieces(arrival.segment, arrival.part)]
         for arrival in program.arrivals
     ]
-    outgoing = [channel.send(chunk, peer) for chunk, peer in _departing(program, pieces)]
+    outgoing: list[Pending] = []
+    for chunk, peer in _departing(program.departures, pieces):
+        channel.count_sent(chunk)
+        outgoing.append(transport.isend(chunk, peer, tag))
     for arrival, messages in zip(program.arrivals, incoming, strict=True):
         for chunk, message in messages:
             message.wait()
-            outgoing += [channel.send(chunk, peer) for peer in arrival.targets]
+            for peer in arrival.targets:
+                channel.count_sent(chunk)
+                outgoing.append(transport.isend(chunk, peer, tag))
     _wait_all(outgoing)
 
 
@@ -119,23 +116,29 @@ def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastH
     Messages are staged in `slots`, each as long as the longest chunk: for a batched transport one per chunk that
     arrives in a step, otherwise two or more. If the transport lends, a slot holds the sum of several loans instead.
     """
-    if channel.transport.batched:
-        _add_by_steps(channel, schedule, pieces, last, slots)
+    transport, tag, _ = channel
+    if transport.batched:
+        _reduce_by_steps(channel, schedule, pieces, last, slots)
         return
-    rank = channel.transport.rank
-    program = schedule.program(rank)
-    wanted = [
+    program = schedule.program(transport.rank)
+    expected = [
         (chunk, source)
         for arrival in program.arrivals
         for _, chunk in pieces(arrival.segment, arrival.part)
         for source in arrival.sources
     ]
-    inbox = _Loans(channel, wanted, slots) if channel.transport.lends else _Slots(channel, wanted, slots)
-    outgoing = [channel.send(chunk, peer) for chunk, peer in _departing(program, pieces)]
-    for arrival, finish in _finishers(program, rank, last):
+    inbox = _Loans(channel, expected, slots) if transport.lends else _Slots(channel, expected, slots)
+    outgoing: list[Pending] = []
+    for chunk, peer in _departing(program.departures, pieces):
+        channel.count_sent(chunk)
+        outgoing.append(transport.isend(chunk, peer, tag))
+    for arrival, finish in _finishers(program, transport.rank, last):
         for start, own in pieces(arrival.segment, arrival.part):
-            inbox.add(len(arrival.sources), start, own, finish)
-            outgoing += [channel.send(own, peer) for peer in arrival.targets]
+            for place, received, mine in inbox.sums(len(arrival.sources), start, own):
+                finish(place, received, mine)
+            for peer in arrival.targets:
+                channel.count_sent(own)
+                outgoing.append(transport.isend(own, peer, tag))
     _wait_all(outgoing)
 
 
@@ -144,17 +147,21 @@ def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, i
 
     Segment `k`, between the k-th `bounds`, is added in the order of the ring.
     """
-    rank, world_size = channel.transport.rank, channel.transport.world_size
+    transport, tag, _ = channel
+    rank, world_size = transport.rank, transport.world_size
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    loans = {peer: channel.borrow(full, peer) for peer in others}
-    outgoing = [channel.send(full, peer) for peer in others]
-    parts = {rank: full, **{peer: loan.look() for peer, loan in loans.items()}}
+    loans = {peer: transport.borrow(full.numel(), full.dtype, peer, tag) for peer in others}
+    outgoing = []
+    for peer in others:
+        channel.count_sent(full)
+        outgoing.append(transport.isend(full, peer, tag))
+    summands = {rank: full, **{peer: loan.look() for peer, loan in loans.items()}}
     total = torch.empty_like(full)
     if world_size == 2:
         bounds = [(0, full.numel())]  # two numbers are added in any order
     for k, (start, stop) in enumerate(bounds):
         if start < stop:
-            first, *rest = (parts[(k + i) % world_size][start:stop] for i in range(1, world_size + 1))
+            first, *rest = (summands[(k + i) % world_size][start:stop] for i in range(1, world_size + 1))
             for i, part in enumerate(rest, start=2):
                 hop(total[start:stop], first, part, divisor if i == world_size else 1)
                 first = total[start:stop]
@@ -167,22 +174,22 @@ def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, i
 class _Slots:
     """Staged messages: while the message in one slot is added, the others are received."""
 
-    def __init__(self, channel: Channel, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
-        self._links = channel
-        self._wanted = iter(wanted)
+    def __init__(self, channel: Channel, expected: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        self._transport, self._tag, _ = channel
+        self._expected = iter(expected)
         self._posted: deque[tuple[Pending, Tensor, Tensor]] = deque()
         for slot in slots:
             self._post(slot)
 
-    def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
-        """Take one chunk from each of `sources` ranks, add them up, and finish with the own chunk."""
+    def sums(self, sources: int, start: int, own: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Add up one chunk from each of `sources` ranks; yield `(start, sum, own)`. The sum is then reused."""
         total, free = self._take()
         for _ in range(sources - 1):
             more, slot = self._take()
             hop(more, total, more, 1)
             self._post(free)
             total, free = more, slot
-        finish(start, total, own)
+        yield start, total, own
         self._post(free)
 
     def _take(self) -> tuple[Tensor, Tensor]:
@@ -193,35 +200,36 @@ class _Slots:
 
     def _post(self, slot: Tensor) -> None:
         """Receive the next message in a free slot."""
-        if (wanted := next(self._wanted, None)) is not None:
-            like, source = wanted
+        if (expected := next(self._expected, None)) is not None:
+            like, source = expected
             message = slot[: like.numel()]
-            self._posted.append((self._links.receive(message, source), message, slot))
+            self._posted.append((self._transport.irecv(message, source, self._tag), message, slot))
 
 
 class _Loans:
     """Lent messages, read in the sender's memory. Sums of several are made block by block."""
 
-    def __init__(self, channel: Channel, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
-        self._loans = deque(channel.borrow(like, source) for like, source in wanted)
-        self._room = slots[0] if slots else None
+    def __init__(self, channel: Channel, expected: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        transport, tag, _ = channel
+        self._loans = deque(transport.borrow(like.numel(), like.dtype, source, tag) for like, source in expected)
+        self._slot = slots[0] if slots else None
 
-    def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
-        """Take one chunk from each of `sources` ranks, add them up, and finish with the own chunk."""
+    def sums(self, sources: int, start: int, own: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Add up one chunk from each of `sources` ranks; yield `(start, sum, own)` of each block."""
         loans = [self._loans.popleft() for _ in range(sources)]
         lent = [loan.look() for loan in loans]
         if sources == 1:
-            finish(start, lent[0], own)
+            yield start, lent[0], own
         else:
-            assert self._room is not None, "there is a slot for sums"
-            for begin in range(0, own.numel(), len(self._room)):
-                here = slice(begin, begin + len(self._room))
-                mine = own[here]
-                total = self._room[: len(mine)]
-                hop(total, lent[0][here], lent[1][here], 1)
+            assert self._slot is not None, "there is a slot for sums"
+            for first in range(0, own.numel(), len(self._slot)):
+                block = slice(first, first + len(self._slot))
+                mine = own[block]
+                total = self._slot[: len(mine)]
+                hop(total, lent[0][block], lent[1][block], 1)
                 for each in lent[2:]:
-                    hop(total, total, each[here], 1)
-                finish(start + begin, total, mine)
+                    hop(total, total, each[block], 1)
+                yield start + first, total, mine
         for loan in loans:
             loan.give_back()
 
@@ -235,49 +243,41 @@ def _in_place(start: int, received: Tensor, own: Tensor | None, first: int | Non
     hop(own, received, own, 1)
 
 
-def _add_by_steps(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
+def _reduce_by_steps(
+    channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]
+) -> None:
     """Exchange whole pieces, then add: a step sends sums of the steps before."""
     rank = channel.transport.rank
     finishers = list(_finishers(schedule.program(rank), rank, last))
-    for step in range(len(schedule.steps)):
-        expected = list(_received(schedule, step, rank, pieces))
-        staged = [slot[: chunk.tensor.numel()] for slot, (chunk, _) in zip(slots, expected, strict=False)]
-        peers = [peer for _, peer in expected]
-        channel.exchange(_sent(schedule, step, rank, pieces), list(zip(staged, peers, strict=True)))
-        found = {
-            (chunk.tensor.data_ptr(), peer): message for message, (chunk, peer) in zip(staged, expected, strict=True)
+    for step, (sent, received) in enumerate(schedule.steps_of(rank)):
+        free = iter(slots)
+        messages = {  # by segment, part, chunk and source
+            (each.segment, each.part, i, each.source): next(free)[: chunk.numel()]
+            for each in received
+            for i, (_, chunk) in enumerate(pieces(each.segment, each.part))
         }
+        channel.exchange(_sent(sent, pieces), [(message, source) for (*_, source), message in messages.items()])
         for arrival, finish in finishers:
             if arrival.step == step:
-                for start, own in pieces(arrival.segment, arrival.part):
-                    messages = [found[own.data_ptr(), source] for source in arrival.sources]
-                    for earlier, later in pairwise(messages):
+                segment, part = arrival.segment, arrival.part
+                for i, (start, own) in enumerate(pieces(segment, part)):
+                    summands = [messages[segment, part, i, source] for source in arrival.sources]
+                    for earlier, later in pairwise(summands):
                         hop(later, earlier, later, 1)
-                    finish(start, messages[-1], own)
+                    finish(start, summands[-1], own)
 
 
-def _departing(program: Program, pieces: Pieces) -> Iterator[tuple[Tensor, int]]:
+def _departing(departures: Sequence[Departure], pieces: Pieces) -> Iterator[tuple[Tensor, int]]:
     """Yield the chunks that are sent at once, each with its target."""
-    for departure in program.departures:
+    for departure in departures:
         for _, chunk in pieces(departure.segment, departure.part):
             for peer in departure.targets:
                 yield chunk, peer
 
 
-def _sent(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> list[tuple[Tensor, int]]:
+def _sent(transfers: Sequence[Transfer], pieces: Pieces) -> list[tuple[Tensor, int]]:
     """Return the chunks that a rank sends in a step, each with its target."""
-    return [
-        (chunk, each.target)
-        for each in schedule.steps_of(rank)[step].sent
-        for _, chunk in pieces(each.segment, each.part)
-    ]
-
-
-def _received(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> Iterator[tuple[Chunk, int]]:
-    """Yield the places of the chunks that a rank receives in a step, each with its source."""
-    for each in schedule.steps_of(rank)[step].received:
-        for chunk in pieces(each.segment, each.part):
-            yield chunk, each.source
+    return [(chunk, each.target) for each in transfers for _, chunk in pieces(each.segment, each.part)]
 
 
 def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:

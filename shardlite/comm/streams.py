@@ -1,9 +1,10 @@
-"""Operations beside the computation. A stream queue runs them in order.
+"""Queues that run operations in order, overlapped with the computation.
 
-On the CPU it is a thread. On a GPU it is a stream, plus a thread if messages block the host (gloo). Gathers and
+On the CPU a queue is a thread. On a GPU it is a stream, plus a thread if messages block the host (gloo). Gathers and
 reductions have separate queues, so that neither waits for the other. Only this file orders streams.
 """
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,12 +20,16 @@ from torch import Tensor
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.process import Owner
-from shardlite.comm.transport.process_group import end_waits
 from shardlite.config import streams_share_a_queue
 
 _FAREWELL = 2.0
 """Seconds that the end of a queue waits for its last operation, which may be waiting for a peer that is gone."""
 
+_HANG_UP = 1.0
+"""Seconds for threads to leave waits that were ended."""
+
+_LEFT = 1e-3
+"""Seconds between two checks whether they have left."""
 
 _POLL = 5e-5
 """Seconds between two queries of a GPU event."""
@@ -34,12 +39,11 @@ _MOMENT, _LONGEST = 2e-3, 5e-2
 
 
 def check_connections(device: torch.device) -> None:
-    """Warn if streams of a GPU cannot run beside each other. Python shows the warning once."""
+    """Warn if streams of a GPU cannot overlap. Python shows the warning once."""
     if device.type == "cuda" and streams_share_a_queue():
         warnings.warn(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, in which a gather that is "
-            "started ahead stands before the computation that it should run beside. Unset it: ShardLite orders its "
-            "streams itself",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, so prefetched gathers cannot "
+            "overlap with the computation. Unset it: ShardLite orders its streams itself",
             stacklevel=1,  # so that all models have one place
         )
 
@@ -79,7 +83,7 @@ class StreamQueue(Protocol):
     def moment(self) -> Moment | None:
         """Return this moment of the caller's computation. A host computes at once, and has none."""
 
-    def beside(self, behind: Moment | None = None) -> AbstractContextManager[object]:
+    def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
         """Allocate and launch on the queue's stream within the block, behind a moment. A host has no streams."""
 
 
@@ -89,7 +93,7 @@ def make_queue(
     program: "ProgramStreams",
     *,
     blocking: bool,
-    watch: FailureReports | None = None,
+    reports: FailureReports | None = None,
     high_priority: bool = True,
 ) -> StreamQueue:
     """Return a queue for tensors on `device`.
@@ -99,44 +103,47 @@ def make_queue(
         device: where the tensors are.
         program: the streams on which the program computes.
         blocking: whether operations block the host for messages.
-        watch: asked during long waits of the host whether they are hopeless.
+        reports: checked during long waits of the host for failures of other ranks.
         high_priority: whether a GPU schedules the operations before those of other streams.
     """
     if device.type != "cuda":
-        return ThreadQueue(name, watch)
-    thread = ThreadQueue(name, watch) if blocking else None
+        return ThreadQueue(name, reports)
+    thread = ThreadQueue(name, reports) if blocking else None
     return CudaStreamQueue(device, thread, program, high_priority=high_priority)
 
 
-class _HostWork:
+class HostWork:
     """An operation that a thread runs. Without an `owner` it is the one that makes this record, and runs it at once."""
 
-    def __init__(self, watch: FailureReports | None = None, owner: Owner | None = None) -> None:
+    def __init__(self, reports: FailureReports | None = None, owner: Owner | None = None) -> None:
         self._owner = owner
-        self._watch = watch
+        self._reports = reports
         self._is_over = False
         self._error: BaseException | None = None
         self._running = Lock()  # held until the operation is over; an `Event` or a `Future` costs several times as much
         self._running.acquire()
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait for the results, or raise the operation's error. A host that waits for long calls `meanwhile` once."""
         if not self._is_over:
             self._check_owner()
-            if meanwhile is not None and not self._ends_within(_LONGEST):
+            if meanwhile is not None and not self.ends_within(_LONGEST):
                 meanwhile()
-            while not self._ends_within(SLOW):
+            while not self.ends_within(SLOW):
                 self._check()
         if self._error is not None:
             self._raise_error()
 
     def done(self) -> bool:
+        """Return whether the operation has succeeded or failed."""
         return self._is_over
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
+        """Wait until done or `obsolete()`. Return whether the results may be used: not if obsolete."""
         self._check_owner()
         slow = monotonic() + SLOW
         for pause in _pauses():
-            if self._ends_within(pause):
+            if self.ends_within(pause):
                 break
             if obsolete():
                 return False
@@ -151,21 +158,21 @@ class _HostWork:
         if self._owner is not None and not self._is_over:
             self._owner.check()
 
-    def _ends_within(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         """Wait for success or failure, for `seconds` at most."""
         if not self._is_over:
             if not self._running.acquire(timeout=seconds):
                 return False
             self._running.release()  # for other threads that wait
-        if self._watch is not None:
-            self._watch.record_progress()
+        if self._reports is not None:
+            self._reports.record_progress()
         return True
 
     def _check(self) -> None:
         """Raise if this rank will never continue."""
-        watch = self._watch
-        if watch is not None and not self._is_over and (why := watch.deadlock_reason()):
-            watch.abort_wait(why)
+        reports = self._reports
+        if reports is not None and not self._is_over and (why := reports.deadlock_reason()):
+            reports.abort_wait(why)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -184,7 +191,7 @@ class _HostWork:
         return True
 
 
-_Job = tuple[_HostWork, tuple[Callable[[], None], ...]]
+_Job = tuple[HostWork, tuple[Callable[[], None], ...]]
 
 
 class ThreadQueue:
@@ -195,16 +202,17 @@ class ThreadQueue:
 
     on_stream = False
 
-    def __init__(self, name: str, watch: FailureReports | None = None) -> None:
+    def __init__(self, name: str, reports: FailureReports | None = None, *, farewell: float = _FAREWELL) -> None:
+        """Start the thread. The end of the queue waits for its last operation for `farewell` seconds at most."""
         self._owner = Owner()
-        self._watch = watch
+        self._reports = reports
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         # Neither the thread nor the finalizer references the queue, which would otherwise never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._queue, thread, watch)
+        weakref.finalize(self, _end, self._queue, thread, reports, farewell)
 
-    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
+    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> HostWork:
         """Queue `operations`. They start after those before them. If one fails, those behind it are not run.
 
         Raises:
@@ -212,26 +220,26 @@ class ThreadQueue:
         """
         del behind
         self._owner.check()
-        work = _HostWork(self._watch, self._owner)
+        work = HostWork(self._reports, self._owner)
         self._queue.put((work, operations))
         return work
 
     def moment(self) -> None:
         """Return `None`: what the host has computed is there."""
 
-    def beside(self, behind: Moment | None = None) -> AbstractContextManager[object]:
+    def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
         """No-op."""
         del behind
         return nullcontext()
 
 
-def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, watch: FailureReports | None) -> None:
+def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, reports: FailureReports | None, farewell: float) -> None:
     """Stop the thread and join it: the interpreter must not shut down while it runs."""
     queue.put(None)
     if thread is current_thread():
         return
-    if watch is None or not watch.failed:
-        thread.join(_FAREWELL)
+    if reports is None or not reports.failed:
+        thread.join(farewell)
     if thread.is_alive() and not main_thread().is_alive():  # the interpreter is shutting down
         end_waits()
         thread.join(_FAREWELL)
@@ -246,6 +254,39 @@ def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
                     operation()
                 del operation, operations, job  # who waited for the work may measure memory: its buffers are gone
             del work
+
+
+_hang_ups: dict[object, Callable[[], None]] = {}
+"""Functions that end the waits in which threads are blocked now."""
+
+
+@contextmanager
+def blocked(hang_up: Callable[[], None] | None) -> Iterator[None]:
+    """Mark this thread as blocked in a wait that `hang_up` ends."""
+    mark = object()
+    if hang_up is not None:
+        _hang_ups[mark] = hang_up
+    try:
+        yield
+    finally:
+        _hang_ups.pop(mark, None)
+
+
+def end_waits() -> None:
+    """End all waits in which threads are blocked, at the end of the program.
+
+    A thread that returns from a backend after the interpreter has shut down would crash the process (SIGABRT).
+    """
+    deadline = monotonic() + _HANG_UP
+    for hang_up in list(_hang_ups.values()):
+        hang_up()
+    while _hang_ups and monotonic() < deadline:
+        sleep(_LEFT)
+
+
+weakref.finalize(ThreadQueue, end_waits)  # at interpreter exit, after the finalizers of queues, which are created later
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_hang_ups.clear)  # they are the parent's
 
 
 class ProgramStreams:
@@ -325,7 +366,7 @@ class CudaStreamQueue:
     Memory is safe without `record_stream`. A tensor that an operation uses was allocated on the caller's stream, whose
     work so far the operation waits for; and the caller frees or reuses it only after `wait()`, when its stream is
     behind the operation. A caller that is gone, with operations in flight, is put behind them when the queue is freed.
-    Memory that is allocated `beside` belongs to the queue's stream: operations may use it after the caller freed it.
+    Memory that is allocated in `stream()` belongs to the queue's stream: operations may use it after it was freed.
     """
 
     on_stream = True
@@ -352,7 +393,7 @@ class CudaStreamQueue:
 
         if self._thread is not None:
             return _StreamWork(self._device, end, self._thread.submit(on_stream))
-        host = _HostWork()
+        host = HostWork()
         with host:  # stores an error in the work, as a thread does
             on_stream()
         return _StreamWork(self._device, end, host)
@@ -363,7 +404,7 @@ class CudaStreamQueue:
         return moment
 
     @contextmanager
-    def beside(self, behind: Moment | None = None) -> Iterator[None]:
+    def stream(self, behind: Moment | None = None) -> Iterator[None]:
         """Make the queue's stream the current one within the block, behind a moment of the caller's computation."""
         if behind is None and torch.cuda.is_current_stream_capturing():
             behind = self.moment()  # memory of a captured graph is allocated on streams that are captured, too

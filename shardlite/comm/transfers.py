@@ -1,17 +1,16 @@
 """A collective as data: the transfers of all ranks, step by step, and of these what one rank sends and receives.
 
 In: steps, which `schedule.py` writes for each algorithm. Out: the `Exchange` of a rank in each step, for transports
-that take a step as a whole; its `Program`, for messages that are sent on as they arrive; its `turns`, for sends that
-block. Knows integers and names only; nothing of tensors, links or time.
+that take a step as a whole; its `Program`, for messages that are sent on as they arrive. Knows integers and names only;
+nothing of tensors, links or time.
 
 Legend: `W` ranks, `t` a step. A buffer has one segment per rank, and a segment one or more parts: a piece is
 `(segment, part)`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from shardlite.errors import LayoutError
@@ -71,8 +70,7 @@ class Program:
     """The departures and arrivals of one rank. Arrivals are in the order in which it takes them.
 
     On each link, pieces are sent in the order in which they are taken. So a rank whose sends are queued while it
-    receives needs no more than one free slot per link, and no two ranks deadlock. A rank whose sends block until the
-    target has room needs `Schedule.turns` instead.
+    receives needs no more than one free slot per link, and no two ranks deadlock.
     """
 
     departures: tuple[Departure, ...]
@@ -157,17 +155,6 @@ class Schedule:
     @cached_property
     def _exchanges(self) -> dict[int, Sequence[Exchange]]:
         return {}
-
-    def turns(self, rank: int) -> Iterator[tuple[int, Transfer | None, Transfer | None]]:
-        """Yield `(step, sent, received)`, of which one may be `None`: the turns that `rank` takes, in order.
-
-        A piece sent in the i-th turn of a step is received in the i-th turn of that step by its target. So a rank that
-        finishes one turn before the next, and within a turn sends each chunk before it receives one, can only wait for
-        ranks that are behind it: waits form no cycle, however little room there is for received chunks.
-        """
-        for step, exchange in enumerate(self.steps_of(rank)):
-            for pair in zip_longest(*exchange):
-                yield step, *pair
 
 
 def _program(schedule: Schedule, rank: int) -> Program:

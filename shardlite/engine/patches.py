@@ -8,7 +8,7 @@ function runs inside, never the name of a function. `docs/patches.md` lists the 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -418,8 +418,7 @@ def _replace_inside(function: Any, change: Callable[[Any], Any]) -> None:
 
     PyTorch's `_no_grad` keeps it in a closure variable, `func`.
     """
-    wrapper = cast(FunctionType, function)
-    cell = (wrapper.__closure__ or ())[wrapper.__code__.co_freevars.index("func")]
+    cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
     cell.cell_contents = change(cell.cell_contents)
 
 

@@ -376,7 +376,7 @@ class StreamRun(BackwardRun):
         first_bad = self._begin_reduction(bucket)
         is_queues = not bucket.full and not queue.keeps_bucket(self.stepping)
         self._copy_in(bucket, behind, is_queues=is_queues)
-        with nullcontext() if behind is None else queue.operations.beside(behind):
+        with nullcontext() if behind is None else queue.operations.stream(behind):
             reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs), behind=behind)
         if behind is not None:
@@ -392,7 +392,7 @@ class StreamRun(BackwardRun):
         reduction is queued, and the next one uses the same memory.
         """
         if not bucket.full:
-            with self._queue.operations.beside() if is_queues or behind is not None else nullcontext():
+            with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
                 bucket.allocate(self._context.reducing[0] if is_queues else None)
         copy_in, gradients = bucket.copy_in()
         work = self._queue.operations.submit(copy_in, behind=behind)

@@ -20,12 +20,12 @@ def assert_says_what_there_is_and_why(out):
     assert f"torch             {torch.__version__}" in lines
     assert "Messages between 2 ranks: cpu tensors" in lines
     start = lines.index('transport="auto"')
-    said = "SharedMemoryTransport between 2 ranks, algorithm ring: all ranks are processes of this host"
+    said = "SharedMemoryTransport between 2 ranks, algorithm direct: all ranks are processes of this host"
     assert " ".join(lines[start + 1 : start + 3]) == said
     assert lines[start + 3].startswith("right results with 1 MiB: all-gather ")
     assert max(map(len, out.splitlines())) <= 80
     p2p = lines.index('transport="p2p"')
-    assert lines[p2p + 1] == "GlooTransport between 2 ranks, algorithm ring: it was asked for"
+    assert lines[p2p + 1] == "GlooTransport between 2 ranks, algorithm ring: it was requested"
     assert lines[p2p + 2].startswith("right results with 1 MiB: all-gather ")
 
 

@@ -1,10 +1,13 @@
-"""Fits of the cost model to measured times find the link."""
+"""Simulated schedules take the time of the closed formulas, and fits to measured times find the link.
+
+Closed formulas: Thakur, Rabenseifner, Gropp (2005), and for a chain of `c` chunks `(W-2+c) (a + M b / c)`.
+"""
 
 import pytest
 
-from bench.ring.fit import fit, predicted
-from shardlite.comm.cost_model import LinkCost, plan_of, time
-from shardlite.comm.schedule import IN_RING_ORDER
+from bench.ring.fit import fit, plan_of, predicted, time
+from shardlite.apps.plan.clusters import LINKS, LinkCost, collective_seconds
+from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER, broadcast
 
 OPERATIONS = ["all-gather", "reduce-scatter"]
 ALONE = LinkCost(alpha=20e-6, beta=0.5e-9, gamma=0.2e-9, overhead=7e-6, overlaps=False)
@@ -64,3 +67,42 @@ def test_an_all_reduce_is_a_sum_and_a_gather():
     row = {"operation": "all-reduce", "algorithm": "ring", "ranks": 4, "nbytes": MIB, "chunk_bytes": MIB}
     halves = [plan_of(operation, "ring", 4) for operation in OPERATIONS]
     assert predicted(row, ALONE) == sum(time(plan, MIB, MIB, ALONE) for plan in halves)
+
+
+@pytest.mark.parametrize("link", [ALONE, BESIDE, BESIDE._replace(gamma=1e-6), *LINKS.values()])
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_formulas_are_the_times_of_simulated_schedules(operation, algorithm, link):
+    for ranks in (1, 2, 3, 8, 17):
+        nbytes = ranks * 10_000
+        simulated = time(plan_of(operation, algorithm, ranks), nbytes, nbytes, link)
+        assert collective_seconds(operation, algorithm, nbytes, ranks, link) == pytest.approx(simulated, rel=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_nothing_is_faster_than_its_bytes(operation, algorithm):
+    for world_size in (2, 5, 8) if algorithm != "halving" else (2, 4, 8):
+        nbytes = world_size << 15
+        taken = time(plan_of(operation, algorithm, world_size), nbytes, 1 << 10, LinkCost(0, 1e-9, 0))
+        assert taken >= nbytes * (world_size - 1) / world_size * 1e-9 * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_chunks_of_a_ring_hide_additions_and_cost_messages(world_size):
+    """Links are never idle then, and one addition is left at the end: of a chunk."""
+    nbytes, chunks = world_size << 20, 16
+    link = BESIDE._replace(alpha=1e-6)
+    messages = (world_size - 1) * (chunks * link.overhead + MIB * link.beta)
+    expected = link.alpha + messages + MIB // chunks * link.gamma
+    simulated = time(plan_of("reduce-scatter", "ring", world_size), nbytes, MIB // chunks, link)
+    assert simulated == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("chunks", [1, 5, 32])
+def test_a_chain_is_a_pipeline(world_size, chunks):
+    link = LinkCost(alpha=0, beta=1e-9, gamma=0, overhead=30e-6)
+    message = link.overhead + MIB * link.beta
+    simulated = time(broadcast(world_size, 0, parts=chunks), chunks * MIB, chunks * MIB, link)
+    assert simulated == pytest.approx((world_size - 2 + chunks) * message)

@@ -1,4 +1,4 @@
-"""Thousands of collectives over shared memory: any sizes, dtypes, cuts, algorithms and delays, two lanes at once."""
+"""Thousands of collectives over shared memory: any sizes, dtypes, cuts, algorithms and delays, two queues at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,7 +21,7 @@ from tests.support.patience import seconds
 from tests.support.transports.delays import Delayed
 
 RANKS = 3
-LANES = 2
+QUEUES = 2
 MOST = 30_000  # elements
 CALLS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8)
@@ -42,8 +42,8 @@ class Turn(NamedTuple):
     """Where its numbers begin among all numbers."""
 
 
-def turns(lane, count):
-    random = Random(f"lane {lane}")
+def turns(queue, count):
+    random = Random(f"queue {queue}")
     for _ in range(count):
         numel = random.choice([0, 1, random.randrange(200), random.randrange(MOST)])
         inner = sorted(random.choices(range(numel + 1), k=RANKS - 1))
@@ -97,11 +97,11 @@ def _in_order(order, ranks):
     return (first.to(wide) + second.to(wide)).to(first.dtype)
 
 
-def take(turn, number, lane, transport, numbers):
+def take(turn, number, queue, transport, numbers):
     """Do one collective; return what all ranks have then, or their part of it, and what that should be."""
     rank = transport.rank
     transport.algorithm, transport.node = turn.algorithm, turn.node
-    given = {"operation": Operation(f"{turn.call} of lane {lane}", number), "chunk_bytes": turn.chunk_bytes}
+    given = {"operation": Operation(f"{turn.call} of queue {queue}", number), "chunk_bytes": turn.chunk_bytes}
     if turn.call == "broadcast":
         full = numbers.of(rank, turn).clone()
         broadcast(full, transport, source=turn.source, **given)
@@ -123,14 +123,14 @@ def take(turn, number, lane, transport, numbers):
     return reduce_scatter(full, transport, **given), numbers.sum(turn, rank)
 
 
-def lane_body(lane, count, transport, numbers):
-    """Take all turns of a lane; return how many those were and a checksum of what all ranks should share."""
+def queue_body(queue, count, transport, numbers):
+    """Take all turns of a queue; return how many those were and a checksum of what all ranks should share."""
     checksum = 0
-    for number, turn in enumerate(turns(lane, count)):
+    for number, turn in enumerate(turns(queue, count)):
         # Mostly none to speak of: one in a hundred may bring the ranks far apart.
-        delayed = Delayed(transport, number, longest=3e-3 if number % 100 == lane else 2e-5)
-        got, expected = take(turn, number, lane, delayed, numbers)
-        assert torch.equal(got, expected), f"{turn} (operation {number} of lane {lane})"
+        delayed = Delayed(transport, number, longest=3e-3 if number % 100 == queue else 2e-5)
+        got, expected = take(turn, number, queue, delayed, numbers)
+        assert torch.equal(got, expected), f"{turn} (operation {number} of queue {queue})"
         if turn.call != "reduce_scatter":
             checksum = crc32(got.view(torch.uint8).numpy().tobytes(), checksum)
     return number + 1, checksum
@@ -141,23 +141,24 @@ def soak_body(group, count):
     transport = connect(
         group, torch.device("cpu"), timedelta(seconds=seconds(60)), route=Route(transport="shared_memory")
     )
-    with ThreadPoolExecutor(LANES) as pool:
-        lanes = list(pool.map(lambda lane: lane_body(lane, count, transport, numbers), range(LANES)))
+    with ThreadPoolExecutor(QUEUES) as pool:
+        queues = list(pool.map(lambda queue: queue_body(queue, count, transport, numbers), range(QUEUES)))
     group.barrier().wait()
     ranks = rendezvous(group).neighbours
-    held = [len(each) for each in (ranks._expected, ranks._early, ranks._kept)] + [len(each) for each in ranks._outbox]
+    held = [len(each) for each in (ranks._expected, ranks._early, ranks._untaken)]
+    held += [len(each._unannounced) for each in ranks._controls]
     ranks.heap.trim(keep=0)
-    return lanes, held, len(list(ranks.heap._cold)), max(ranks._sent)
+    return queues, held, len(list(ranks.heap._cold)), max(ranks._sent)
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
-def test_hundreds_of_collectives_in_two_lanes(doomed, count, tmp_path):
-    """`count` in each lane."""
+def test_hundreds_of_collectives_in_two_queues(doomed, count, tmp_path):
+    """`count` in each queue."""
     ended = doomed.run(soak_body, RANKS, count, directory=tmp_path, limit=seconds(900))
     assert [(each.kind, each.text, each.status) for each in ended] == [("", "", 0)] * RANKS
-    lanes = [each.result[0] for each in ended]
-    assert [steps for steps, _ in lanes[0]] == [count] * LANES
-    assert lanes[1:] == lanes[:1] * (RANKS - 1), "the same bits on every rank"
+    queues = [each.result[0] for each in ended]
+    assert [steps for steps, _ in queues[0]] == [count] * QUEUES
+    assert queues[1:] == queues[:1] * (RANKS - 1), "the same bits on every rank"
     for each in ended:
         _, held, pieces, sent = each.result
         assert not any(held), "nothing is open or kept"

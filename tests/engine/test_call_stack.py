@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,9 @@ from torch import nn
 
 import shardlite
 from shardlite import CommError, ShardLite
-from shardlite.comm.executor import Channel
+from shardlite.comm import collectives
+from shardlite.comm.operation import Operation
+from shardlite.comm.shm import mailbox
 from shardlite.comm.streams import ThreadQueue
 from shardlite.grads import Skips
 from shardlite.grads.reduce import ReduceQueue
@@ -49,10 +52,26 @@ TO_THE_WIRE = [
     "weights/all_gather.py: run",
     "comm/collectives.py: all_gather",
     "comm/executor.py: run_gather",
-    "comm/executor.py: send",
     "the transport",
 ]
 
+TO_THE_WAKE = [
+    "comm/streams.py: _work_off",
+    "weights/all_gather.py: run",
+    "comm/collectives.py: all_gather",
+    "comm/executor.py: run_gather",
+    "comm/shm/transport.py: isend",
+    "comm/shm/transport.py: send",
+    "comm/shm/mailbox.py: announce",
+    "comm/shm/mailbox.py: ring",  # which writes the flag, and calls the kernel to wake the peer
+]
+
+TO_THE_SUM = [
+    "comm/collectives.py: reduce_scatter",
+    "comm/executor.py: run_reduce",
+    "comm/collectives.py: __call__",
+    "the kernel",
+]
 
 STORY = [
     "model.py: __call__",
@@ -84,20 +103,20 @@ def calls() -> list[str]:
 @contextmanager
 def watched(seen: dict[str, list[str]]) -> Iterator[None]:
     """Note the calls that lead to the first submission from a hook, and to the first message of the queue."""
-    submit, send = ThreadQueue.submit, Channel.send
+    submit, channel = ThreadQueue.submit, Operation.channel
 
     def submitting(self: Any, *operations: Any, **options: Any) -> Any:
         seen.setdefault("submit", [*calls(), "comm/streams.py: submit"])
         return submit(self, *operations, **options)
 
-    def sending(self: Any, chunk: Any, peer: Any) -> Any:
-        return send(self._replace(transport=Noting(self.transport, seen)), chunk, peer)
+    def noting(self: Any, transport: Any, *arguments: Any) -> Any:
+        return channel(self, Noting(transport, seen), *arguments)
 
-    ThreadQueue.submit, Channel.send = submitting, sending  # type: ignore[method-assign]
+    ThreadQueue.submit, Operation.channel = submitting, noting  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ThreadQueue.submit, Channel.send = submit, send  # type: ignore[method-assign]
+        ThreadQueue.submit, Operation.channel = submit, channel  # type: ignore[method-assign]
 
 
 class Noting:
@@ -143,6 +162,47 @@ def test_from_a_modules_hook_to_the_wire_are_eleven_calls(cluster, stage):
 
 def test_stage_0_sends_nothing_in_a_forward(cluster):
     assert cluster.run(stack_body, 2, 0) == [{}, {}]
+
+
+@contextmanager
+def patched(module: Any, name: str, function: Any) -> Iterator[Any]:
+    """Put `function(original, *arguments)` in the place of a module's function."""
+    original = getattr(module, name)
+    setattr(module, name, partial(function, original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def shared_memory_body(group: Any) -> dict[str, list[str]]:
+    seen: dict[str, list[str]] = {}
+
+    def system(call: Any, number: int, address: Any, operation: int, *rest: Any) -> Any:
+        if operation == mailbox._WAKE and threading.current_thread().name == "shardlite-gather":
+            seen.setdefault("wake", calls())
+        return call(number, address, operation, *rest)
+
+    def add(hop: Any, *arguments: Any) -> Any:
+        if threading.current_thread().name == "shardlite-reduce":
+            names = calls()
+            seen.setdefault("sum", [*names[names.index(TO_THE_SUM[0]) :], "the kernel"])
+        return hop(*arguments)
+
+    model = ShardLite(net(), units=nn.Linear, group=group, transport="shared_memory")
+    for _ in range(2):  # in the first pass ranks negotiate
+        model(torch.ones(2, 4)).sum().backward()
+    with patched(mailbox, "_system", system), patched(collectives, "hop", add):
+        model(torch.ones(2, 4)).sum().backward()
+    return seen
+
+
+def test_from_the_queue_to_a_peer_that_wakes_up_are_eight_calls_in_six_files(cluster):
+    for seen in cluster.run(shared_memory_body, 2):
+        assert seen == {"wake": TO_THE_WAKE, "sum": TO_THE_SUM}
+    assert len(TO_THE_WAKE) <= 8
+    assert len({call.partition(":")[0] for call in TO_THE_WAKE}) <= 6
+    assert len(TO_THE_SUM) <= 4
 
 
 def story_body(everyone: Any) -> list[str]:

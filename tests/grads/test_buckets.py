@@ -62,7 +62,7 @@ class Model(nn.Module):
 @contextmanager
 def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
     """Let each reduction begin when the host waits for it or for a later one, or `for_anything`."""
-    submit, wait, wait_unless = streams.ThreadQueue.submit, streams._HostWork.wait, streams._HostWork.wait_unless
+    submit, wait, wait_unless = streams.ThreadQueue.submit, streams.HostWork.wait, streams.HostWork.wait_unless
     gates: dict[int, threading.Event] = {}
     order: list[int] = []
 
@@ -88,11 +88,11 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
         open_up_to(self)
         return wait_unless(self, obsolete)
 
-    streams.ThreadQueue.submit, streams._HostWork.wait, streams._HostWork.wait_unless = gated, asked, asked_unless
+    streams.ThreadQueue.submit, streams.HostWork.wait, streams.HostWork.wait_unless = gated, asked, asked_unless
     try:
         yield
     finally:
-        streams.ThreadQueue.submit, streams._HostWork.wait, streams._HostWork.wait_unless = submit, wait, wait_unless
+        streams.ThreadQueue.submit, streams.HostWork.wait, streams.HostWork.wait_unless = submit, wait, wait_unless
 
 
 @contextmanager

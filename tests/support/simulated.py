@@ -5,7 +5,7 @@ chunk, over links with few slots, in an order drawn by chance. Both refuse what 
 numbers, and `Race` finds out when all wait for each other.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -154,25 +154,9 @@ def in_order_of_arrival(program: Program, chunks: int) -> Iterator[Send | Take]:
                 yield Send(target, place)
 
 
-def in_turns(schedule: Schedule, rank: int, chunks: int) -> Iterator[Send | Take]:
-    """What a rank does that can only do one thing at a time."""
-    left = Counter(
-        (t, each.segment, each.part) for t, step in enumerate(schedule.steps) for each in step if each.target == rank
-    )
-    for t, sent, received in schedule.turns(rank):
-        if received is not None:
-            left[t, received.segment, received.part] -= 1
-        for chunk in range(chunks):
-            if sent is not None:
-                yield Send(sent.target, (sent.segment, sent.part, chunk))
-            if received is not None:
-                last = left[t, received.segment, received.part] == 0
-                yield Take(received.source, (received.segment, received.part, chunk), last)
-
-
 @dataclass
-class LinkCost:
-    """From one rank to another: a queue at the sender (if sends do not block), and slots at the receiver."""
+class Link:
+    """From one rank to another: a queue at the sender, and slots at the receiver."""
 
     slots: list[tuple[Chunk, Order] | None]
     queue: deque[tuple[Chunk, Order]] = field(default_factory=deque)
@@ -180,7 +164,7 @@ class LinkCost:
     read: int = 0
 
     @property
-    def room(self) -> bool:
+    def has_free_slot(self) -> bool:
         return self.written - self.read < len(self.slots)
 
     def write(self, chunk: Chunk, value: Order) -> None:
@@ -202,22 +186,18 @@ class LinkCost:
 class Race:
     """Ranks and links that move in an order drawn by chance.
 
-    With `blocking` a send waits for a free slot of its target. Without, it is queued, as a reference to the rank's
-    buffer: what is there must still be the same when the link gets to it.
+    A send is queued as a reference to the rank's buffer, which must not change before the link reads it.
     """
 
-    def __init__(self, schedule: Schedule, *, chunks: int, slots: int, blocking: bool, turns: bool, seed: int) -> None:
+    def __init__(self, schedule: Schedule, *, chunks: int, slots: int, seed: int) -> None:
         world = range(schedule.world_size)
-        self.schedule, self.blocking, self.slots = schedule, blocking, slots
+        self.schedule, self.slots = schedule, slots
         self.adds = schedule.operation == "reduce-scatter"
         self.random = Random(seed)
         self.held: Held = [start(schedule, rank, chunks) for rank in world]
         self.parcels: list[dict[Chunk, list[Order]]] = [{} for _ in world]
-        self.links: dict[tuple[int, int], LinkCost] = {}
-        self.todo = [
-            deque(in_turns(schedule, r, chunks) if turns else in_order_of_arrival(schedule.program(r), chunks))
-            for r in world
-        ]
+        self.links: dict[tuple[int, int], Link] = {}
+        self.todo = [deque(in_order_of_arrival(schedule.program(r), chunks)) for r in world]
 
     def run(self) -> Held:
         """Move ranks until none can, check the end, and return what each rank has then."""
@@ -239,8 +219,8 @@ class Race:
         check_end(self.schedule, self.held)
         return self.held
 
-    def _link(self, source: int, target: int) -> LinkCost:
-        return self.links.setdefault((source, target), LinkCost([None] * self.slots))
+    def _link(self, source: int, target: int) -> Link:
+        return self.links.setdefault((source, target), Link([None] * self.slots))
 
     def _act(self, rank: int) -> list:
         """Let `rank` do the next thing that it has to do, if it can; return who may move then."""
@@ -256,20 +236,14 @@ class Race:
         else:
             if task.chunk not in self.held[rank] or task.target == rank:
                 raise WrongError(f"rank {rank} sends {task.chunk} to {task.target}, and cannot")
-            message = task.chunk, self.held[rank][task.chunk]
-            if not self.blocking:
-                link.queue.append(message)
-            elif link.room:
-                link.write(*message)
-            else:
-                return []
+            link.queue.append((task.chunk, self.held[rank][task.chunk]))
         self.todo[rank].popleft()
-        return [*ends] if self.blocking else [*ends, ends]
+        return [*ends, ends]
 
     def _carry(self, ends: tuple[int, int]) -> list:
-        """Let a link bring the first message of its queue to a slot, if there is room."""
+        """Let a link bring the first message of its queue to a slot, if one is free."""
         link = self.links[ends]
-        if not (link.queue and link.room):
+        if not (link.queue and link.has_free_slot):
             return []
         chunk, value = link.queue.popleft()
         if self.held[ends[0]].get(chunk) != value:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardlite import AdamW, EscapedViewWarning, Route, ShardLite
 from shardlite.comm import Transport
 from shardlite.comm.streams import ThreadQueue
-from shardlite.comm.transport.process_group import NcclTransport
+from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.grads.bucket import Bucket
 from shardlite.params import ROOT, Buffer, Unit
 from shardlite.weights.gather_order import MEMORY

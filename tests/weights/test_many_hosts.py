@@ -8,7 +8,7 @@ from torch import nn
 
 from shardlite import AdamW, Route, ShardLite
 from shardlite.comm import are_equal, context
-from shardlite.comm.transport.process_group import GlooTransport
+from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.weights.negotiation import Negotiation
 
 WIDTH = 16

@@ -1,15 +1,32 @@
-"""Clusters by name, with the source of each figure. Rates that programs reach are measured by the source, or marked as
-assumed. All times that follow from them are predictions.
+"""Clusters by name, and a cost model of their links.
 
-Legend: `W` ranks.
+The source of each figure stands beside it. Rates that programs reach are marked as measured or assumed. All times
+that follow from them are predictions.
+
+The model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al., 1993),
+the work per message is separate from its latency: four numbers per link. The times of `W` ranks with one message per
+segment are (`M` bytes, Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
+
+                      ring                                            direct
+    all-gather        (W-1) (alpha + overhead) + (W-1)/W M beta       alpha + (W-1) overhead + (W-1)/W M beta
+    reduce-scatter    the same, and (W-1)/W M gamma                   the same, and (W-1)/W M gamma
+
+if additions do not overlap with messages. If they do, `direct` takes the slower of both. The model ignores ranks that
+share a processor, links that share a wire, and caches.
+
+Legend: `W` ranks, `M` bytes in the whole buffer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from shardlite.apps.plan.cards import CARDS, DATASHEETS, Card
-from shardlite.comm import LinkCost, cost_model
+from shardlite.errors import LayoutError
+
+Operation = Literal["all-gather", "reduce-scatter"]
 
 _MICROSECOND = 1e-6
 
@@ -31,6 +48,56 @@ _HDR_SHARE = 0.85
 
 _SHARE = 0.8
 """Fraction of the rate of PCIe and Ethernet. Assumed."""
+
+
+class LinkCost(NamedTuple):
+    """Costs of messages between two ranks, in seconds. All pairs of ranks are linked alike."""
+
+    alpha: float
+    """Latency of a step: from when a message could be sent until it can be received, without work on either side."""
+
+    beta: float
+    """Per byte transferred. A rank sends one message at a time, and receives one at a time."""
+
+    gamma: float
+    """Per byte of a message that is added to another."""
+
+    overhead: float = 0.0
+    """Per message: work during which its sender cannot send and its target cannot receive another one."""
+
+    overlaps: bool = True
+    """Whether a rank adds while it receives. If not, one processor does both."""
+
+
+LINKS: Mapping[str, LinkCost] = {
+    "shared_memory": LinkCost(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
+    "p2p": LinkCost(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
+}
+"""Links between CPU ranks, by the name of the transport.
+
+Fitted by `bench/ring/fit.py` to the processor time of 4 ranks on 2 cores of an AMD EPYC, which other programs hardly
+change: rows `"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo a step of several messages was no
+faster than as many steps, so all latency is in `overhead`, and `ring` and `direct` take the same time by the model.
+"""
+
+
+def collective_seconds(operation: Operation, algorithm: str, nbytes: int, world_size: int, link: LinkCost) -> float:
+    """Return the seconds of a `ring` or `direct` collective on `nbytes` in all, with one message per segment.
+
+    Raises:
+        LayoutError: `algorithm` has no formula.
+    """
+    if algorithm not in ("ring", "direct"):
+        raise LayoutError(f"{algorithm!r} has no formula; expected 'ring' or 'direct'")
+    messages, piece = world_size - 1, -(-nbytes // world_size)
+    if messages == 0:
+        return 0.0
+    moved, added = link.overhead + piece * link.beta, piece * link.gamma * (operation == "reduce-scatter")
+    if algorithm == "ring":
+        return messages * (link.alpha + moved + added)
+    if link.overlaps:
+        return link.alpha + max(moved + messages * added, messages * moved + added)
+    return link.alpha + messages * (moved + added)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,31 +143,28 @@ class Cluster:
         beta = max(self.inside.beta, leaving * self.nic.beta * self.node / self.nics)
         return self.inside._replace(alpha=self.nic.alpha, beta=beta)
 
-    def seconds(
-        self, operation: cost_model.Operation, nbytes: int, world_size: int, *, hierarchical: bool = False
-    ) -> float:
-        """Return the time of a gather or reduction of `nbytes` in total, as the library runs it.
+    def seconds(self, operation: Operation, nbytes: int, world_size: int, *, hierarchical: bool = False) -> float:
+        """Return the time of a gather or reduction of `nbytes` in all, as the library makes them.
 
         Over NCCL a gather is a ring, and a reduction one exchange among all ranks, whose rows a kernel adds; if it is
-        `hierarchical`, one inside each node and one across. On a CPU both are the schedule that `cost_model` selects
-        for shared memory.
+        `hierarchical`, one inside each node and one across. On a CPU both are the schedule `direct` of
+        shared memory.
         """
         if world_size == 1:
             return 0.0
         if not self.on_gpu:
-            algorithm = cost_model.best_algorithm(nbytes, world_size, self.inside)
-            return cost_model.seconds(operation, algorithm, nbytes, world_size, self.inside)
+            return collective_seconds(operation, "direct", nbytes, world_size, self.inside)
         if operation == "all-gather":
-            return self.base + cost_model.seconds(operation, "ring", nbytes, world_size, self.ring(world_size))
+            return self.base + collective_seconds(operation, "ring", nbytes, world_size, self.ring(world_size))
         if hierarchical and world_size > self.node > 1 and world_size % self.node == 0:
             return self._in_two_levels(nbytes, world_size // self.node)
-        return self.base + cost_model.seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
+        return self.base + collective_seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
 
     def _in_two_levels(self, nbytes: int, nodes: int) -> float:
         """Return the time of a reduction of `nbytes` inside each of `nodes`, then of the own part across them."""
         across = self.nic._replace(beta=self.nic.beta * self.node / self.nics)
-        first = cost_model.seconds("reduce-scatter", "direct", nbytes, self.node, self.inside)
-        second = cost_model.seconds("reduce-scatter", "direct", nbytes // self.node, nodes, across)
+        first = collective_seconds("reduce-scatter", "direct", nbytes, self.node, self.inside)
+        second = collective_seconds("reduce-scatter", "direct", nbytes // self.node, nodes, across)
         return 2 * self.base + first + second
 
 
@@ -172,11 +236,11 @@ CLUSTERS = {
             name="cpu",
             card=_CPU,
             node=1 << 30,
-            inside=cost_model.LINKS["shared_memory"],
-            nic=cost_model.LINKS["shared_memory"],
+            inside=LINKS["shared_memory"],
+            nic=LINKS["shared_memory"],
             nics=1,
             base=0.0,
-            source="shared memory of one host, fitted by bench/ring/fit.py: `comm.cost_model.LINKS`",
+            source="shared memory of one host, fitted by bench/ring/fit.py",
             on_gpu=False,
         ),
     )

@@ -20,9 +20,8 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-from shardlite.comm.control.interrupts import SLOW, raise_pending_interrupt
+from shardlite.comm.control.interrupts import LIBRARIES, SLOW, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
-from shardlite.comm.control.uncaught import LIBRARIES
 from shardlite.errors import SAME_PASSES, CommError
 
 log = logging.getLogger("shardlite")

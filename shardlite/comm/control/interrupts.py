@@ -1,9 +1,13 @@
-"""Ctrl-C: `KeyboardInterrupt` is deferred until the library has finished its current call, so the program can go on.
+"""How a rank's program ends: uncaught exceptions are reported to other ranks, and Ctrl-C is deferred.
 
-Python raises it between any two lines. Inside this library it would leave a rank between two states: a bucket that is
-filled but not reduced, a number that is counted on this rank alone. So it is raised in the program's own lines: in a
-forward, in a hook, between two calls. A call that waits for other ranks is interrupted after half a second, and the
-rank then takes part in nothing more. The same holds for a second Ctrl-C.
+An uncaught exception may come from a forward, a backward, a hook or a data loader, and the process may take a second to
+end after it. Other ranks would wait for it.
+
+`KeyboardInterrupt` is deferred until the library has finished its current call, so the program can continue. Python
+raises it between any two lines. Inside this library it would leave a rank between two states: a bucket that is filled
+but not reduced, a number that is counted on this rank alone. So it is raised in the program's own lines: in a forward,
+in a hook, between two calls. A call that waits for other ranks is interrupted after half a second, and the rank then
+takes part in nothing more. The same holds for a second Ctrl-C.
 
 The step of any optimizer counts as a call of the library. Between the change of the weights and the hook that reports
 it, an interrupt would leave this rank a step ahead of what it tells the others, and they would go on with its weights.
@@ -16,19 +20,25 @@ import signal
 import sys
 import sysconfig
 import time
+import traceback
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import shardlite_kernels
+import torch
 from torch.optim import Optimizer
-
-from shardlite.comm.control.uncaught import LIBRARIES, reporters
 
 SLOW = 0.5
 """Seconds after which a wait counts as long: it ends on Ctrl-C, checks whether other ranks have failed, and publishes
 the operations it is in. These checks are repeated at this interval.
 """
+
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
+"""Folders of files that are not the program's: this library's and PyTorch's."""
 
 _PAUSE = 1e-3
 """Seconds between two checks whether the library has returned."""
@@ -43,6 +53,40 @@ _STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if
 
 `torch.compile` leaves it as it is, because it may not trace this library's hooks, and compiles what it calls.
 """
+
+
+_reports: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The `FailureReports` of all models. Their class imports this file."""
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def report_uncaught(reports: Any) -> None:
+    """Call `reports.fail` on an exception or an interrupt that ends the program."""
+    _reports.add(reports)
+    if not isinstance(sys.excepthook, _ReportingHook):
+        sys.excepthook = _ReportingHook(sys.excepthook)
+
+
+class _ReportingHook:
+    """An `excepthook` that reports the exception before it calls the previous hook."""
+
+    def __init__(self, before: _Hook) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        try:
+            if not hasattr(sys, "ps1"):  # at a prompt the program continues
+                for reports in list(_reports):
+                    reports.fail(f"its program ended in {kind.__name__}: {error}{_raised_in(frames)}")
+        finally:
+            self._before(kind, error, frames)
+
+
+def _raised_in(frames: TracebackType | None) -> str:
+    """Return the line of the program in which the exception was raised, or which called the library that raised it."""
+    own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(LIBRARIES)]
+    return f", raised in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 class _Deferring:
@@ -93,20 +137,15 @@ def defer_interrupts() -> None:
         signal.signal(signal.SIGINT, _deferring)
 
 
-def interrupt_pending() -> bool:
-    """Return whether this is the main thread and a deferred Ctrl-C is pending."""
-    return _deferring.is_pending and current_thread() is main_thread()
-
-
 def raise_pending_interrupt(during: str) -> None:
     """End a long wait if Ctrl-C is pending, and take part in nothing more. `during` names the wait for the report.
 
     Raises:
         KeyboardInterrupt: Ctrl-C is pending.
     """
-    if current_thread() is main_thread() and interrupt_pending():
-        for reporter in reporters():
-            reporter.fail(f"Ctrl-C came while it waited in {during}")
+    if _deferring.is_pending and current_thread() is main_thread():
+        for reports in list(_reports):
+            reports.fail(f"Ctrl-C came while it waited in {during}")
         _deferring.is_pending = False
         raise KeyboardInterrupt
 
@@ -114,9 +153,9 @@ def raise_pending_interrupt(during: str) -> None:
 def _break_off() -> None:
     """Mark this rank as failed. Publish that on threads: the signal may have interrupted a report."""
     why = "a second Ctrl-C ended a call of the library"
-    for reporter in reporters():
-        reporter.failed = reporter.failed or why
-        Thread(target=reporter.fail, args=(why,), name="shardlite-interrupt", daemon=True).start()
+    for reports in list(_reports):
+        reports.failed = reports.failed or why
+        Thread(target=reports.fail, args=(why,), name="shardlite-interrupt", daemon=True).start()
 
 
 def _in_library(frame: FrameType | None) -> bool:

@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,7 +26,6 @@ from torch._C._distributed_c10d import Store
 
 from shardlite.comm.control.interrupts import SLOW, raise_pending_interrupt
 from shardlite.comm.control.process import Owner
-from shardlite.comm.control.worker import Worker
 from shardlite.errors import CommError
 
 T = TypeVar("T")
@@ -39,6 +40,9 @@ _ANSWER = 1.0
 """Seconds that the store has to answer the last check, however near the deadline is: on a busy machine it is slow."""
 
 
+_Call = tuple["Future[Any]", Callable[[Store], Any]]
+
+
 class BoundedStore:
     """A store whose calls end within a limit. Thread-safe."""
 
@@ -47,9 +51,11 @@ class BoundedStore:
         """By the name of a group, and of a thread: number of `all_gather_json` calls."""
 
         self._owner = Owner()
-        self._store = store
-        self._worker = Worker("shardlite-store")
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._late: Future[Any] | None = None
+        # A daemon: a process must not wait for a call that never returns.
+        Thread(target=_answer, args=(store, self._calls), name="shardlite-store", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def ask(self, call: Callable[[Store], T], limit: float) -> T:
         """Return `call(store)`.
@@ -62,7 +68,8 @@ class BoundedStore:
         late = self._late
         if late is not None and not late.done():
             raise CommError(_SILENT)
-        future = self._worker.submit(lambda: call(self._store))
+        future: Future[T] = Future()
+        self._calls.put((future, call))
         try:
             return future.result(limit)
         except FutureTimeoutError:
@@ -70,6 +77,17 @@ class BoundedStore:
             raise CommError(f"{_SILENT} (waited {limit:g} s)") from None
         except RuntimeError as error:  # the connection is lost
             raise CommError(f"the store of the process group is gone with the process that kept it: {error}") from error
+
+
+def _answer(store: Store, calls: "SimpleQueue[_Call | None]") -> None:
+    """Make calls one after the other, on a thread."""
+    while (each := calls.get()) is not None:
+        future, call = each
+        try:
+            future.set_result(call(store))
+        except BaseException as error:
+            future.set_exception(error)
+        del each, future, call
 
 
 _stores: "weakref.WeakKeyDictionary[dist.ProcessGroup, BoundedStore]" = weakref.WeakKeyDictionary()
@@ -109,9 +127,9 @@ def all_gather_json(
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None, "it has ranks"
     store, limit = bounded_store(), timeout.total_seconds()
-    lane = f"{everyone.group_name}/{thread}" if thread else everyone.group_name
-    number = store.told[lane] = store.told[lane] + 1
-    where = f"shardlite/{lane}"
+    place = f"{everyone.group_name}/{thread}" if thread else everyone.group_name
+    number = store.told[place] = store.told[place] + 1
+    where = f"shardlite/{place}"
     entries = [f"{where}/{number}/{each}" for each in range(world_size)]
     deadline = time.monotonic() + limit
     try:

@@ -1,22 +1,27 @@
 """Mailboxes in shared memory: announcements of messages between ranks of one host, and receipts for them.
 
-Each rank has control words at the start of its heap. Other ranks write to them, each to its own words, so that the bell
-is the only word with two writers:
+Each rank has control words at the start of its heap. Other ranks write to them, each to its own words. The bell is the
+only word with several writers:
 
     bell | whether this rank has given up | per peer: how many announcements it has read | per peer: announcements
 
-An announcement is written before its number, and x86 keeps the order of writes: a rank that sees the number sees the
+An announcement is written before its number. x86 keeps the order of writes, so a rank that sees the number sees the
 rest. A place is reused once it was read, and every waiting rank reads announcements. Receipts are separate: a word in
 the sender's heap says that its message was taken. So any number of messages may be open, and they may be taken in any
-order. Each ring writes a value to the bell that its writer never wrote before, so a rank that sleeps on an older value
-wakes up, even if two ring at once.
+order.
+
+A waiting rank sleeps until its bell changes (Linux's `futex`). Each ring writes a value that its writer never wrote
+before, so a sleeping rank wakes up even if two ranks ring at once.
 """
 
+import ctypes
+import platform
 import struct
+import sys
+from collections import deque
 from typing import NamedTuple
 from zlib import crc32
 
-from shardlite.comm.shm import futex
 from shardlite.comm.shm.heap import Mapping
 from shardlite.errors import CommError
 
@@ -29,6 +34,28 @@ RECEIPTS = 1 << 20
 _WORDS = 10  # per announcement: its number, a checksum, and the content
 _CONTENT = struct.Struct("<IIQQQ")  # tag, kind, offset, bytes, receipt
 _BELL, _QUIT, _FIRST = 0, 1, 16
+
+_FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 0x7FFFFFFF  # 202 is the system call on x86-64
+
+
+def why_unavailable() -> str:
+    """Return what this machine lacks for shared memory, or `""`.
+
+    Other processors than x86 may show a flag to another process before the data that it announces. Preventing that
+    needs memory barriers, which Python does not offer.
+    """
+    if sys.platform != "linux":
+        return f"requires Linux, this is {sys.platform}"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"requires an x86-64 processor, which keeps the order of writes; this is {platform.machine()}"
+    return ""
+
+
+_system = ctypes.CDLL(None, use_errno=False).syscall if not why_unavailable() else None
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Announcement(NamedTuple):
@@ -65,6 +92,7 @@ class Control:
         self._user = user
         self._step = world_size
         self._next_ring = user + 1
+        self._unannounced: deque[Announcement] = deque()
 
     # ---- by the owner ---------------------------------------------------------------------------------------------
 
@@ -73,8 +101,10 @@ class Control:
         return self._words[_BELL]
 
     def sleep(self, heard: int, seconds: float) -> None:
-        """Sleep until the bell's value differs from `heard`, for `seconds` at most."""
-        futex.sleep(self._bell, heard, seconds)
+        """Sleep until the bell's value differs from `heard`, for `seconds` at most. Other threads run meanwhile."""
+        assert _system is not None, "see why_unavailable()"
+        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        _system(_FUTEX, ctypes.c_void_p(self._bell), _WAIT, ctypes.c_uint(heard), ctypes.byref(limit), None, 0)
 
     def read(self, source: int, number: int) -> Announcement | None:
         """Return announcement `number` of rank `source`, or `None` if it is not written yet. Read them in order.
@@ -106,20 +136,27 @@ class Control:
         """Return whether the place of announcement `number` of the user is free."""
         return (number - self._words[_FIRST + self._user]) & 0xFFFFFFFF <= PLACES
 
-    def announce(self, message: Announcement) -> None:
-        """Announce a message of the user to the owner."""
-        place = self._announcement(self._user, message.number)
-        content = _CONTENT.pack(*message[1:])
-        self._bytes[4 * place + 8 : 4 * place + 8 + _CONTENT.size] = content
-        self._words[place + 1] = _checksum(message.number, content)
-        self._words[place] = message.number & 0xFFFFFFFF  # last: it makes the rest visible
-        self.ring()
+    def announce(self, *messages: Announcement) -> None:
+        """Announce messages of the user to the owner, after those that still wait for a free place.
+
+        A peer that waits for anything reads all announcements, so no message has to be taken before another.
+        """
+        self._unannounced.extend(messages)
+        while self._unannounced and self.has_place(self._unannounced[0].number):
+            message = self._unannounced.popleft()
+            place = self._announcement(self._user, message.number)
+            content = _CONTENT.pack(*message[1:])
+            self._bytes[4 * place + 8 : 4 * place + 8 + _CONTENT.size] = content
+            self._words[place + 1] = _checksum(message.number, content)
+            self._words[place] = message.number & 0xFFFFFFFF  # last: it makes the rest visible
+            self.ring()
 
     def ring(self) -> None:
         """Wake the owner, or keep it from going to sleep. Call it from one thread of the user at a time."""
+        assert _system is not None, "see why_unavailable()"
         self._words[_BELL] = self._next_ring & 0xFFFFFFFF
         self._next_ring += self._step
-        futex.wake(self._bell)
+        _system(_FUTEX, ctypes.c_void_p(self._bell), _WAKE, _EVERYBODY, None, None, 0)
 
     def _announcement(self, source: int, number: int) -> int:
         return self._places + (source * PLACES + number % PLACES) * _WORDS

@@ -23,9 +23,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch.distributed as dist
 
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
-from shardlite.comm.shm import futex
 from shardlite.comm.shm.heap import Heap, Mapping, has_fixed_size
-from shardlite.comm.shm.mailbox import control_nbytes
+from shardlite.comm.shm.mailbox import control_nbytes, why_unavailable
 from shardlite.comm.shm.transport import Neighbours
 from shardlite.errors import LayoutError
 
@@ -85,7 +84,7 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
 
 def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    heap, address, why_not = None, None, futex.why_not()
+    heap, address, why_not = None, None, why_unavailable()
     if not why_not:
         try:
             heap = Heap(control_nbytes(world_size))

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 _Route = tuple[int, int]  # peer, tag
 
-_LOOK = 0.05
+_LIVENESS = 0.05
 """Seconds between two checks whether the other ranks are alive."""
 
 _TRIES = 3
@@ -46,7 +46,6 @@ _TRIES = 3
 
 _MANY_TRIES = 100
 """The same for the main thread if each rank has a core: a quarter of a millisecond in which no other thread runs."""
-
 
 _HALF = PLACES // 2
 
@@ -66,115 +65,114 @@ class Neighbours:
         self._others = [r for r in range(self.world_size) if r != rank]
         self._sent = [0] * self.world_size
         self._seen = [0] * self.world_size
-        self._outbox: list[deque[Announcement]] = [deque() for _ in mappings]
         self._receipts = Receipts(heap, self.world_size)
         self._words = [each.words(0, each.nbytes // 4) for each in mappings]
-        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._untaken: dict[tuple[int, int], Tensor] = {}  # by peer and number
         self._expected: dict[_Route, deque[_Arriving]] = {}
         self._early: dict[_Route, deque[Announcement]] = {}
         self._to_copy: deque[_Arriving] = deque()
         self._has_core = self.world_size <= len(os.sched_getaffinity(0))
         self._broken = ""
         self._waiting = 0  # number of threads
-        self._books = Ledger()
+        self._ledger = Ledger()
 
     def held(self) -> dict[str, Held]:
         """Return the bytes of message copies, of control words, and of pages kept for the next block."""
         control, idle = self._mine.nbytes + self._receipts.nbytes, self.heap.warm
-        return {**self._books.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
+        return {**self._ledger.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
         """Announce a message [n], at once or when the peer has read enough earlier announcements."""
-        source = tensor.detach()
-        offset = self.heap.offset_of(source)
+        offset = self.heap.offset_of(tensor)
         if offset is None:
-            room = self.heap.empty(source.nbytes).view(source.dtype)
-            self._books.track("messages", room)
-            source = room.copy_(source)
-            offset = self.heap.offset_of(source)
-            assert offset is not None, "it was made there"
+            copy = self.heap.empty(tensor.nbytes).view(tensor.dtype)
+            self._ledger.track("messages", copy)
+            tensor = copy.copy_(tensor)
+            offset = self.heap.offset_of(tensor)
+            assert offset is not None, "it was allocated there"
         with self._lock:
             number = self._sent[peer] + 1
             receipt = self._receipts.open(number)
             self._sent[peer] = number
-            message = Announcement(number, tag, _kind(source.dtype), offset, source.nbytes, receipt)
-            self._kept[peer, number] = source
-            self._outbox[peer].append(message)
-            self._announce(peer)
-        return _Departing(self, peer, message, source, limit)
+            announcement = Announcement(number, tag, _kind(tensor.dtype), offset, tensor.nbytes, receipt)
+            self._untaken[peer, number] = tensor
+            self._controls[peer].announce(announcement)
+        return _Departing(self, peer, tag, tensor.numel(), tensor.dtype, limit, tensor, announcement)
 
-    def expect(self, arriving: "_Arriving") -> None:
+    def expect(self, arriving: "_Arriving") -> "_Arriving":
         """Match `arriving` with the first unmatched message of its peer and tag, now or when it arrives."""
         route = arriving.peer, arriving.tag
         with self._lock:
-            message = _next(self._early, route)
-            if message is not None:
-                self._match(arriving, message)
+            announcement = _next(self._early, route)
+            if announcement is not None:
+                self._match(arriving, announcement)
             else:
                 self._expected.setdefault(route, deque()).append(arriving)
+        return arriving
 
-    def wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
-        """Wait until `done`, which depends on `peer`. Take all messages that arrive meanwhile.
+    def wait(self, message: "_InFlight", done: Callable[[], bool]) -> None:
+        """Wait until `done`, which depends on the peer of `message`. Take all messages that arrive meanwhile.
 
         Raises:
-            CommError: the peer is gone, a rank has given up, a header is damaged, or nothing happened within `limit`
-                seconds.
+            CommError: the peer is gone, a rank has given up, a header is damaged, or nothing happened within the limit
+                of `message`.
         """
         with self._lock:
             self._waiting += 1
         try:
-            self._wait(done, words, peer, limit)
+            self._wait(message, done)
         finally:
             with self._lock:
                 self._waiting -= 1
 
-    def _wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
+    def _wait(self, message: "_InFlight", done: Callable[[], bool]) -> None:
         now = time.monotonic()
-        deadline, slow, watch = now + limit, now + SLOW, watching()
+        deadline, slow, reports = now + message.limit, now + SLOW, watching()
         tries, enough = 0, _TRIES
         if self._has_core and threading.current_thread() is threading.main_thread():
             enough = _MANY_TRIES
         while True:
             heard = self._mine.bell()
-            self._progress(words)
+            self.progress(message)
             if done():
-                if watch is not None:
-                    watch.record_progress()
+                if reports is not None:
+                    reports.record_progress()
                 return
             if self._broken:
-                raise CommError(f"{words()} failed: {self._broken}")
+                raise CommError(f"{message} failed: {self._broken}")
             tries += 1
             if tries < enough:
                 continue
             now = time.monotonic()
             left = deadline - now
-            if watch is not None and now > slow:
+            if reports is not None and now > slow:
                 slow = now + SLOW
-                if why := watch.deadlock_reason():
-                    self.fail(words, why)
+                if why := reports.deadlock_reason():
+                    self.fail(message, why)
             if left <= 0:
-                self.fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
-            self._mine.sleep(heard, min(left, _LOOK))
-            if self._mine.bell() == heard and (missing := self._missing(peer)):
-                self._progress(words)  # it may have done its part just before it ended
+                limit = f"{message.limit:g} s"
+                self.fail(message, f"nothing happened within {limit}. The peer is late or does another operation.")
+            self._mine.sleep(heard, min(left, _LIVENESS))
+            if self._mine.bell() == heard and (missing := self._missing(message.peer)):
+                self.progress(message)  # the peer may have done its part just before it ended
                 if done():
                     return
-                self.fail(words, missing)
+                self.fail(message, missing)
 
-    def _progress(self, words: Callable[[], str]) -> None:
-        """Read all announcements, and copy messages that have a destination."""
+    def progress(self, waiting: "_InFlight") -> None:
+        """Read all announcements, and copy messages that have a destination. Errors name the message `waiting`."""
         with self._lock:
             for peer in self._others:
-                self._announce(peer)
+                self._controls[peer].announce()
                 try:
-                    while (message := self._mine.read(peer, self._seen[peer] + 1)) is not None:
+                    while (announcement := self._mine.read(peer, self._seen[peer] + 1)) is not None:
                         self._seen[peer] += 1
-                        if message.number % _HALF == 0:
+                        if announcement.number % _HALF == 0:
                             self._controls[peer].ring()  # it may wait for a place
-                        self._check_bounds(peer, message)
-                        self._sort(peer, message)
+                        self._check_bounds(peer, announcement)
+                        self._sort(peer, announcement)
                 except ValueError as error:
-                    self.fail(words, f"rank {peer} sent what cannot be read: {error}")
+                    self.fail(waiting, f"rank {peer} sent what cannot be read: {error}")
         while self._to_copy:
             try:
                 arriving = self._to_copy.popleft()
@@ -183,39 +181,36 @@ class Neighbours:
             arriving.copy()
             self.take(arriving)
 
-    def _check_bounds(self, peer: int, message: Announcement) -> None:
+    def _check_bounds(self, peer: int, announcement: Announcement) -> None:
         """Check that a message and its receipt are inside the peer's heap.
 
         Raises:
             ValueError: one of them is not.
         """
+        number, _, _, start, length, receipt = announcement
         nbytes = self._mappings[peer].nbytes
-        if message.offset + message.nbytes > nbytes or message.receipt + 4 > nbytes or message.receipt % 4:
+        if start + length > nbytes or receipt + 4 > nbytes or receipt % 4:
             raise ValueError(
-                f"the header of its message {message.number} names bytes {message.offset} to "
-                f"{message.offset + message.nbytes} and receipt {message.receipt} of {nbytes} bytes"
+                f"the header of its message {number} names bytes {start} to {start + length} and receipt {receipt} of "
+                f"{nbytes} bytes"
             )
 
-    def _sort(self, peer: int, message: Announcement) -> None:
-        route = peer, message.tag
+    def _sort(self, peer: int, announcement: Announcement) -> None:
+        route = peer, announcement.tag
         arriving = _next(self._expected, route)
         if arriving is not None:
-            self._match(arriving, message)
+            self._match(arriving, announcement)
         else:
-            self._early.setdefault(route, deque()).append(message)
+            self._early.setdefault(route, deque()).append(announcement)
 
-    def _match(self, arriving: "_Arriving", message: Announcement) -> None:
-        arriving.message = message
-        if arriving.tensor is not None and arriving.fits(message):
+    def _match(self, arriving: "_Arriving", announcement: Announcement) -> None:
+        arriving.announcement = announcement
+        if arriving.tensor is not None and arriving.fits(announcement):
             self._to_copy.append(arriving)
 
-    def copy(self, peer: int, message: Announcement, tensor: Tensor) -> None:
-        """Copy a message to a tensor as bytes. Memory meters would count a PyTorch view of another rank's memory."""
-        ctypes.memmove(tensor.data_ptr(), self._mappings[peer].address + message.offset, message.nbytes)
-
-    def view(self, peer: int, message: Announcement, dtype: torch.dtype) -> Tensor:
-        """View a message in its sender's memory."""
-        return self._mappings[peer].tensor(message.offset, message.nbytes // dtype.itemsize, dtype)
+    def mapping(self, peer: int) -> Mapping:
+        """Return the memory of a rank."""
+        return self._mappings[peer]
 
     def take(self, arriving: "_Arriving") -> None:
         """Sign the receipt of a message.
@@ -223,34 +218,25 @@ class Neighbours:
         Raises:
             CommError: its sender has given up, so that the message may have changed.
         """
-        assert arriving.message is not None, "it has come"
+        assert arriving.announcement is not None, "it has arrived"
         peer = arriving.peer
         if self._controls[peer].has_quit:
-            self.fail(arriving.words, self._missing(peer))
+            self.fail(arriving, self._missing(peer))
         with self._lock:
-            self._words[peer][arriving.message.receipt // 4] = arriving.message.number & 0xFFFFFFFF
+            self._words[peer][arriving.announcement.receipt // 4] = arriving.announcement.number & 0xFFFFFFFF
             arriving.taken = True
             self._controls[peer].ring()
             if self._waiting > 1 and arriving.tensor is not None:
                 self._mine.ring()  # another thread may be waiting for this one
 
-    def was_taken(self, message: Announcement) -> bool:
+    def was_taken(self, announcement: Announcement) -> bool:
         """Return whether a message of this rank was taken, so that it may be overwritten."""
-        return self._receipts.is_signed(message.receipt, message.number)
+        return self._receipts.is_signed(announcement.receipt, announcement.number)
 
-    def drop(self, peer: int, message: Announcement) -> None:
+    def release(self, peer: int, announcement: Announcement) -> None:
         """Release a message that was taken."""
-        if self._kept.pop((peer, message.number), None) is not None:
-            self._receipts.close(message.receipt)
-
-    def _announce(self, peer: int) -> None:
-        """Announce queued messages while there are free places.
-
-        A peer that waits for anything reads all announcements, so no message has to be taken before another.
-        """
-        outbox, control = self._outbox[peer], self._controls[peer]
-        while outbox and control.has_place(outbox[0].number):
-            control.announce(outbox.popleft())
+        if self._untaken.pop((peer, announcement.number), None) is not None:
+            self._receipts.close(announcement.receipt)
 
     def is_gone(self, peer: int) -> bool:
         """Return whether the process of a rank has ended."""
@@ -268,7 +254,7 @@ class Neighbours:
         said = [f"rank {r} is gone: its process has ended." for r in gone]
         return " ".join([*said, *(f"rank {r} has given up: an operation of its own failed." for r in quitters)])
 
-    def fail(self, words: Callable[[], str], why: str) -> NoReturn:
+    def fail(self, message: "_InFlight", why: str) -> NoReturn:
         """Give up, and wake the other ranks.
 
         Raises:
@@ -280,7 +266,7 @@ class Neighbours:
                 self._mine.quit()
                 for peer in self._others:
                     self._controls[peer].ring()
-        raise CommError(f"{words()} failed: {why}")
+        raise CommError(f"{message} failed: {why}")
 
 
 class SharedMemoryTransport(Transport):
@@ -299,7 +285,7 @@ class SharedMemoryTransport(Transport):
         self.world_size = neighbours.world_size
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return uninitialised memory [nbytes] that is sent from without a copy."""
+        """Return uninitialized memory [nbytes] that is sent from without a copy."""
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:
@@ -313,56 +299,25 @@ class SharedMemoryTransport(Transport):
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Announce `tensor` to rank `peer`."""
         check_on_host("SharedMemoryTransport", tensor)
-        return self._neighbours.send(tensor, peer, tag, self._limit) if tensor.numel() else Completed()
+        return self._neighbours.send(tensor.detach(), peer, tag, self._limit) if tensor.numel() else Completed()
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Expect the next message with `tag` from rank `peer`, and copy it into `tensor`."""
         check_on_host("SharedMemoryTransport", tensor)
         if not tensor.numel():
             return Completed()
-        arriving = _Arriving(self._neighbours, peer, tag, tensor.numel(), tensor.dtype, self._limit, tensor.detach())
-        self._neighbours.expect(arriving)
-        return arriving
+        tensor = tensor.detach()
+        expected = _Arriving(self._neighbours, peer, tag, tensor.numel(), tensor.dtype, self._limit, tensor)
+        return self._neighbours.expect(expected)
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
         """Expect the next message with `tag` from rank `peer`, to be read in place."""
-        arriving = _Arriving(self._neighbours, peer, tag, numel, dtype, self._limit, None)
-        self._neighbours.expect(arriving)
-        return arriving
+        return self._neighbours.expect(_Arriving(self._neighbours, peer, tag, numel, dtype, self._limit))
 
 
 @dataclass(eq=False)
-class _Departing:
-    """A message from this rank."""
-
-    neighbours: Neighbours
-    peer: int
-    message: Announcement
-    tensor: Tensor
-    limit: float
-    over: bool = False
-
-    def wait(self) -> None:
-        """Wait until the peer has taken the message."""
-        if not self.over:
-            self.neighbours.wait(self._done, self.words, self.peer, self.limit)
-            self.over = True
-            self.neighbours.drop(self.peer, self.message)
-
-    def _done(self) -> bool:
-        return self.neighbours.was_taken(self.message)
-
-    def words(self) -> str:
-        return (
-            f"rank {self.neighbours.rank} sending to rank {self.peer} "
-            f"({self.tensor.numel()} elements of {self.tensor.dtype}, {self.tensor.nbytes} bytes, "
-            f"tag {self.message.tag})"
-        )
-
-
-@dataclass(eq=False)
-class _Arriving:
-    """A message to this rank: copied into `tensor`, or read in place."""
+class _InFlight:
+    """A message between this rank and `peer`."""
 
     neighbours: Neighbours
     peer: int
@@ -370,47 +325,78 @@ class _Arriving:
     numel: int
     dtype: torch.dtype
     limit: float
-    tensor: Tensor | None
-    message: Announcement | None = None
+    tensor: Tensor | None = None
+    """What is sent, or the destination of what is received. `None` if it is read in place."""
+
+    announcement: Announcement | None = None
+    direction = "receiving from"
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.neighbours.rank} {self.direction} rank {self.peer} "
+            f"({self.numel} elements of {self.dtype}, {self.numel * self.dtype.itemsize} bytes, tag {self.tag})"
+        )
+
+
+@dataclass(eq=False)
+class _Departing(_InFlight):
+    """A message from this rank."""
+
+    over: bool = False
+    direction = "sending to"
+
+    def wait(self) -> None:
+        """Wait until the peer has taken the message."""
+        if not self.over:
+            assert self.announcement is not None, "it was announced"
+            self.neighbours.wait(self, self.was_taken)
+            self.over = True
+            self.neighbours.release(self.peer, self.announcement)
+
+    def was_taken(self) -> bool:
+        """Return whether the peer has taken the message."""
+        assert self.announcement is not None, "it was announced"
+        return self.neighbours.was_taken(self.announcement)
+
+
+@dataclass(eq=False)
+class _Arriving(_InFlight):
+    """A message to this rank: copied into `tensor`, or read in place."""
+
     taken: bool = False
 
     def wait(self) -> None:
         """Wait until the message was copied to `tensor`."""
-        self.neighbours.wait(self._is_taken, self.words, self.peer, self.limit)
+        self.neighbours.wait(self, self._is_taken)
 
     def look(self) -> Tensor:
         """Wait for the message, and view it in the sender's memory until `give_back()`."""
-        self.neighbours.wait(self._has_come, self.words, self.peer, self.limit)
-        assert self.message is not None, "waited for"
-        return self.neighbours.view(self.peer, self.message, self.dtype)
+        self.neighbours.wait(self, self._has_arrived)
+        assert self.announcement is not None, "it has arrived"
+        return self.neighbours.mapping(self.peer).tensor(self.announcement.offset, self.numel, self.dtype)
 
     def give_back(self) -> None:
         """Allow the sender to overwrite the message."""
         self.neighbours.take(self)
 
     def copy(self) -> None:
-        """Copy the message to `tensor`."""
-        assert self.tensor is not None, "it is not to be lent"
-        assert self.message is not None, "it has come"
-        self.neighbours.copy(self.peer, self.message, self.tensor)
+        """Copy the message to `tensor` as bytes. Memory meters would count a tensor that views the peer's memory."""
+        assert self.tensor is not None, "it is not read in place"
+        assert self.announcement is not None, "it has arrived"
+        source = self.neighbours.mapping(self.peer).address + self.announcement.offset
+        ctypes.memmove(self.tensor.data_ptr(), source, self.announcement.nbytes)
 
-    def fits(self, message: Announcement) -> bool:
+    def fits(self, announcement: Announcement) -> bool:
         """Return whether a message has the expected size and dtype."""
-        return (message.nbytes, message.kind) == (self.numel * self.dtype.itemsize, _kind(self.dtype))
+        return (announcement.nbytes, announcement.kind) == (self.numel * self.dtype.itemsize, _kind(self.dtype))
 
     def _is_taken(self) -> bool:
-        return self._has_come() and self.taken
+        return self._has_arrived() and self.taken
 
-    def _has_come(self) -> bool:
-        if self.message is not None and not self.fits(self.message):
-            self.neighbours.fail(self.words, f"the peer sent {self.message.nbytes} bytes of another kind.")
-        return self.message is not None
-
-    def words(self) -> str:
-        return (
-            f"rank {self.neighbours.rank} receiving from rank {self.peer} "
-            f"({self.numel} elements of {self.dtype}, {self.numel * self.dtype.itemsize} bytes, tag {self.tag})"
-        )
+    def _has_arrived(self) -> bool:
+        if self.announcement is not None and not self.fits(self.announcement):
+            self.neighbours.fail(self, f"the peer sent {self.announcement.nbytes} bytes of another kind.")
+        return self.announcement is not None
 
 
 def _next(queues: dict[_Route, deque[_T]], route: _Route) -> _T | None:

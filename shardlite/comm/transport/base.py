@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardlite.comm.cost_model import LinkCost
 from shardlite.config import Algorithm
 from shardlite.errors import LayoutError
 from shardlite.telemetry import Held
@@ -94,10 +93,7 @@ class Transport:
     """Whether messages can be read in the sender's memory, by `borrow`."""
 
     algorithm: Algorithm = "ring"
-    """The schedule of collectives. `connect` sets it."""
-
-    link: LinkCost | None = None
-    """Costs of messages, or `None` if unknown. They determine the length of messages. Equal on all ranks."""
+    """The schedule of collectives: that of `algorithm="auto"`, unless `connect` sets the one that a route names."""
 
     node = 1
     """Number of ranks per node for the hierarchical schedule; otherwise 1."""

@@ -1,4 +1,4 @@
-"""Whole collectives of a process group, for transports that do not go message by message.
+"""Whole collectives instead of messages: one call per gather or reduction.
 
     gather     `all_gather_into_tensor`, in place; over gloo by messages
     reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank, a row each; one kernel then adds the
@@ -10,32 +10,185 @@ message costs the host more than a whole collective, and over gloo. A long reduc
 over NCCL one is transferred while the one before is added.
 
 Such calls have no tags: all ranks must make them in one order, so each queue of operations has a connection of its own
-(`communicators.py`, over gloo `reconnect.py`). That is a backend, so its methods are called, and not the functions of
+(`nccl.communicator`, `gloo.reconnect`). That is a backend, so its methods are called, and not the functions of
 `torch.distributed`, which take process groups.
 
-Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
+**Two levels** (`TwoLevelCollectives`): reductions inside each node first, then across the nodes in shards.
+
+    inside    all-to-all of the `L` ranks of a node: place `j` gets of each the segments of all ranks with that place in
+              their nodes, `N` of them; the `L` rows are added in the order `j+1, j+2, ..., j`
+    across    all-to-all of the `N` ranks with place `j`: node `m` gets the sums of its segment; the `N` rows are added
+              in the order `m+1, m+2, ..., m`, and divided
+
+        N=L=2              buckets           after inside            after across
+        node 0   rank 0    [a0 a1 a2 a3]     [b0+a0 . b2+a2 .]       [(d0+c0)+(b0+a0) . . .]
+                 rank 1    [b0 b1 b2 b3]     [. a1+b1 . a3+b3]       [. (c1+d1)+(a1+b1) . .]
+        node 1   rank 2    [c0 c1 c2 c3]     [d0+c0 . d2+c2 .]       [. . (b2+a2)+(d2+c2) .]
+                 rank 3    [d0 d1 d2 d3]     [. c1+d1 . c3+d3]       [. . . (a3+b3)+(c3+d3)]
+
+This is the order of the schedule `hierarchical`, so the bits are those of its messages. They depend on `L`.
+
+A rank sends `(L-1)/L` of the buffer inside its node, and `(N-1)/N` of `1/L` of it across: together `(W-1)/W`, as in one
+exchange among all ranks, which sends `(W-L)/W` across. What leaves the node is `L` times less.
+
+Legend: `W` ranks, in two levels `W = N L` in `N` nodes of `L`: rank `m L + j` has place `j` in node `m`. `n` elements
+in the full buffer, `S` elements of the longest segment.
 """
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from shardlite_kernels import State, Table, add_rows
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.chunking import Cut
-from shardlite.comm.transport.base import Completed, Message, Pending
-from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
-from shardlite.comm.transport.whole import WholeCollectives, as_bytes, slices_of
+from shardlite.comm.transport.base import Completed, Message, Pending, Transport
+from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
+from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
-ROOM = 64 << 20
+FusedStep = tuple[State, Table, Tensor]
+"""What a kernel steps by the mean that it computes: weights with moments [S], their table, and a flag [] for NaNs."""
+
+
+class WholeCollectives(Transport):
+    """A transport of whole collectives. Like NCCL it has no tags: all ranks call them in one order."""
+
+    slice_nbytes: int
+    """Maximum bytes of the rows of an exchange. A longer reduction goes in slices."""
+
+    @property
+    def first_row(self) -> int | None:
+        """The row from which to add those of `exchange_rows`; `None`: as a balanced tree."""
+        return None if self.algorithm == "halving" else (self.rank + 1) % self.world_size
+
+    def all_gather(self, full: Tensor, cut: Cut) -> None:
+        """Fill `full` [n] in place, given this rank's segment.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def broadcast(self, full: Tensor, source: int) -> None:
+        """Copy `full` [n] of rank `source` into that of every other rank.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def all_reduce(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place: exact in any order.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
+        """Return the ranges of elements of each segment that go at once. All but the last are multiples of `grain`."""
+        return slices_of(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
+
+    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
+        """Return how many elements `rows` needs."""
+        slices = self.slices(cut, itemsize, grain)
+        return self.world_size * max((stop - start for start, stop in slices), default=0)
+
+    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's segment of `full` [n] as every rank has it, slice by slice: its start, and rows [W, .].
+
+        Of two ranks it may be the other's row only, [1, .]. Operations may use the rows that the caller enqueues on the
+        current stream before it asks for the next slice. They are in `staging` [`rows_numel(...)`].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        for part in self.slices(cut, full.itemsize, cut.grain):
+            rows = self.exchange_rows(full, cut, part, staging)
+            if rows.numel():  # a segment may end before a slice of others begins
+                yield part[0], rows
+
+    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
+        """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
+
+        Of two ranks it may be the other's row only, [1, .]. A segment that is shorter than `part` counts as far as it
+        goes. The rows are in `staging` [`rows_numel(...)`].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def sums(self, cut: Cut) -> bool:
+        """Return whether `reduce_scatter` adds up such a buffer, in an order of its own."""
+        return False
+
+    def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
+        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `staging`.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def nbytes_across(self, cut: Cut, itemsize: int) -> int:
+        """Return the bytes of a reduction that this rank sends to other nodes; 0 if the transport knows no nodes."""
+        return 0
+
+    def rings(self, full: Tensor, cut: Cut) -> bool:
+        """Return whether `ring_reduce` and `ring_step` take such a buffer. Equal on all ranks."""
+        return False
+
+    def ring_reduce(self, out: Tensor, full: Tensor, divisor: int) -> None:
+        """Write the mean of this rank's segment of `full` [n], added in the order of the ring, to `out` [n/W].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def ring_step(self, step: FusedStep, full: Tensor, divisor: int) -> None:
+        """Step by what `ring_reduce` would write in fp32. Other ranks may call that instead, with an `out` in fp32.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+
+SHORTEST = 32
+"""Elements of the shortest slice. Longer ones are multiples, so that rows begin at multiples of 32 bytes or more."""
+
+
+@lru_cache(maxsize=1024)
+def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -> Sequence[tuple[int, int]]:
+    """Return ranges of elements of segments of up to `longest`, of each of which `rows` rows fit in `staging` bytes.
+
+    They are as few as that takes, and all but the last have one length.
+    """
+    unit = max(grain, SHORTEST)
+    most = max(nbytes // (rows * itemsize * unit), 1) * unit
+    count = -(-longest // most)
+    length = -(-longest // (max(count, 1) * unit)) * unit
+    return tuple((start, min(start + length, longest)) for start in range(0, longest, length or 1))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return what is moved: not every backend knows every dtype."""
+    return tensor.view(torch.uint8)
+
+
+SLICE_NBYTES = 64 << 20
 """Maximum bytes of the rows of a slice."""
 
 _SLOTS = 3
@@ -43,17 +196,19 @@ _SLOTS = 3
 
 
 @lru_cache(maxsize=1024)
-def slices_in(longest: int, world_size: int, itemsize: int, grain: int, room: int = ROOM) -> Sequence[tuple[int, int]]:
+def slices_in(
+    longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES
+) -> Sequence[tuple[int, int]]:
     """Return the ranges of elements of each segment that go at once: all if the slots together take its rows."""
     count = _row_count(world_size)
-    whole = count * longest * itemsize <= _SLOTS * room
-    return slices_of(longest, count, itemsize, grain, _SLOTS * room if whole else room)
+    whole = count * longest * itemsize <= _SLOTS * nbytes
+    return slices_of(longest, count, itemsize, grain, _SLOTS * nbytes if whole else nbytes)
 
 
 @lru_cache(maxsize=1024)
-def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, room: int = ROOM) -> int:
+def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES) -> int:
     """Return the elements of the staging buffer: the rows of a reduction, or a slot for each of three slices."""
-    slices = slices_in(longest, world_size, itemsize, grain, room)
+    slices = slices_in(longest, world_size, itemsize, grain, nbytes)
     numel = _row_count(world_size) * max((stop - start for start, stop in slices), default=0)
     return numel if len(slices) <= 1 else _SLOTS * numel
 
@@ -71,7 +226,7 @@ def _synchronous(options: Any) -> Any:
 
 _GATHER = _synchronous(c10d.AllgatherOptions())
 _EXCHANGE = _synchronous(c10d.AllToAllOptions())
-_EXCHANGE_BESIDE = c10d.AllToAllOptions()  # on NCCL's own stream, behind the current stream's work so far
+_EXCHANGE_ASYNC = c10d.AllToAllOptions()  # on NCCL's own stream, behind the current stream's work so far
 _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
 _LARGEST = _synchronous(c10d.AllreduceOptions())
@@ -86,7 +241,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.room = ROOM
+        self.slice_nbytes = SLICE_NBYTES
         self._splits = [] if self.world_size != 2 else [0, 1] if self.rank == 0 else [1, 0]
         self.holder = self._books = Ledger()
 
@@ -119,15 +274,15 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
         """Return the ranges of elements of each segment that go at once."""
-        return slices_in(cut.longest, self.world_size, itemsize, grain, self.room)
+        return slices_in(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `rows` needs."""
         if self.sums(cut):
             return cut.longest
-        return rows_numel(cut.longest, self.world_size, itemsize, grain, self.room)
+        return rows_numel(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
-    def rows(self, full: Tensor, cut: Cut, room: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's segment of `full` [n] as every rank has it, slice by slice: its start, and rows [W, .].
 
         Of two ranks it is the other's row only, [1, .]. Over NCCL, if segments have equal lengths, a slice is
@@ -138,11 +293,11 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """
         slices = self.slices(cut, full.itemsize, cut.grain)
         if len(slices) <= 1 or not cut.even:
-            return super().rows(full, cut, room)
-        return _landed(self._exchanges(full, slices, room))
+            return super().rows(full, cut, staging)
+        return _landed(self._exchanges(full, slices, staging))
 
     def _exchanges(
-        self, full: Tensor, slices: Sequence[tuple[int, int]], room: Tensor
+        self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor
     ) -> Iterator[tuple[int, Tensor, Pending]]:
         """Start to exchange slices of equal segments; yield the start of each, its rows, and what to wait for.
 
@@ -158,8 +313,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         Of two ranks, each sends from the bucket, and nothing is copied.
         """
         ranks, numel = self.world_size, _row_count(self.world_size) * slices[0][1]
-        word = _word(full, room, full.numel() // ranks)
-        slots = room[: _SLOTS * numel].view(word).view(_SLOTS, _row_count(ranks), -1).unbind()
+        word = _word(full, staging, full.numel() // ranks)
+        slots = staging[: _SLOTS * numel].view(word).view(_SLOTS, _row_count(ranks), -1).unbind()
         pieces = torch.split(full.view(word).view(ranks, -1), slots[0].shape[1], 1)
         for k, ((start, stop), piece) in enumerate(zip(slices, pieces, strict=True)):
             rows, sent = slots[(1 - k) % _SLOTS], slots[-k % _SLOTS]
@@ -169,23 +324,23 @@ class GroupCollectives(WholeCollectives, GroupTransport):
                 sent = piece[1 - self.rank :][:1]
             else:
                 sent.copy_(piece)
-            yield start, rows.view(full.dtype), self._begin("all-to-all", self._exchange_beside, rows, sent)
+            yield start, rows.view(full.dtype), self._begin("all-to-all", self._exchange_async, rows, sent)
 
-    def _exchange_beside(self, rows: Tensor, sent: Tensor) -> Any:
+    def _exchange_async(self, rows: Tensor, sent: Tensor) -> Any:
         """Start to receive `rows` [W, .] and to send `sent` [W, .], of two ranks [1, .]."""
-        return self._group.alltoall_base(rows, sent, self._splits, self._splits, _EXCHANGE_BESIDE)
+        return self._group.alltoall_base(rows, sent, self._splits, self._splits, _EXCHANGE_ASYNC)
 
-    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
+    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
 
         Of two ranks, each needs the other's row only: [1, .]. So nothing is copied within a rank. A segment that is
-        shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
+        shorter than `part` counts as far as it goes. The rows are in `staging` [`rows_numel(...)`].
 
         Raises:
             CommError: a peer failed or is late.
         """
         if self.world_size == 2:
-            return self._swap(full, cut, part, room)
+            return self._swap(full, cut, part, staging)
         sent, own = full, cut.longest
         splits: tuple[list[int], ...] = ()  # equal ones
         if not cut.even or part != (0, cut.longest):
@@ -194,17 +349,17 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             own = sizes[self.rank]
             splits = [own * full.itemsize] * self.world_size, [size * full.itemsize for size in sizes]
             if sum(sizes) < full.numel():
-                there = room[self.world_size * own :][: sum(sizes)]
+                there = staging[self.world_size * own :][: sum(sizes)]
                 sent = torch.cat([full[start:stop] for start, stop in ranges], out=there)
-        rows = room[: self.world_size * own]
+        rows = staging[: self.world_size * own]
         self._all_to_all(rows, sent, *splits)
         return rows.view(self.world_size, own)
 
-    def _swap(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
+    def _swap(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return the other rank's row of this rank's segment, [1, .], and send it this rank's row of its segment."""
         ranges = cut.ranges(part)
         own, others = slice(*ranges[self.rank]), slice(*ranges[1 - self.rank])
-        row, sent = room[: own.stop - own.start], full[others]
+        row, sent = staging[: own.stop - own.start], full[others]
         splits = [[0, each.nbytes] if self.rank == 0 else [each.nbytes, 0] for each in (row, sent)]
         self._all_to_all(row, sent, *splits)
         return row.view(1, -1)
@@ -221,13 +376,13 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Return whether the process group adds up such a buffer: it takes segments of one length."""
         return self.fast and cut.even
 
-    def reduce_scatter(self, full: Tensor, room: Tensor) -> Tensor:
-        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `room`.
+    def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
+        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `staging`.
 
         Raises:
             CommError: a peer failed or is late.
         """
-        own = room[: full.numel() // self.world_size]
+        own = staging[: full.numel() // self.world_size]
 
         def call(own: Tensor, full: Tensor) -> Any:
             return self._group._reduce_scatter_base(own, full, _SUM_SCATTERED)
@@ -289,9 +444,9 @@ def _landed(exchanges: Iterator[tuple[int, Tensor, Pending]]) -> Iterator[tuple[
     yield start, rows
 
 
-def _word(full: Tensor, room: Tensor, segment: int) -> torch.dtype:
+def _word(full: Tensor, staging: Tensor, segment: int) -> torch.dtype:
     """Return the dtype as which slices of segments are moved: PyTorch copies strided rows element by element."""
-    places = segment, full.storage_offset(), room.storage_offset()
+    places = segment, full.storage_offset(), staging.storage_offset()
     return torch.uint8 if any(place * full.itemsize % 8 for place in places) else torch.int64
 
 
@@ -354,3 +509,115 @@ class NcclCollectives(GroupCollectives, NcclTransport):
     def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
         self._take_turn()
         return super()._begin(what, call, *tensors)
+
+
+class TwoLevelCollectives(WholeCollectives):
+    """Reductions over `inside`, the ranks of this node, then over `across`, those with this place. The rest is `flat`.
+
+    NCCL's gathers know nodes by themselves, and integers have the same sum in any order.
+    """
+
+    algorithm = "hierarchical"
+
+    def __init__(self, flat: GroupCollectives, inside: GroupCollectives, across: GroupCollectives) -> None:
+        self.flat, self.inside, self.across = flat, inside, across
+        self.rank, self.world_size, self.node = flat.rank, flat.world_size, inside.world_size
+        self.batched, self.blocking = flat.batched, flat.blocking
+        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes
+
+    def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] for staging: most of what is sent from it goes to this node."""
+        return self.inside.empty_persistent(nbytes, device)
+
+    @property
+    def first_row(self) -> int | None:
+        """The row from which to add: of the next node."""
+        return self.across.first_row
+
+    def all_gather(self, full: Tensor, cut: Cut) -> None:
+        """Fill `full` [n] in place, given this rank's segment.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        self.flat.all_gather(full, cut)
+
+    def broadcast(self, full: Tensor, source: int) -> None:
+        """Copy `full` [n] of rank `source` into that of every other rank.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        self.flat.broadcast(full, source)
+
+    def all_reduce(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place: exact in any order.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        self.flat.all_reduce(numbers)
+
+    def nbytes_across(self, cut: Cut, itemsize: int) -> int:
+        """Return the bytes of a reduction that this rank sends to other nodes."""
+        mine = sum(stop - start for start, stop in cut.bounds[self.inside.rank :: self.node])
+        start, stop = cut.bounds[self.rank]
+        return (mine - (stop - start)) * itemsize
+
+    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
+        """Return how many elements `exchange_rows` needs: as many for rows as for what it sends."""
+        return 2 * super().rows_numel(cut, itemsize, grain)
+
+    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
+        """Return the elements `part` of this rank's segment as every node has added them: rows [N, .], in `staging`.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        sizes = _sizes_by_place(cut, part, self.node)
+        rows, sent = staging.chunk(2)
+        sent = sent[: sum(map(sum, sizes))]
+        _pack(sent, full, cut, part, self.node)
+        with self._level("inside its node"):
+            given = _exchange(self.inside, rows, sent, [*map(sum, sizes)])
+        mine = sizes[self.inside.rank]
+        sums = sent[: sum(mine)]  # what it held has been sent
+        if sums.numel():
+            add_rows(sums, given, self.inside.first_row)
+        with self._level("across nodes"):
+            return _exchange(self.across, rows, sums, mine)
+
+    @contextmanager
+    def _level(self, where: str) -> Iterator[None]:
+        """Add this rank's number to an error, which has that inside the level."""
+        try:
+            yield
+        except CommError as error:
+            raise CommError(f"rank {self.rank}, in a reduction {where}: {error}") from error
+
+
+def _sizes_by_place(cut: Cut, part: tuple[int, int], node: int) -> list[list[int]]:
+    """Return how many elements each segment has in `part`: by place in the node, then by node."""
+    if cut.even:
+        return [[min(part[1], cut.longest) - min(part[0], cut.longest)] * (len(cut.bounds) // node)] * node
+    sizes = [stop - start for start, stop in cut.ranges(part)]
+    return [sizes[place::node] for place in range(node)]
+
+
+def _pack(out: Tensor, full: Tensor, cut: Cut, part: tuple[int, int], node: int) -> None:
+    """Copy `part` of each segment of `full` [n] to `out` [.]: by place in the node, then by node."""
+    if cut.even:
+        parts = full.view(-1, node, cut.longest)[..., slice(*part)].transpose(0, 1)
+        out.view(parts.shape).copy_(parts)
+        return
+    ranges = cut.ranges(part)
+    torch.cat([full[start:stop] for place in range(node) for start, stop in ranges[place::node]], out=out)
+
+
+def _exchange(transport: GroupCollectives, staging: Tensor, sent: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Send `sizes` elements of `sent` to each rank, and return what each has sent: rows [ranks, .] in `staging`."""
+    ranks, own = transport.world_size, sizes[transport.rank]
+    rows = staging[: ranks * own]
+    splits = [own * sent.itemsize] * ranks, [size * sent.itemsize for size in sizes]
+    transport._all_to_all(rows, sent, *(splits if len(set(sizes)) > 1 else ()))
+    return rows.view(ranks, own)

@@ -8,17 +8,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardlite.comm.cost_model import LINKS, best_algorithm
 from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.communicators import communicator
-from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
-from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
-from shardlite.comm.transport.reconnect import reconnect
+from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, joined, reconnect
+from shardlite.comm.transport.group_collectives import (
+    GlooCollectives,
+    GroupCollectives,
+    NcclCollectives,
+    TwoLevelCollectives,
+    WholeCollectives,
+)
+from shardlite.comm.transport.nccl import NcclTransport, communicator
 from shardlite.comm.transport.symmetric import symmetric_memory
-from shardlite.comm.transport.two_level import TwoLevelCollectives
-from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
 from shardlite.errors import LayoutError
 
@@ -27,7 +29,7 @@ log = logging.getLogger("shardlite")
 _reported: set[str] = set()
 """Messages already logged by this process. Ranks that are threads may log one twice if they race."""
 
-_LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GlooTransport: "p2p"}
+_ON_REQUEST = "it was requested"
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,15 @@ class Choice:
     @property
     def words(self) -> str:
         """The choice in one line."""
-        name, ranks = type(self.transport).__name__, self.transport.world_size
-        how = f"algorithm {self.transport.algorithm}"
-        if isinstance(self.transport, TwoLevelCollectives):
-            how = f"sums inside each node of {self.transport.node} first, both in the order of rings"
-        elif isinstance(self.transport, WholeCollectives):
-            order = "a tree" if self.transport.algorithm == "halving" else "the ring"
-            fast = isinstance(self.transport, GroupCollectives) and self.transport.fast
-            how = "fast sums" if fast else f"sums in the order of {order}"
-        return f"{name} between {ranks} ranks, {how}: {self.reason}"
+        transport = self.transport
+        how = f"algorithm {transport.algorithm}"
+        if isinstance(transport, TwoLevelCollectives):
+            how = f"sums inside each node of {transport.node} first, both in the order of rings"
+        elif isinstance(transport, GroupCollectives) and transport.fast:
+            how = "fast sums"
+        elif isinstance(transport, WholeCollectives):
+            how = f"sums in the order of {'a tree' if transport.algorithm == 'halving' else 'the ring'}"
+        return f"{type(transport).__name__} between {transport.world_size} ranks, {how}: {self.reason}"
 
 
 def connect(
@@ -60,15 +62,22 @@ def connect(
     apart: bool = False,
     reduces: bool = False,
 ) -> Transport:
-    """Return the transport for tensors on `device` over `group` (`None`: the default group). Collective.
+    """Connect the ranks of a process group by the transport that a route selects. Collective.
 
-    `timeout` limits each wait that blocks, and waits in symmetric memory. NCCL's waits do not block: there the timeout
-    of the group applies.
+    Args:
+        group: the process group; `None` is the default group.
+        device: where the tensors are.
+        timeout: maximum time of each wait that blocks, and of waits in symmetric memory. NCCL's waits do not block:
+            there the timeout of the group applies.
+        route: the requested transport, algorithm and options. Symmetric memory is selected only if the route names it;
+            every connection takes 64 MiB of it.
+        apart: whether operations may overlap with those of another transport in any order. Tags allow that; NCCL has
+            none, so the transport gets another communicator of the same ranks.
+        reduces: whether the transport is for reductions. Over collectives only those know nodes, and have two more
+            communicators then.
 
-    With `apart`, operations of the transport may run beside those of another one in any order. Tags allow that; NCCL
-    has none, so the transport gets another communicator of the same ranks. With `reduces` it is for reductions: over
-    collectives only those know nodes, and have two more communicators then. Symmetric memory is selected only if the
-    route names it; every connection takes 64 MiB of it.
+    Returns:
+        The transport. What was selected is logged once, with the reason.
 
     Raises:
         LayoutError: this process is not a member of `group`, the group has no backend for such tensors, or the route is
@@ -76,9 +85,7 @@ def connect(
         CommError: ranks did not arrive, or cannot be connected.
     """
     choice = choose(group, device, timeout, route=route, apart=apart, reduces=reduces)
-    if choice.words not in _reported:
-        _reported.add(choice.words)
-        log.info("%s tensors go over %s", device.type, choice.words)
+    _report(logging.INFO, f"{device.type} tensors go over {choice.words}")
     return choice.transport
 
 
@@ -110,8 +117,8 @@ def choose(
     reduces: bool = False,
 ) -> Choice:
     """Select transport and algorithm; return both with the reason. Arguments and errors are those of `connect`."""
-    everyone = joined(group)
-    backends = _backends(everyone)
+    group = joined(group)
+    backends = _backends(group)
     match device.type, backends.get(device.type):
         case "cpu", str():
             choice = _for_host(group, timeout, route)
@@ -119,106 +126,91 @@ def choose(
             choice = _for_gpu(group, device, timeout, route, apart=apart)
         case _:
             raise LayoutError(
-                f"no transport for tensors on {device} over a process group with the backends {backends}: start it "
-                "with 'gloo' or 'cpu:gloo,cuda:nccl', as in "
+                f"no transport for tensors on {device} over a process group with the backends {backends}: initialize "
+                "it with 'gloo' or 'cpu:gloo,cuda:nccl', as in "
                 "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), and use CPU or CUDA tensors"
             )
-    choice = _by(choice, route, everyone, timeout)
-    return _across_nodes(choice, device, route, everyone, timeout) if reduces else choice
+    _check(choice, route)
+    _set_algorithm(choice.transport, route, group, timeout)
+    flat = choice.transport
+    if not reduces or not isinstance(flat, GroupCollectives) or flat.fast or flat.algorithm == "halving":
+        return choice
+    if route.algorithm == "hierarchical":
+        return replace(choice, transport=_in_two_levels(flat, device, route, group, timeout))
+    _recommend_levels(flat, group, timeout)
+    return choice
 
 
-def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, route: Route) -> Choice:
+def _for_host(group: dist.ProcessGroup, timeout: timedelta, route: Route) -> Choice:
     """Select the transport for CPU tensors."""
-    everyone, wanted = joined(group), route.transport
+    wanted, world_size = route.transport, group.size()
     if wanted == "symmetric_memory":
         raise LayoutError("transport='symmetric_memory' is for CUDA tensors, these are on the CPU: use 'p2p' or 'auto'")
-    if wanted == "p2p":
-        return Choice(GlooTransport(group, timeout), "it was asked for")
-    if wanted == "collectives" and dist.get_world_size(group) > 1:
-        return Choice(GlooCollectives(reconnect(joined(group), timeout), timeout), "it was asked for")
-    if dist.get_world_size(group) == 1:
-        return Choice(GlooTransport(group, timeout), "one rank sends nothing")
-    found = rendezvous(everyone, timeout)
+    if wanted == "collectives" and world_size > 1:
+        return Choice(GlooCollectives(reconnect(group, timeout), timeout), _ON_REQUEST)
+    if wanted == "p2p" or world_size == 1:
+        return Choice(GlooTransport(group, timeout), _ON_REQUEST if wanted == "p2p" else "one rank sends nothing")
+    found = rendezvous(group, timeout)
     if found.neighbours is not None:
         return Choice(SharedMemoryTransport(found.neighbours, timeout), "all ranks are processes of this host")
     if wanted == "shared_memory":
-        raise LayoutError(f"transport='shared_memory' cannot be had: {found.why_not}. Use 'p2p', or 'auto'")
+        raise LayoutError(f"transport='shared_memory' is not available: {found.why_not}. Use 'p2p' or 'auto'")
     return Choice(GlooTransport(group, timeout), f"no shared memory, for {found.why_not}")
 
 
 def _for_gpu(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
 ) -> Choice:
     """Select the transport for CUDA tensors. `apart` always holds over symmetric memory: each transport has its own."""
-    everyone, wanted = joined(group), route.transport
+    wanted = route.transport
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
-    if wanted == "symmetric_memory" and dist.get_world_size(group) > 1:  # one rank sends nothing
-        return Choice(symmetric_memory(everyone, device, timeout), "it was asked for, and is experimental")
-    if _backends(everyone)["cuda"] == "nccl":
-        own = communicator(everyone, device, timeout, route) if apart else everyone
+    if wanted == "symmetric_memory" and group.size() > 1:  # one rank sends nothing
+        return Choice(symmetric_memory(group, device, timeout), f"{_ON_REQUEST}, and is experimental")
+    if _backends(group)["cuda"] == "nccl":
+        own = communicator(group, device, timeout, route) if apart else group
         if wanted == "collectives":
-            return Choice(NcclCollectives(own), "it was asked for")
+            return Choice(NcclCollectives(own), _ON_REQUEST)
         if wanted == "auto" and route.algorithm in ("auto", "hierarchical"):
             return Choice(NcclCollectives(own), "the group's backend for CUDA tensors is NCCL")
-        return Choice(NcclTransport(own), "it was asked for, or the algorithm was")
+        return Choice(NcclTransport(own), "it was requested, or the algorithm was")
     if wanted == "collectives":
-        raise LayoutError("transport='collectives' takes NCCL for CUDA tensors, which this process group does not have")
-    staged = StagedTransport(group, timeout)
-    return Choice(staged, "the group has gloo alone, which sends from host memory")
+        raise LayoutError("transport='collectives' requires NCCL for CUDA tensors, which this process group lacks")
+    return Choice(StagedTransport(group, timeout), "the group has gloo alone, which sends from host memory")
 
 
-_UNIT = 1 << 20
-"""Bytes of the buffer for which the algorithm is selected. With the known links the result is the same at any size."""
+def _check(choice: Choice, route: Route) -> None:
+    """Check that the transport supports the options of the route.
 
-
-def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> Choice:
-    """Set a transport's link, and its algorithm: the requested one, or the fastest that keeps the bits.
-
-    A transport whose links were not measured has no link, and the algorithm of its class.
+    Raises:
+        LayoutError: it does not.
     """
-    transport = choice.transport
-    if isinstance(transport, GroupCollectives):
-        transport.fast = route.reduce == "fast"
-    elif route.reduce == "fast" and transport.world_size > 1:
+    transport, name = choice.transport, type(choice.transport).__name__
+    if route.reduce == "fast" and transport.world_size > 1 and not isinstance(transport, GroupCollectives):
         raise LayoutError(
-            f"reduce='fast' is for collectives of the process group, and these tensors go over "
-            f"{type(transport).__name__}, for {choice.reason}: give transport='collectives' too"
+            f"reduce='fast' requires collectives of the process group, but these tensors go over {name}, for "
+            f"{choice.reason}: also pass transport='collectives'"
         )
-    asked = route.of_nccl()
-    if asked and not isinstance(transport, NcclTransport):
+    options = route.of_nccl()
+    if options and not isinstance(transport, NcclTransport):
         raise LayoutError(
-            f"Route({asked}) is for communicators of NCCL, and these tensors go over {type(transport).__name__}, for "
-            f"{choice.reason}: leave it out"
+            f"Route({options}) configures communicators of NCCL, but these tensors go over {name}, for "
+            f"{choice.reason}: remove it"
         )
     if route.algorithm == "halving" and transport.world_size.bit_count() != 1:
         raise LayoutError(f"algorithm='halving' takes a power of two of ranks, got {transport.world_size}")
-    transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
+
+
+def _set_algorithm(transport: Transport, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the algorithm that the route names; without one, the transport keeps that of its class."""
+    if isinstance(transport, GroupCollectives):
+        transport.fast = route.reduce == "fast"
     if route.order == "tree":
         transport.algorithm = "halving"
-    elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # those: `_across_nodes`
+    elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # those may have two levels
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
             transport.node = nodes_of(group, timeout)
-    elif link is not None and transport.world_size > 1:
-        transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
-    return choice
-
-
-def _across_nodes(
-    choice: Choice, device: torch.device, route: Route, group: dist.ProcessGroup, timeout: timedelta
-) -> Choice:
-    """Make reductions over collectives two-level ones if the route says so; where they could be, log that once."""
-    flat = choice.transport
-    if not isinstance(flat, GroupCollectives) or flat.fast or flat.algorithm == "halving":
-        return choice
-    if route.algorithm == "hierarchical":
-        return replace(choice, transport=_in_two_levels(flat, device, route, group, timeout))
-    hint = _hint(flat, group, timeout)
-    if hint and flat.rank == 0 and hint not in _reported:
-        _reported.add(hint)
-        log.warning("%s", hint)
-    return choice
 
 
 def _in_two_levels(
@@ -239,20 +231,27 @@ def _in_two_levels(
     return TwoLevelCollectives(flat, among(ranks[first : first + node]), among(ranks[place::node]))
 
 
-def _hint(flat: GroupCollectives, group: dist.ProcessGroup, timeout: timedelta) -> str:
-    """Return what to take instead of one exchange among all ranks, or nothing where two levels would save nothing."""
+def _recommend_levels(flat: GroupCollectives, group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Warn once on rank 0 if two levels would save traffic between nodes. Collective."""
     ranks = flat.world_size
     try:
         node = nodes_of(group, timeout)
     except LayoutError:
-        return ""
-    if node in (1, ranks):
-        return ""
-    return (
-        f"gradients are reduced by one exchange among {ranks} ranks on {ranks // node} nodes, in which each sends "
-        f"{ranks - node}/{ranks} of them to other nodes. With Route(algorithm='hierarchical') that is "
-        f"{ranks // node - 1}/{ranks}, with other last bits (docs/rings.md, 'Several nodes')"
-    )
+        return
+    if node not in (1, ranks) and flat.rank == 0:
+        _report(
+            logging.WARNING,
+            f"gradients are reduced by one exchange among {ranks} ranks on {ranks // node} nodes, in which each sends "
+            f"{ranks - node}/{ranks} of them to other nodes. With Route(algorithm='hierarchical') that is "
+            f"{ranks // node - 1}/{ranks}, with other last bits (docs/rings.md, 'Several nodes')",
+        )
+
+
+def _report(level: int, message: str) -> None:
+    """Log a message, unless this process has logged it before."""
+    if message not in _reported:
+        _reported.add(message)
+        log.log(level, "%s", message)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -55,8 +55,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from shardlite.comm.chunking import Cut
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
-from shardlite.comm.transport.process_group import Posted
-from shardlite.comm.transport.whole import FusedStep, WholeCollectives, as_bytes
+from shardlite.comm.transport.gloo import Posted
+from shardlite.comm.transport.group_collectives import FusedStep, WholeCollectives, as_bytes
 from shardlite.config import devices_may_overlap
 from shardlite.errors import LayoutError
 from shardlite.telemetry import Ledger
@@ -103,8 +103,8 @@ class SymmetricMemoryTransport(WholeCollectives):
         self._others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         flags, slots = flag_numel(programs) * 8, slots_nbytes(programs)
         self._windows = flags + slots  # where the first one begins
-        self.room = (memory.buffer_size - self._windows) // _WINDOWS // _ALIGNMENT * _ALIGNMENT
-        self._check_room()
+        self.slice_nbytes = (memory.buffer_size - self._windows) // _WINDOWS // _ALIGNMENT * _ALIGNMENT
+        self._check_size()
         self._shown = self._epoch = 0
         limit = min(_MOST_LOOKS, int(timeout.total_seconds() * _LOOKS) + 1)
         self._peers = _peers_of(self._areas, self.rank, flags, programs=programs, limit=limit)
@@ -115,10 +115,10 @@ class SymmetricMemoryTransport(WholeCollectives):
         self._areas[self.rank][:flags].zero_()
         self._barrier()  # or another rank might set a flag before it is zeroed
 
-    def _check_room(self) -> None:
+    def _check_size(self) -> None:
         """Check that the largest grain of a reduction fits in a window, with a row for each rank."""
         needed = self.world_size * stats_block(self._areas[self.rank]) * _WIDEST
-        if self.room < needed:
+        if self.slice_nbytes < needed:
             raise LayoutError(
                 f"symmetric memory of {self._memory.buffer_size} bytes per rank is too small for {self.world_size} "
                 f"ranks: at least {self._windows + _WINDOWS * needed} bytes are needed"
@@ -161,7 +161,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         self.all_gather(rows, Cut(bounds, chunk=1))
         torch.sum(rows.view(self.world_size, numbers.numel()), 0, dtype=numbers.dtype, out=numbers)
 
-    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
+    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
 
         Raises:
@@ -170,7 +170,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         shown = [full[min(low + part[0], high) : min(low + part[1], high)] for low, high in cut.bounds]
         before = sum(each.nbytes for each in shown[: self.rank])
         own = shown[self.rank]
-        rows = room[: self.world_size * own.numel()].view(self.world_size, own.numel())
+        rows = staging[: self.world_size * own.numel()].view(self.world_size, own.numel())
         whole = sum(each.nbytes for each in shown) == full.nbytes
         with self._turn("exchange of rows", full):
             windows = self._show([as_bytes(each) for each in ([full] if whole else shown)])
@@ -224,16 +224,16 @@ class SymmetricMemoryTransport(WholeCollectives):
 
     def _parts(self, nbytes: int) -> Iterator[slice]:
         """Yield ranges of bytes that fit in a window."""
-        return (slice(start, start + self.room) for start in range(0, nbytes, self.room))
+        return (slice(start, start + self.slice_nbytes) for start in range(0, nbytes, self.slice_nbytes))
 
     def _show(self, contents: Sequence[Tensor]) -> list[Tensor]:
         """Show bytes, one tensor after the other, to all ranks. Return the window of each rank, in which it shows its.
 
         They may be read until the next call.
         """
-        start = self._windows + self._shown % _WINDOWS * self.room
+        start = self._windows + self._shown % _WINDOWS * self.slice_nbytes
         self._shown += 1
-        windows = [area[start : start + self.room] for area in self._areas]
+        windows = [area[start : start + self.slice_nbytes] for area in self._areas]
         place = 0
         for content in contents:
             _fill(windows[self.rank][place : place + content.numel()], content)
@@ -339,7 +339,7 @@ def symmetric_memory(
             assert memory is not None, "or there was a reason"
             warnings.warn("transport='symmetric_memory' is experimental: it has not run between GPUs", stacklevel=1)
             return SymmetricMemoryTransport(memory, timeout, area)
-    raise LayoutError(f"transport='symmetric_memory' cannot be had: {reason}. Use 'p2p', or 'auto'")
+    raise LayoutError(f"transport='symmetric_memory' is not available: {reason}. Use 'p2p' or 'auto'")
 
 
 def _not_here(device: torch.device) -> str:

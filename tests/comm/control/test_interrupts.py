@@ -27,8 +27,7 @@ import shardlite.comm.streams
 from shardlite import AdamW, Route, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import FailureReports
-from shardlite.comm.control.worker import Worker
-from shardlite.comm.streams import _HostWork, _work_off
+from shardlite.comm.streams import HostWork, ThreadQueue, _work_off
 from shardlite.errors import CommError
 from tests.comm.control.boards import SharedBoard
 from tests.support.models.small import Residual
@@ -159,7 +158,7 @@ def test_it_waits_for_a_call_of_the_library(deferring):
 
     def program() -> None:
         jobs: SimpleQueue = SimpleQueue()
-        jobs.put((_HostWork(), (partial(os.kill, os.getpid(), signal.SIGINT), partial(done.append, 1))))
+        jobs.put((HostWork(), (partial(os.kill, os.getpid(), signal.SIGINT), partial(done.append, 1))))
         jobs.put(None)
         _work_off(jobs)
         until(lambda: False)
@@ -167,7 +166,7 @@ def test_it_waits_for_a_call_of_the_library(deferring):
     with pytest.raises(KeyboardInterrupt):
         program()
     assert done == [1]
-    assert not interrupts.interrupt_pending()
+    assert not interrupts._deferring.is_pending
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -189,7 +188,7 @@ def test_it_waits_for_the_step_of_any_optimizer_and_its_hooks(deferring, compile
     finally:
         last.remove()
     assert told == [1]
-    assert not interrupts.interrupt_pending()
+    assert not interrupts._deferring.is_pending
 
 
 def apart_body(group, stage):
@@ -225,7 +224,7 @@ def test_ranks_that_are_a_step_apart_do_not_go_on(doomed, tmp_path, stage):
 def test_in_the_lines_of_a_program_it_comes_at_once(deferring):
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-    assert not interrupts.interrupt_pending()
+    assert not interrupts._deferring.is_pending
 
 
 def frame(*files: str) -> FrameType | None:
@@ -270,13 +269,13 @@ class Leaver:
 
 def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(deferring, monkeypatch):
     leaver = Leaver()
-    monkeypatch.setattr(interrupts, "reporters", lambda: [leaver])
+    monkeypatch.setattr(interrupts, "_reports", [leaver])
 
-    main, work, worker = threading.main_thread().ident, _HostWork(), Worker("presses Ctrl-C")
+    main, work, worker = threading.main_thread().ident, HostWork(), ThreadQueue("presses Ctrl-C")
 
     def press_twice() -> None:
         with work:  # which ends only if this fails
-            until(lambda: sys._current_frames()[main].f_code.co_name == "_ends_within")
+            until(lambda: sys._current_frames()[main].f_code.co_name == "ends_within")
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: interrupts._deferring.is_pending)
             os.kill(os.getpid(), signal.SIGINT)
@@ -288,14 +287,14 @@ def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(defe
 
     with pytest.raises(KeyboardInterrupt):
         program()
-    assert not interrupts.interrupt_pending()
+    assert not interrupts._deferring.is_pending
     assert leaver.failed == "a second Ctrl-C ended a call of the library"
     until(lambda: leaver.notes == [leaver.failed])
 
 
 def test_who_waits_for_long_gives_way(deferring, monkeypatch):
     own = FailureReports(SharedBoard(), rank=0, world_size=2)
-    monkeypatch.setattr(interrupts, "reporters", lambda: [own])
+    monkeypatch.setattr(interrupts, "_reports", [own])
     monkeypatch.setattr(interrupts, "_in_library", lambda frame: True)
     deferring(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):

@@ -4,12 +4,9 @@ import ctypes
 import fcntl
 import logging
 import os
-import socket
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -30,80 +27,6 @@ def meet(group):
 
 
 # Another user.
-
-
-@contextmanager
-def flood():
-    """Let another user hold the listening queue of every socket of this library full, as far as he can."""
-    pid, (ours, theirs) = os.getpid(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            os.write(theirs, b".")
-            connect_until_over(pid)
-        os._exit(0)
-    os.read(ours, 1)
-    try:
-        yield
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        os.close(ours)
-        os.close(theirs)
-
-
-def connect_until_over(pid: int) -> None:
-    kept: list[socket.socket] = []
-    while os.getppid() == pid:
-        lines = Path("/proc/net/unix").read_text().splitlines()
-        for address in ["\0" + line.partition("@")[2] for line in lines if "@shardlite-" in line]:
-            with suppress(OSError):  # its queue is full
-                while True:
-                    kept.append(socket.socket(socket.AF_UNIX))
-                    kept[-1].setblocking(False)
-                    kept[-1].connect(address)
-        if len(kept) > 800:
-            kept.clear()
-
-
-def flooded_body(group):
-    if group.rank() != 0:
-        return meet(group).why_not
-    with flood():
-        return meet(group).why_not
-
-
-@as_root
-def test_another_user_keeps_no_ranks_apart(cluster):
-    assert cluster.run(flooded_body, 3) == [""] * 3
-
-
-def named_sockets():
-    """Return the lines of /proc/net/unix on sockets of this process that have a name, so that others can connect."""
-    descriptors = Path("/proc/self/fd")
-    own = {os.readlink(each) for each in descriptors.iterdir() if each.exists()}
-    lines = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
-    return {tuple(line) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in own}
-
-
-def counted_body(group):
-    """Return why the ranks do not share memory, and at which sockets others could connect at each exchange."""
-    names = [named_sockets()]
-
-    def counted(*given, gather=rendezvous.all_gather_json):
-        names.append(named_sockets())
-        return gather(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "all_gather_json", counted)
-        why_not = meet(group).why_not
-    return why_not, [sorted(each - names[0]) for each in names[1:]]
-
-
-def test_ranks_listen_nowhere(cluster):
-    assert cluster.run(counted_body, 2) == [("", [[], []])] * 2
 
 
 def as_another_process(act, *, user=0, namespaces=0):

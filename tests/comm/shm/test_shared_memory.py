@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from shardlite.comm.shm import futex, mailbox, rendezvous
+from shardlite.comm.shm import mailbox, rendezvous
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
 from shardlite.comm.shm.transport import Neighbours, SharedMemoryTransport
@@ -222,6 +222,7 @@ def announcement(number):
 @pytest.mark.parametrize("first", [1, 2**32 - 2 * PLACES])
 def test_announcements_arrive_in_order_and_outgrow_places_and_words(first):
     mine, theirs = controls()
+    mine._words[mailbox._FIRST] = first - 1  # as if all before had been read
     for number in range(first, first + 3 * PLACES):
         assert mine.read(0, number) is None
         heard = mine.bell()
@@ -325,11 +326,11 @@ def test_a_message_may_be_kept_while_any_number_of_later_ones_are_taken():
             each.wait()
         sent.result()
     assert [int(each[0]) for each in arrived[1:]] == list(range(1, count))
-    assert not departing[0]._done()
+    assert not departing[0].was_taken()
     loan.give_back()
     for each in departing:
         each.wait()
-    assert not first._neighbours._kept
+    assert not first._neighbours._untaken
 
 
 @pytest.mark.parametrize("lent", [False, True])
@@ -403,14 +404,14 @@ def test_nothing_is_kept_of_messages_that_are_over():
             arriving = None if early else second.irecv(torch.zeros(2), 0, tag)
             departing = first.isend(torch.ones(2), 1, tag)
             if early:
-                second._neighbours._progress(str)
+                second._neighbours.progress(departing)
             (arriving or second.irecv(torch.zeros(2), 0, tag)).wait()
             departing.wait()
     for rank in (first._neighbours, second._neighbours):
         assert not rank._expected
         assert not rank._early
-        assert not rank._kept
-        assert not any(rank._outbox)
+        assert not rank._untaken
+        assert not any(each._unannounced for each in rank._controls)
 
 
 # Whether it can be had.
@@ -418,15 +419,15 @@ def test_nothing_is_kept_of_messages_that_are_over():
 
 @pytest.mark.parametrize(
     ("system", "machine", "reason"),
-    [("darwin", "x86_64", "it takes Linux, this is darwin"), ("win32", "AMD64", "it takes Linux, this is win32"),
+    [("darwin", "x86_64", "requires Linux, this is darwin"), ("win32", "AMD64", "requires Linux, this is win32"),
      ("linux", "aarch64", "which keeps the order of writes; this is aarch64"), ("linux", "x86_64", ""),
      ("linux", "AMD64", "")],
 )  # fmt: skip
 def test_which_machines_share_memory(monkeypatch, system, machine, reason):
-    monkeypatch.setattr(futex.sys, "platform", system)
-    monkeypatch.setattr(futex.platform, "machine", lambda: machine)
-    assert futex.why_not().endswith(reason)
-    assert bool(futex.why_not()) == bool(reason)
+    monkeypatch.setattr(mailbox.sys, "platform", system)
+    monkeypatch.setattr(mailbox.platform, "machine", lambda: machine)
+    assert mailbox.why_unavailable().endswith(reason)
+    assert bool(mailbox.why_unavailable()) == bool(reason)
 
 
 class Broken:
@@ -446,7 +447,7 @@ class Broken:
             case "namespaces":
                 set_to(rendezvous, "_NAMESPACES", ["/proc/self/ns/net"])
             case "platform":
-                set_to(futex.platform, "machine", lambda: "riscv64")
+                set_to(mailbox.platform, "machine", lambda: "riscv64")
             case "memory":
                 set_to(rendezvous, "Heap", _no_memory)
             case "lock":
@@ -488,7 +489,7 @@ def broken_body(group, kind):
     [
         ("host", "the ranks are on several hosts"),
         ("namespaces", "the ranks are in several containers (namespaces) of one host"),
-        ("platform", "rank 1: it takes an x86-64 processor, which keeps the order of writes; this is riscv64"),
+        ("platform", "rank 1: requires an x86-64 processor, which keeps the order of writes; this is riscv64"),
         ("memory", "rank 1: this system gives no shared memory: none left"),
         ("lock", "rank 1: this system gives no shared memory: none left"),
         ("mapping", "rank 1 cannot open the memory of the others: none left"),
@@ -500,8 +501,8 @@ def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
     assert names == ("GlooTransport",) * 3
     assert received == (2.0, 0.0, 1.0)
     for refusal in refusals:
-        assert refusal.startswith("transport='shared_memory' cannot be had: ")
-        assert refusal.endswith(". Use 'p2p', or 'auto'")
+        assert refusal.startswith("transport='shared_memory' is not available: ")
+        assert refusal.endswith(". Use 'p2p' or 'auto'")
         assert reason in refusal
     assert len(set(refusals)) == 1
 

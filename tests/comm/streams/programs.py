@@ -272,7 +272,7 @@ def trains(gpu: Gpu, name: str, steps: int = 4) -> None:
 
 def reduces_in_slices(gpu: Gpu, name: str, steps: int = 3) -> None:
     """Train blocks whose reductions go in slices."""
-    gpu.room = 1
+    gpu.slice_nbytes = 1
     with gpu.ranks(WORLD_SIZE):
         training = Training(Wide, **RUNS[name])
         for _ in range(steps):

@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from bench.support.fake_group import HostMessages, as_one_rank, fake_group
 from shardlite.comm import context
-from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork
+from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams
 from shardlite.comm.transport.base import Completed, Message, Pending
-from shardlite.comm.transport.communicators import Communicator
-from shardlite.comm.transport.group_collectives import ROOM, NcclCollectives
-from shardlite.comm.transport.process_group import MOST_IN_BATCH, NcclTransport
+from shardlite.comm.transport.group_collectives import SLICE_NBYTES, NcclCollectives
+from shardlite.comm.transport.nccl import MOST_IN_BATCH, Communicator, NcclTransport
 from shardlite.config import Route
 
 Clock = Counter[int]
@@ -137,7 +136,7 @@ class Gpu:
 
     def __init__(self, lag: int = 0) -> None:
         self.lag = lag
-        self.room = ROOM
+        self.slice_nbytes = SLICE_NBYTES
         """Maximum bytes of the rows of a slice."""
 
         self.races: Counter[str] = Counter()
@@ -351,8 +350,8 @@ class _OtherThread:
 
     gpu: Gpu
 
-    def submit(self, *operations: Callable[[], None]) -> _HostWork:
-        work = _HostWork()
+    def submit(self, *operations: Callable[[], None]) -> HostWork:
+        work = HostWork()
         before, self.gpu.is_elsewhere = self.gpu.is_elsewhere, True
         with work:
             for operation in operations:
@@ -465,24 +464,24 @@ class _Collectives(NcclCollectives):
 
     def __init__(self, gpu: Gpu, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
-        self.room = gpu.room
+        self.slice_nbytes = gpu.slice_nbytes
         self._gpu = gpu
         self._stream = gpu.stream("nccl")
         self._communicator = gpu.communicator()
         self._communicator.lend(self)
 
     def _begin(self, what: str, call: Any, *tensors: Tensor) -> Pending:
-        gpu, beside = self._gpu, call == self._exchange_beside
+        gpu, is_async = self._gpu, call == self._exchange_async
         gpu.launched["collectives"] += 1
         self._take_turn()
-        if beside:
+        if is_async:
             self._follow(gpu.current())
-        with gpu.on(self._stream) if beside else nullcontext():
+        with gpu.on(self._stream) if is_async else nullcontext():
             gpu.begin(self._communicator.name)
             stream = gpu.current()
             gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
             self._carry_out(what, *tensors)
-            return _Sent(gpu, gpu.current().record_event()) if beside else Completed()
+            return _Sent(gpu, gpu.current().record_event()) if is_async else Completed()
 
     def _follow(self, stream: Stream) -> None:
         """Put NCCL's own stream behind another (`ProcessGroupNCCL::collective`)."""

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork, _StreamWork
+from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams, _StreamWork
 from shardlite.comm.transport import group_collectives
-from shardlite.comm.transport.communicators import Communicator
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.nccl import Communicator
 from shardlite.engine.backward import Backward
 from shardlite.grads.backward_run import BackwardRun, StreamRun
 from shardlite.grads.reduce import ReduceQueue
@@ -58,7 +58,7 @@ def wait_of_the_host_alone(work, meanwhile=None):
 
 def submit(queue, *operations, behind=None, begins=True, ends_late=True):
     begin, end = behind or torch.cuda.current_stream().record_event(), torch.cuda.Event()
-    host = _HostWork()
+    host = HostWork()
     with host, torch.cuda.stream(queue._stream), torch.no_grad():
         if begins:
             queue._stream.wait_event(begin)
@@ -111,7 +111,7 @@ def free_at_once(run):
 
 def copy_at_once(run, bucket, behind, *, is_queues):
     """Copy on the program's stream, into memory of the queue's."""
-    with run._queue.operations.beside():
+    with run._queue.operations.stream():
         bucket.allocate()
     copy_in, _ = bucket.copy_in()
     copy_in()

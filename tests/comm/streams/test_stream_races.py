@@ -73,7 +73,7 @@ BUCKET = 160 << 10
 def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
     """As `docs/rings.md` counts it: `5 + 1/W` in slices, `3 + 1/W` at once, 2.5 of two ranks, `1 + 3/W` by NCCL."""
     gpu = Gpu()
-    gpu.room = room or gpu.room
+    gpu.slice_nbytes = room or gpu.slice_nbytes
 
     def add(out, *sources):
         gpu.current().launch()

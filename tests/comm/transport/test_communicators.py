@@ -17,9 +17,8 @@ import torch.distributed as dist
 from bench.support.fake_group import as_over_nccl, fake_group
 from shardlite import Precision, Route, ShardLite
 from shardlite.comm import context
-from shardlite.comm.transport import communicators
-from shardlite.comm.transport.communicators import Communicator
-from shardlite.comm.transport.process_group import NcclTransport
+from shardlite.comm.transport import nccl
+from shardlite.comm.transport.nccl import Communicator, NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import take_deprecated
 from tests.support.patience import seconds
@@ -91,7 +90,7 @@ def over_nccl(**theirs):
         mock.patch.object(dist, "ProcessGroupNCCL", FakeNccl, create=True),
         mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=theirs),
         mock.patch("torch.distributed.get_backend_config", return_value="cpu:gloo,cuda:nccl"),
-        mock.patch.object(communicators, "_all", []),
+        mock.patch.object(nccl, "_all", []),
         mock.patch.object(FakeNccl, "made", []),
         mock.patch("atexit.register"),
     ):
@@ -180,13 +179,13 @@ def test_ranks_route_and_timeout_must_be_equal(cluster):
 def refuse_to_connect(group):
     with over_nccl():
         a_model(group)
-        free = [each for each in communicators._all if each.is_free]
+        free = [each for each in nccl._all if each.is_free]
         with (
-            mock.patch.object(communicators, "_agree", side_effect=ZeroDivisionError),
+            mock.patch.object(nccl, "_agree", side_effect=ZeroDivisionError),
             pytest.raises(ZeroDivisionError),
         ):
             connect(group, CUDA, AMPLE, apart=True)
-        return len(free), [each for each in communicators._all if each.is_free] == free
+        return len(free), [each for each in nccl._all if each.is_free] == free
 
 
 def test_after_a_failure_all_are_free(cluster):
@@ -198,9 +197,9 @@ def connect_in_a_cycle(group):
         model = SimpleNamespace(transports=a_model(group))
         model.itself = model
         del model
-        before = [each.is_free for each in communicators._all]
+        before = [each.is_free for each in nccl._all]
         gc.collect()
-        return before, [each.is_free for each in communicators._all]
+        return before, [each.is_free for each in nccl._all]
 
 
 def test_one_is_free_when_garbage_is_collected(cluster):
@@ -215,7 +214,7 @@ def fail_to_connect(group):
 def test_what_the_backend_says_is_reported(cluster):
     for rank, (kind, message) in enumerate(cluster.failures(fail_to_connect, 2)):
         assert kind == "CommError"
-        assert message.startswith(f"rank {rank} cannot connect to ranks [0, 1] over nccl once more, for messages ")
+        assert message.startswith(f"rank {rank} cannot open another connection to ranks [0, 1] over nccl. ")
         assert message.endswith("The backend says: no route to host")
 
 
@@ -226,7 +225,7 @@ def test_what_the_backend_says_is_reported(cluster):
 def test_gathers_and_reductions_have_their_own_and_inline_operations_that_of_the_program(transport):
     with fake_group(2), as_over_nccl(), mock.patch.object(context, "connect", side_effect=context.connect) as connected:
         model = ShardLite(torch.nn.Linear(4, 4), route=Route(transport=transport))
-        apart = [call.kwargs["apart"] for call in connected.call_args_list]
+        apart = [call.kwargs.get("apart", False) for call in connected.call_args_list]
     own = model._context
     assert apart == [True, False, True]
     assert len({own.transport, own.inline[0], own.reducing[0]}) == 3
@@ -238,7 +237,7 @@ def test_gathers_and_reductions_have_their_own_and_inline_operations_that_of_the
 def describe_options(group, **route):
     with over_nccl(max_ctas=16, min_ctas=8, net_name="IB") as made:
         a_model(group, **route)
-        communicators._close()
+        nccl._close()
     (rank, size, options), _ = said = [each.said for each in made]
     assert [each.calls for each in made] == [["shutdown"]] * 2
     assert len({each.group_name for _, _, each in said}) == 2
@@ -278,8 +277,8 @@ def test_options_are_for_nccl_alone(cluster, route):
     for kind, message in cluster.failures(connect_over_gloo, 2, route):
         assert kind == "LayoutError"
         assert message == (
-            f"Route({name}={value}) is for communicators of NCCL, and these tensors go over SharedMemoryTransport, for "
-            "all ranks are processes of this host: leave it out"
+            f"Route({name}={value}) configures communicators of NCCL, but these tensors go over "
+            "SharedMemoryTransport, for all ranks are processes of this host: remove it"
         )
     assert cluster.run(connect_hosts_for, 2, route) == ["SharedMemoryTransport"] * 2
 

@@ -27,10 +27,11 @@ from tests.support.models.losses import MODELS, on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster
+from tests.support.transports.both_ways import train_over_both
 from tests.support.transports.ring_cases import FLOATS, Case, assert_equal_bits, cases_for, reduce_everything, ring_sum
 from tests.support.transports.worlds import run
 from tests.support.twins.duos import Side
-from tests.support.twins.sharded import STAGES, Pair, Turn, _seeded, same_bits, slow, trained
+from tests.support.twins.sharded import STAGES, Pair, Turn, _seeded, slow, trained
 
 CPU = torch.device("cpu")
 AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
@@ -63,27 +64,6 @@ def test_gathers_by_the_process_group_have_the_same_bits(cluster, name, size):
     cluster.check(train_over_its_own_all_gather, size, name)
 
 
-def train_over_both(group, stage, in_backward, optimizer, options):
-    """Train over messages and over collectives: everything that is kept must be the same."""
-    sides = [
-        Side(
-            ShardLite(_seeded(LanguageModel), group=group, stage=stage, route=Route(transport=transport), **options),
-            in_backward=in_backward,
-            **optimizer,
-        )
-        for transport in ("p2p", "collectives")
-    ]
-    accumulate = "local" if in_backward else "sharded"
-    for step, modes in enumerate((("step",), ("local", "step"), (accumulate, "step"))):
-        for side in sides:
-            side.backward(on_tokens, [Turn(step, dist.get_rank(), micro) for micro in range(len(modes))], modes)
-            side.finish()
-        ours, theirs = (side.state() for side in sides)
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            same_bits(f"step {step}: {name}", value, theirs[name])
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     ("size", "stage", "optimizer", "options"),
@@ -97,7 +77,7 @@ def train_over_both(group, stage, in_backward, optimizer, options):
 )
 @pytest.mark.sample(3)
 def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward, optimizer, options):
-    cluster.check(train_over_both, size, stage, in_backward, optimizer, options)
+    cluster.check(train_over_both, size, stage, "auto", in_backward, optimizer, options)
 
 
 def train_replicas(_):
@@ -148,11 +128,11 @@ def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward
 
 
 def reduce_in_slices(transport, cases, divisor):
-    with patch.object(transport, "room", 512):
+    with patch.object(transport, "slice_nbytes", 512):
         case = max(cases, key=lambda case: case.numel)
         needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
         assert needed * case.dtype.itemsize <= 3 * 512
-        cut = cut_up("reduce-scatter", case.numel, case.dtype, transport, case.cuts, None)
+        cut = cut_up(case.numel, case.dtype, transport, case.cuts, None)
         assert len(transport.slices(cut, case.dtype.itemsize, 1)) > 3, "slots are used again"
         return reduce_everything(transport, cases, divisor)
 
@@ -298,13 +278,13 @@ def refused(group, route, device="cpu"):
         (
             COLLECTIVES,
             "cuda:0",
-            "transport='collectives' takes NCCL for CUDA tensors, which this process group does no",
+            "transport='collectives' requires NCCL for CUDA tensors, which this process group lacks",
         ),
         (
             Route(transport="p2p", reduce="fast"),
             "cpu",
-            "reduce='fast' is for collectives of the process group, and these tensors go over GlooTransport, for it "
-            "was asked for: give transport='collectives' too",
+            "reduce='fast' requires collectives of the process group, but these tensors go over GlooTransport, for it "
+            "was requested: also pass transport='collectives'",
         ),
     ],
 )

@@ -14,18 +14,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.comm.test_lanes import Simulated
 
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.comm.transport import symmetric
+from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.group_collectives import NcclCollectives
-from shardlite.comm.transport.process_group import StagedTransport
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import why_not
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from tests.comm.test_lanes import Simulated
 from tests.comm.transport import test_symmetric_cuda as on_cuda
 from tests.support.patience import seconds
 from tests.support.transports.played_symmetric import CPU, RING, launches, played, run_memories, run_played
@@ -86,8 +86,8 @@ def train_twice(group, in_backward):
 def one_of_each(transport):
     """What each collective enqueues, in order: copies, barriers and kernels."""
     full, numbers = torch.zeros(300), torch.ones(5, dtype=torch.int32)
-    ragged, rows = cut_up("reduce-scatter", 300, full.dtype, transport, (0, 50, 100, 300), None), torch.empty(600)
-    even = cut_up("all-gather", 300, full.dtype, transport, None, None)
+    ragged, rows = cut_up(300, full.dtype, transport, (0, 50, 100, 300), None), torch.empty(600)
+    even = cut_up(300, full.dtype, transport, None, None)
     return {
         "gather": launches(transport, lambda: transport.all_gather(full, even)),
         "broadcast": launches(transport, lambda: transport.broadcast(full, 1)),
@@ -113,7 +113,7 @@ def test_a_gather_is_a_barrier_and_a_copy_for_each_rank():
 
 
 def in_small_windows(transport, cases):
-    transport.room = 256 * transport.world_size
+    transport.slice_nbytes = 256 * transport.world_size
     given = transport, cases
     return gather_everything(*given), reduce_everything(*given, transport.world_size), broadcast_everything(*given)
 
@@ -284,8 +284,8 @@ def test_where_it_cannot_be_had_the_error_says_why(cluster):
     for kind, message in cluster.failures(ask_for_it, 2, "cuda:0"):
         assert kind == "LayoutError"
         assert message == (
-            "transport='symmetric_memory' cannot be had: rank 0: it takes a CUDA device, and there is none. "
-            "Use 'p2p', or 'auto'"
+            "transport='symmetric_memory' is not available: rank 0: it takes a CUDA device, and there is none. "
+            "Use 'p2p' or 'auto'"
         )
     for kind, message in cluster.failures(ask_for_it, 2, "cpu"):
         assert kind == "LayoutError"
@@ -305,7 +305,7 @@ def fail_to_rendezvous(group):
 def test_a_rendezvous_that_fails_on_one_rank_is_an_error_on_all(cluster):
     for kind, message in cluster.failures(fail_to_rendezvous, 2):
         assert kind == "LayoutError"
-        assert "cannot be had: rank 1: no descriptor came. Use" in message
+        assert "is not available: rank 1: no descriptor came. Use" in message
 
 
 class Handle:

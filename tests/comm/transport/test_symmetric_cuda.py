@@ -54,7 +54,7 @@ def every_dtype(transport, device):
             full.cpu().view(torch.uint8), tensor_of(transport.world_size - 1, 1001, dtype).view(torch.uint8)
         )
         expected = tensor_of(i, 1001, dtype)
-        cut = cut_up("all-gather", 1001, dtype, transport, None, None)
+        cut = cut_up(1001, dtype, transport, None, None)
         start, stop = cut.bounds[transport.rank]
         gathered = torch.zeros_like(expected, device=device)
         gathered[start:stop] = expected[start:stop].to(device)

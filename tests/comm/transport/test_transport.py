@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from torch.testing import assert_close
 
+from shardlite.comm import streams
 from shardlite.comm.collectives import all_gather, reduce_scatter
-from shardlite.comm.control.worker import Worker
 from shardlite.comm.operation import Operation
+from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.traffic import Tally
-from shardlite.comm.transport import process_group, select
+from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
-from shardlite.comm.transport.reconnect import reconnect
+from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, reconnect
+from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
@@ -244,12 +245,14 @@ def leave_a_wait(group):
     transport = GlooTransport(dist.new_group([0, 1]), timedelta(seconds=seconds(300)))
     if transport.rank == 1:
         return None
-    worker = Worker("waits")
+    queue = ThreadQueue("waits")
     pending = transport.irecv(torch.zeros(4), 1, tag=8)
-    waiting = worker.submit(pending.wait)
-    until(lambda: process_group._waits)
-    process_group.end_waits()
-    return str(waiting.exception(seconds(30)))
+    waiting = queue.submit(pending.wait)
+    until(lambda: streams._hang_ups)
+    streams.end_waits()
+    with pytest.raises(CommError) as failed:
+        waiting.wait()
+    return str(failed.value)
 
 
 @pytest.fixture(scope="module")

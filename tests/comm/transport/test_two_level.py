@@ -25,19 +25,18 @@ from shardlite.comm.shm import rendezvous
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.process_group import GlooTransport
+from shardlite.comm.transport.gloo import GlooTransport
+from shardlite.comm.transport.group_collectives import TwoLevelCollectives, as_bytes
 from shardlite.comm.transport.select import connect
-from shardlite.comm.transport.two_level import TwoLevelCollectives
-from shardlite.comm.transport.whole import as_bytes
 from shardlite.config import Route
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster, run_local
+from tests.support.transports.both_ways import train_over_both
 from tests.support.transports.ring_cases import FLOATS, Case, add, assert_equal_bits, cases_for, tensor_of
-from tests.support.twins.duos import Side
 from tests.support.twins.plain import add_round
-from tests.support.twins.sharded import STAGES, Pair, Turn, _seeded, same_bits, slow
+from tests.support.twins.sharded import STAGES, Pair, Turn, slow
 
 CPU = torch.device("cpu")
 AMPLE = timedelta(seconds=seconds(30))
@@ -65,7 +64,7 @@ class Exchanging:
         self._transport, self._members = transport, list(members)
         self.rank, self.world_size = self._members.index(transport.rank), len(self._members)
         self.first_row = (self.rank + 1) % self.world_size
-        self.batched, self.blocking, self.holder, self.room = False, True, None, 64 << 20
+        self.batched, self.blocking, self.holder, self.slice_nbytes = False, True, None, 64 << 20
         self.sent = 0
 
     def _all_to_all(self, rows, sent, *splits):
@@ -127,7 +126,7 @@ def reduce_all(transport, cases, divisor, out=None):
 
 def in_process(transport, node, cases, divisor, room):
     levels = levels_of(transport, node)
-    levels.room = room
+    levels.slice_nbytes = room
     return reduce_all(levels, cases, divisor)
 
 
@@ -178,7 +177,7 @@ def test_bytes_of_unequal_segments_are_counted_too():
 
 def stage_in_slices(transport, node):
     levels = levels_of(transport, node)
-    levels.room = 1000
+    levels.slice_nbytes = 1000
     return staging_numel(8000, levels, torch.float32) * 4
 
 
@@ -214,7 +213,7 @@ def reduce_both_ways(group, node, cases):
     messages = GlooTransport(group, AMPLE)
     messages.algorithm, messages.node = "hierarchical", node
     gathered = torch.zeros(10)
-    start, stop = cut_up("all-gather", 10, torch.float32, levels, None, None).bounds[levels.rank]
+    start, stop = cut_up(10, torch.float32, levels, None, None).bounds[levels.rank]
     gathered[start:stop] = levels.rank + 1.0
     all_gather(gathered, levels)
     users = torch.ones(3, dtype=torch.int32)
@@ -269,26 +268,8 @@ def test_every_stage_has_the_bits_of_the_written_out_order(cluster, name, recipe
 
 
 def train_both_ways(group, stage, in_backward, options):
-    """Train over messages and over collectives: everything that is kept must be the same."""
-    sides = []
-    for transport in ("p2p", "collectives"):
-        with hosts_of(2):
-            model = ShardLite(
-                _seeded(LanguageModel),
-                group=group,
-                stage=stage,
-                route=Route(transport=transport, algorithm="hierarchical"),
-                **options,
-            )
-        sides.append(Side(model, in_backward=in_backward))
-    for step, modes in enumerate((("step",), ("local", "step"))):
-        for side in sides:
-            side.backward(on_tokens, [Turn(step, dist.get_rank(), micro) for micro in range(len(modes))], modes)
-            side.finish()
-        ours, theirs = (side.state() for side in sides)
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            same_bits(f"step {step}: {name!r}", value, theirs[name])
+    with hosts_of(2):
+        train_over_both(group, stage, "hierarchical", in_backward, {}, options)
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ def _nothing_ignored() -> Iterator[None]:
 
 
 def _transport(group: dist.ProcessGroup) -> Any:
-    from shardlite.comm.transport.process_group import GlooTransport
+    from shardlite.comm.transport.gloo import GlooTransport
 
     return GlooTransport(group, GLOO_TIMEOUT)
 

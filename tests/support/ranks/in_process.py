@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from shardlite.comm.streams import _HostWork
+from shardlite.comm.streams import HostWork
 from tests.support.patience import seconds
 
 TIMEOUT = seconds(240)
@@ -235,7 +235,7 @@ def _set_globals(values: tuple[Any, ...]) -> None:
 @contextmanager
 def _waits_give_the_turn_away() -> Iterator[None]:
     """Let a rank that waits for an operation in flight, or for some time, let others run."""
-    result, sleep, ends_within = Future.result, time.sleep, _HostWork._ends_within
+    result, sleep, ends_within = Future.result, time.sleep, HostWork.ends_within
 
     def result_of(future: Future[Any], timeout: float | None = None) -> Any:
         if future.done():
@@ -247,7 +247,7 @@ def _waits_give_the_turn_away() -> Iterator[None]:
         with _others_run():
             sleep(seconds)
 
-    def ends(work: _HostWork, seconds: float) -> bool:
+    def ends(work: HostWork, seconds: float) -> bool:
         if work.done():
             return ends_within(work, seconds)
         with _others_run():
@@ -256,7 +256,7 @@ def _waits_give_the_turn_away() -> Iterator[None]:
     with (
         mock.patch.object(Future, "result", result_of),
         mock.patch.object(time, "sleep", wait),
-        mock.patch.object(_HostWork, "_ends_within", ends),
+        mock.patch.object(HostWork, "ends_within", ends),
     ):
         yield
 

@@ -20,7 +20,6 @@ class Delegating(Transport):
         self.blocking = transport.blocking
         self.lends = transport.lends
         self.algorithm = transport.algorithm
-        self.link = transport.link
         self.node = transport.node
         self.holder = transport.holder
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Message, Pending, Transport
+from shardlite.comm.transport.gloo import GlooTransport, StagedTransport
 from shardlite.comm.transport.group_collectives import GlooCollectives
-from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
+from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.ranks.cluster import GLOO_TIMEOUT, Cluster, run_local
 from tests.support.transports.delegating import Delegating
 from tests.support.transports.played_symmetric import run_played

@@ -1,4 +1,4 @@
-"""Lanes, and what is to run on a GPU as far as that can be shown without one."""
+"""Queues, and what is to run on a GPU as far as that can be shown without one."""
 
 import threading
 import weakref
@@ -13,9 +13,9 @@ from torch import nn
 
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.comm.control.worker import Worker
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, check_connections, make_queue
-from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
+from shardlite.comm.transport.gloo import StagedTransport
+from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.patience import seconds
 from tests.support.twins.sharded import WIDE
 
@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
 
 
-def test_a_thread_lane_works_in_order_and_hands_errors_on():
-    lane, done = ThreadQueue("test"), []
+def test_a_thread_queue_works_in_order_and_hands_errors_on():
+    queue, done = ThreadQueue("test"), []
     gate = threading.Event()
-    first = lane.submit(lambda: (gate.wait(seconds(10)), done.append(1)))
-    failing = lane.submit(lambda: 1 / 0)
-    last = lane.submit(lambda: done.append(2))
+    first = queue.submit(lambda: (gate.wait(seconds(10)), done.append(1)))
+    failing = queue.submit(lambda: 1 / 0)
+    last = queue.submit(lambda: done.append(2))
     assert not first.done()
     assert not last.wait_unless(lambda: True)
     gate.set()
@@ -39,9 +39,8 @@ def test_a_thread_lane_works_in_order_and_hands_errors_on():
         failing.wait()
 
 
-@pytest.mark.parametrize("make", [ThreadQueue, Worker])
-def test_an_operation_that_is_over_holds_nothing(make):
-    queue, gate, was_over = make("test"), threading.Event(), []
+def test_an_operation_that_is_over_holds_nothing():
+    queue, gate, was_over = ThreadQueue("test"), threading.Event(), []
 
     class Operation:
         def __call__(self) -> None:
@@ -53,7 +52,7 @@ def test_an_operation_that_is_over_holds_nothing(make):
     del operation
     assert end.alive
     gate.set()
-    (work.result if make is Worker else work.wait)()
+    work.wait()
     assert was_over == [False]
 
 
@@ -73,7 +72,7 @@ def test_the_cpu_has_thread_lanes_only():
 
 @dataclass
 class Simulated:
-    """CUDA's streams and events, to the extent that a lane uses them: `log` has what each stream was given."""
+    """CUDA's streams and events, to the extent that a queue uses them: `log` has what each stream was given."""
 
     log: list[tuple[str, str]] = field(default_factory=list)
     current: threading.local = field(default_factory=threading.local)
@@ -149,10 +148,10 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, blocking):
-    lane = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
+def test_a_stream_queue_is_behind_its_caller_and_its_caller_behind_it(cuda, blocking):
+    queue = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
     cuda.run("make gradient")
-    work = lane.submit(lambda: cuda.run("reduce"))
+    work = queue.submit(lambda: cuda.run("reduce"))
     work.wait()
     cuda.run("step")
     assert cuda.log == [
@@ -170,10 +169,10 @@ def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, block
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
     """What is served to a rank that is behind must not wait for what this rank computes by now, which waits for it."""
-    lane = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
-    moment = lane.moment()
+    queue = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
+    moment = queue.moment()
     cuda.run("compute on")
-    lane.submit(lambda: cuda.run("serve"), behind=moment).wait()
+    queue.submit(lambda: cuda.run("serve"), behind=moment).wait()
     assert cuda.log[:4] == [
         ("compute", "record 1"),
         ("compute", "compute on"),
@@ -185,16 +184,16 @@ def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
 def test_only_messages_that_block_take_a_thread(cuda):
     threads = []
     for blocking in (False, True):
-        lane = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
-        lane.submit(lambda: threads.append(threading.current_thread())).wait()
+        queue = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
+        queue.submit(lambda: threads.append(threading.current_thread())).wait()
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
 
 
 def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
-    lane = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
+    queue = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
     gate = threading.Event()
-    work = lane.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
+    work = queue.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
     cuda.run("compute on")
     assert not work.done()
     assert not work.wait_unless(lambda: True)
@@ -203,10 +202,10 @@ def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
     assert [what for _, what in cuda.log if "wait" not in what and "record" not in what] == ["compute on", "reduce"]
 
 
-def test_an_error_on_a_stream_lane_is_the_callers(cuda):
-    lane = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
+def test_an_error_on_a_stream_queue_is_the_callers(cuda):
+    queue = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
     with pytest.raises(ZeroDivisionError):
-        lane.submit(lambda: 1 / 0).wait()
+        queue.submit(lambda: 1 / 0).wait()
 
 
 def net() -> nn.Sequential:
@@ -246,7 +245,7 @@ def test_training_over_the_transports_for_gpus_gives_the_same_bits(cluster, worl
     cluster.check(other_transports_body, world_size)
 
 
-class _Watch:
+class _Reports:
     """Finds a wait in vain when it is asked for the third time."""
 
     failed = ""
@@ -267,15 +266,15 @@ class _Watch:
 
 def test_a_long_wait_is_asked_about(monkeypatch):
     monkeypatch.setattr("shardlite.comm.streams.SLOW", 0.01)
-    go, watch = threading.Event(), _Watch()
-    lane = ThreadQueue("test", watch)
-    work = lane.submit(lambda: go.wait() and None)
+    go, reports = threading.Event(), _Reports()
+    queue = ThreadQueue("test", reports)
+    work = queue.submit(lambda: go.wait() and None)
     with pytest.raises(CommError, match="never"):
         work.wait()
-    assert (watch.asked, watch.went_on) == (3, 0)
+    assert (reports.asked, reports.went_on) == (3, 0)
     go.set()
     work.wait()
-    late = lane.submit(lambda: 1 / 0)
+    late = queue.submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         late.wait()
 
@@ -287,4 +286,4 @@ def test_an_operation_may_end_in_a_timeout_of_its_own(monkeypatch):
         raise TimeoutError("of something else")
 
     with pytest.raises(TimeoutError, match="of something else"):
-        ThreadQueue("test", _Watch()).submit(times_out).wait()
+        ThreadQueue("test", _Reports()).submit(times_out).wait()

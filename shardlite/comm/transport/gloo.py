@@ -1,36 +1,39 @@
-"""Transports over process groups of `torch.distributed`, by point-to-point messages.
+"""Transports over process groups of `torch.distributed`, by point-to-point messages of gloo.
 
 | transport | for | how |
 |---|---|---|
 | `GlooTransport` | CPU tensors | one message per call |
-| `NcclTransport` | CUDA tensors | the messages of a step go in one batch |
 | `StagedTransport` | CUDA tensors over gloo, which cannot send them | each message is copied through host memory |
 
-Failures of `torch.distributed` become `CommError`s that name both ranks.
+Failures of `torch.distributed` become `CommError`s that name both ranks. `nccl.py` does the same over NCCL.
+
+Operations that run at the same time over a backend without tags each need a connection of their own (`reconnect`).
+`dist.new_group` does not suit a library: its groups are never freed before the program ends, it deadlocks if ranks are
+in different numbers of groups (it names a group by that number), and where the default group is bound to a device, all
+ranks of the program have to call it. A backend that is created directly has none of these problems.
 """
 
 import os
-import weakref
+import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import current_thread, main_thread
-from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.failure_reports import FailureReports, watching
 from shardlite.comm.control.interrupts import SLOW
-from shardlite.comm.control.worker import Worker
-from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending, Transport, check_on_host
-from shardlite.comm.transport.communicators import Communicator
+from shardlite.comm.control.store import all_gather_json
+from shardlite.comm.streams import HostWork, ThreadQueue, blocked
+from shardlite.comm.transport.base import Completed, Message, Pending, Transport, check_on_host
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Ledger
 
@@ -81,34 +84,53 @@ class InFlight(NamedTuple):
         A wait in the backend blocks its thread. The program's thread must stay interruptible and check for failures of
         other ranks, so it lets another thread wait there.
         """
-        watch = watching()
-        if watch is None or self.posted.timeout is None or current_thread() is not main_thread():
-            self._wait(watch)
+        reports = watching()
+        if reports is None or self.posted.timeout is None or current_thread() is not main_thread():
+            self._wait(reports)
             return
-        waiting = _waiter().submit(partial(self._wait, watch))
-        while True:
-            try:
-                waiting.result(SLOW)
-                return watch.record_progress()
-            except FutureTimeoutError:
-                if not waiting.done() and (why := watch.deadlock_reason()):
-                    raise self.posted.failed(why) from None
+        work = _waiter.submit(partial(self._wait, reports))
+        while not work.ends_within(SLOW):
+            if why := reports.deadlock_reason():
+                raise self.posted.failed(why)
+        work.wait()
+        reports.record_progress()
 
-    def _wait(self, watch: FailureReports | None) -> None:
+    def _wait(self, reports: FailureReports | None) -> None:
         limit = () if self.posted.timeout is None else (self.posted.timeout,)
-        mark = object()
-        if self.hang_up is not None:
-            _waits[mark] = self.hang_up
         try:
-            for work in self.works:
-                if not work.wait(*limit):
-                    raise RuntimeError("the operation was aborted")
-                if watch is not None:
-                    watch.record_progress()
+            with blocked(self.hang_up):
+                for work in self.works:
+                    if not work.wait(*limit):
+                        raise RuntimeError("the operation was aborted")
+                    if reports is not None:
+                        reports.record_progress()
         except RuntimeError as error:
             raise self.posted.refused(error) from error
-        finally:
-            _waits.pop(mark, None)
+
+
+class _Waiter:
+    """A thread that waits in the backend for the program's thread; a new one while the last one is blocked."""
+
+    def __init__(self) -> None:
+        self._queue: ThreadQueue | None = None
+        self._latest: HostWork | None = None
+
+    def submit(self, wait: Callable[[], None]) -> HostWork:
+        """Run `wait` on the thread."""
+        if self._queue is None or (self._latest is not None and not self._latest.done()):
+            self._queue = ThreadQueue("waiter", farewell=0.0)
+        self._latest = self._queue.submit(wait)
+        return self._latest
+
+    def forget(self) -> None:
+        """Drop the thread in a forked child: it is its parent's."""
+        self._queue = self._latest = None
+
+
+_waiter = _Waiter()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_waiter.forget)
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -124,54 +146,49 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return everyone if group is None else group
 
 
-MOST_IN_BATCH = 64
-"""Operations in one group of NCCL. It cuts longer ones into kernels that may differ between ranks, which then wait for
-each other for good (https://github.com/pytorch/pytorch/issues/174288).
-"""
+def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] | None = None) -> Backend:
+    """Return a new backend between the ranks of `group`, in their order. Collective.
 
-_waits: dict[object, Callable[[], None]] = {}
-"""Functions that end the waits in which threads are blocked now."""
+    It is between `some` of them, this one included, if given. Ranks give the same or have none in common. Its
+    connections are closed when it is freed.
 
-_FAREWELL = 1.0
-"""Seconds for threads to leave waits that were ended."""
-
-_LOOK = 1e-3
-"""Seconds between two checks whether they have left."""
-
-
-def end_waits() -> None:
-    """End all waits in which threads are blocked, at the end of the program.
-
-    A thread that returns from the backend after the interpreter is gone would crash the process (SIGABRT).
+    Raises:
+        CommError: ranks did not arrive, or cannot be connected.
     """
-    deadline = monotonic() + _FAREWELL
-    for hang_up in list(_waits.values()):
-        hang_up()
-    while _waits and monotonic() < deadline:
-        sleep(_LOOK)
+    members = range(group.size()) if some is None else some
+    # The token is new, so that nothing is found under this name that others have left in the store.
+    tokens = all_gather_json(group, secrets.token_hex(8), "another connection over gloo", timeout)
+    try:
+        return over_gloo(tokens[members[0]], members.index(group.rank()), len(members), timeout)
+    except RuntimeError as error:
+        raise refused(group, members, "gloo", error) from error
 
 
-weakref.finalize(Posted, end_waits)  # at interpreter exit, after the finalizers of queues, which were made later
+def refused(group: dist.ProcessGroup, members: Sequence[int], backend: str, error: RuntimeError) -> CommError:
+    """Return an error that says who cannot be connected over a backend, and what that says."""
+    return CommError(
+        f"rank {group.rank()} cannot open another connection to ranks {global_ranks(group, members)} over {backend}. "
+        f"The backend says: {error}"
+    )
 
 
-_waiters = [Worker("shardlite-waiter")]
+def global_ranks(group: dist.ProcessGroup, members: Sequence[int]) -> list[int]:
+    """Return the numbers that some ranks of a group have in the default one."""
+    ranks = dist.get_process_group_ranks(group)
+    return [ranks[each] for each in members]
 
 
-def _waiter() -> Worker:
-    """Return the worker that waits in the backend for the program's thread; a new one if the last one is busy."""
-    if not _waiters[0].is_idle:
-        _waiters[0] = Worker("shardlite-waiter")
-    return _waiters[0]
+def over_gloo(name: str, rank: int, size: int, timeout: timedelta) -> Backend:
+    """Return a new backend between `size` ranks, which call this with one new name. Collective.
 
-
-def _forget() -> None:
-    """Drop threads and waits in a forked child: they are its parent's."""
-    _waits.clear()
-    _waiters[0] = Worker("shardlite-waiter")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    Raises:
+        RuntimeError: ranks cannot be connected.
+    """
+    store = PrefixStore(f"shardlite/gloo/{name}", _get_default_store())
+    made = dist.ProcessGroupGloo(store, rank, size, timeout)
+    # A rank may be connected while its peers still wait to hear of it, and closes the connection when it drops `made`.
+    made.barrier().wait()  # type: ignore[attr-defined]  # it is not in the stubs
+    return made
 
 
 class GroupTransport(Transport):
@@ -230,82 +247,6 @@ class GlooTransport(GroupTransport):
 
 _NEVER_SENT = 0x7FFFFFFF
 """A tag that messages have with probability 2^-31. At the end of a program a collision is harmless."""
-
-
-class NcclTransport(GroupTransport, BatchedTransport):
-    """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL, or over a
-    communicator beside it, which the transport has until it is garbage.
-
-    It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
-    must start their exchanges in one order, from one thread at a time, and concurrent operations need separate process
-    groups.
-
-    A wait puts the current stream behind the messages and returns. A late or dead peer is therefore detected by the
-    process group's watchdog, after the timeout of the group, which by default ends the process; a `CommError` is raised
-    only for immediate failures.
-    """
-
-    _communicator: Communicator | None = None
-    """`None`: that of the group, whose operations the program orders."""
-
-    def __init__(self, group: dist.ProcessGroup | Backend | Communicator | None) -> None:
-        if isinstance(group, Communicator):
-            super().__init__(group.backend)
-            self._communicator = group
-            group.lend(self)
-        else:
-            super().__init__(group)
-
-    def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] for a buffer that is kept, registered with the communicator if the route says so."""
-        if self._communicator is None or not self._communicator.registers:
-            return super().empty_persistent(nbytes, device)
-        return self._communicator.empty(nbytes)
-
-    def _take_turn(self) -> None:
-        """Put the current stream behind the communicator's last operation."""
-        if self._communicator is not None:
-            self._communicator.turn()
-
-    def _backend(self, device: torch.device) -> Any:
-        return self._group if isinstance(self._group, Backend) else self._group._get_backend(device)
-
-    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Start all `messages` in one batch.
-
-        The first exchange over a group creates its communicator, unless the group was initialised eagerly. That call
-        returns once every rank of the group has called its first exchange.
-        """
-        self._take_turn()
-        batch = [message for message in messages if message.tensor.numel()]
-        if not batch:
-            return Completed()
-        posted = Posted(self.rank, messages, tag)
-        backend = self._backend(batch[0].tensor.device)
-        try:
-            works = _batched(backend, batch, tag) if backend.supports_coalescing else _posted(backend, batch, tag)
-        except RuntimeError as error:
-            raise posted.refused(error) from error
-        return InFlight(works, posted)
-
-
-def _posted(backend: Any, messages: Sequence[Message], tag: int) -> list[dist.Work]:
-    """Post messages one by one, as bytes: NCCL has no 16-bit integers."""
-    return [
-        (backend.send if each.outgoing else backend.recv)([each.tensor.detach().view(torch.uint8)], each.peer, tag)
-        for each in messages
-    ]
-
-
-def _batched(backend: Any, messages: Sequence[Message], tag: int) -> list[dist.Work]:
-    """Post messages as one group of the backend."""
-    assert len(messages) <= MOST_IN_BATCH, f"a batch of {len(messages)} messages may hang"
-    backend._start_coalescing()
-    try:
-        _posted(backend, messages, tag)
-    finally:
-        work = backend._end_coalescing()
-    return [work]
 
 
 class StagedTransport(Transport):

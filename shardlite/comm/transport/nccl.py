@@ -1,17 +1,17 @@
-"""Communicators of NCCL beside that of a process group. Models use them one after the other.
+"""Messages over NCCL, and communicators beside that of a process group. Models use them one after the other.
 
-Gathers and reductions run beside each other and beside the program's own collectives. NCCL matches operations by their
-order alone, so each of the three has its own communicator. One takes memory of the GPU: 52 MiB on an H200 (torch
-2.11.0, NCCL 2.28.9). So the communicator of a model that is gone serves the next model over the same ranks:
+Gathers and reductions run at the same time, and at the same time as the program's own collectives. NCCL matches
+operations by their order alone, so each of the three has its own communicator. One takes memory of the GPU: 52 MiB on
+an H200 (torch 2.11.0, NCCL 2.28.9). So the communicator of a deleted model serves the next model over the same ranks:
 
 - Ranks collect garbage at different times. They tell each other which communicators are free, and take the first that
   is free on all of them.
-- An operation of the former model may still wait for a rank that will never start it. So ranks tell each other how many
-  operations each communicator has begun, too. If the numbers differ it stays unused.
-- The former model may have used another stream. Each operation is put behind the last one (`turn`).
+- An operation of the former model may still wait for a rank that will never start it. So ranks also tell each other how
+  many operations each communicator has begun. If the numbers differ it stays unused.
+- The former model may have used another stream. Each operation is ordered after the last one (`turn`).
 
-Communicators are shut down when the program ends, not when a model is gone: that is a collective call, and garbage is
-collected on any thread.
+Communicators are shut down when the program ends, not when a model is deleted: that is a collective call, and garbage
+is collected on any thread.
 """
 
 import atexit
@@ -29,9 +29,15 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.transport.reconnect import ranks_of, refused
+from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending
+from shardlite.comm.transport.gloo import GroupTransport, InFlight, Posted, global_ranks, refused
 from shardlite.config import Route
 from shardlite.errors import LayoutError
+
+MOST_IN_BATCH = 64
+"""Operations in one group of NCCL. It cuts longer ones into kernels that may differ between ranks, which then wait for
+each other for good (https://github.com/pytorch/pytorch/issues/174288).
+"""
 
 
 class Communicator:
@@ -176,7 +182,7 @@ def _options(group: dist.ProcessGroup, members: Sequence[int], timeout: timedelt
     """Return the options of the group's own communicator, with those of the route."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.config = _backend_of(group).options.config
-    options.global_ranks_in_group = ranks_of(group, members)
+    options.global_ranks_in_group = global_ranks(group, members)
     options.is_high_priority_stream = route.high_priority
     options._timeout = timeout
     if route.max_ctas is not None:
@@ -237,3 +243,79 @@ def _close() -> None:
     """Shut down all communicators, after their last operations. All ranks do so in one order."""
     while _all:
         _all.pop().backend.shutdown()
+
+
+class NcclTransport(GroupTransport, BatchedTransport):
+    """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL, or over a
+    communicator beside it, which the transport has until it is garbage.
+
+    It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
+    must start their exchanges in one order, from one thread at a time, and concurrent operations need separate process
+    groups.
+
+    A wait puts the current stream behind the messages and returns. A late or dead peer is therefore detected by the
+    process group's watchdog, after the timeout of the group, which by default ends the process; a `CommError` is raised
+    only for immediate failures.
+    """
+
+    _communicator: Communicator | None = None
+    """`None`: that of the group, whose operations the program orders."""
+
+    def __init__(self, group: dist.ProcessGroup | Backend | Communicator | None) -> None:
+        if isinstance(group, Communicator):
+            super().__init__(group.backend)
+            self._communicator = group
+            group.lend(self)
+        else:
+            super().__init__(group)
+
+    def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] for a buffer that is kept, registered with the communicator if the route says so."""
+        if self._communicator is None or not self._communicator.registers:
+            return super().empty_persistent(nbytes, device)
+        return self._communicator.empty(nbytes)
+
+    def _take_turn(self) -> None:
+        """Put the current stream behind the communicator's last operation."""
+        if self._communicator is not None:
+            self._communicator.turn()
+
+    def _backend(self, device: torch.device) -> Any:
+        return self._group if isinstance(self._group, Backend) else self._group._get_backend(device)
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        """Start all `messages` in one batch.
+
+        The first exchange over a group creates its communicator, unless the group was initialised eagerly. That call
+        returns once every rank of the group has called its first exchange.
+        """
+        self._take_turn()
+        batch = [message for message in messages if message.tensor.numel()]
+        if not batch:
+            return Completed()
+        posted = Posted(self.rank, messages, tag)
+        backend = self._backend(batch[0].tensor.device)
+        try:
+            works = _batched(backend, batch, tag) if backend.supports_coalescing else _posted(backend, batch, tag)
+        except RuntimeError as error:
+            raise posted.refused(error) from error
+        return InFlight(works, posted)
+
+
+def _posted(backend: Any, messages: Sequence[Message], tag: int) -> list[dist.Work]:
+    """Post messages one by one, as bytes: NCCL has no 16-bit integers."""
+    return [
+        (backend.send if each.outgoing else backend.recv)([each.tensor.detach().view(torch.uint8)], each.peer, tag)
+        for each in messages
+    ]
+
+
+def _batched(backend: Any, messages: Sequence[Message], tag: int) -> list[dist.Work]:
+    """Post messages as one group of the backend."""
+    assert len(messages) <= MOST_IN_BATCH, f"a batch of {len(messages)} messages may hang"
+    backend._start_coalescing()
+    try:
+        _posted(backend, messages, tag)
+    finally:
+        work = backend._end_coalescing()
+    return [work]
