@@ -338,12 +338,13 @@ def _written(stream: files.SummedFile, file: str, name: str, value: Any) -> Iter
         stream.write((value if isinstance(value, io.BytesIO) else pickled(name, value)).getbuffer())
         yield [name, [file, start, stream.size - start]]
         return
-    sharded = isinstance(value, ShardTensor)
-    boxes = list(value.boxes()) if sharded else [((0,) * value.ndim, tuple(value.shape))]
-    local = value.read() if sharded else value
-    for offsets, sizes in boxes:
+    if isinstance(value, ShardTensor):
+        local = value.read()
+        parts = [(offsets, sizes, value.box(offsets, local)) for offsets, sizes in value.boxes()]
+    else:
+        parts = [((0,) * value.ndim, tuple(value.shape), value)]
+    for offsets, sizes, part in parts:
         start = stream.size
-        part = value.box(offsets, local) if sharded else local
         torch.save(_with_own_storage(part.detach().cpu()), cast("IO[bytes]", stream))
         dtype = str(value.dtype).removeprefix("torch.")
         yield [name, [file, start, stream.size - start], dtype, [*value.shape], [*offsets], [*sizes]]
