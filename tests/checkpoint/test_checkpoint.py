@@ -17,7 +17,7 @@ from shardlite.checkpoint import Checkpoint, latest
 from shardlite.checkpoint.reading import read_metadata
 from shardlite.optim.plan import OptimizerLayout
 from shardlite.telemetry import Meter
-from tests.checkpoint.test_checkpoint_faults import names_in
+from tests.support.checkpoints import names_in, same_state
 from tests.support.twins.sharded import same_bits, slow
 
 WIDTH = 24
@@ -107,8 +107,7 @@ class Run:
                 same_bits(name, value, theirs[name])
         mine, its = self.moments(), other.moments()
         assert mine.keys() == its.keys()
-        for name, value in mine.items():
-            same_bits(name, value, its[name])
+        same_state(mine, its)
         for one, another in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
             assert {**one, "params": 0} == {**another, "params": 0}
 
@@ -220,10 +219,8 @@ def test_any_number_of_ranks_stage_and_units_loads_it(cluster, tmp_path, ranks, 
     for number, (world_size, other, changed) in enumerate(others):
         again = tmp_path / str(number)
         for got in cluster.run(loaded_body, world_size, tmp_path / "first", again, other, changed):
-            for name, value in expected.items():
-                same_bits(name, got[name], value)
-        for name, value in cluster.run(whole_moments_body, 1, again)[0].items():
-            same_bits(name, value, moments[name])
+            same_state(expected, got)
+        same_state(cluster.run(whole_moments_body, 1, again)[0], moments)
 
 
 def formats_body(group: Any, path: Path, state: str) -> dict[str, Any]:
@@ -245,8 +242,7 @@ def test_a_state_goes_into_another_format_rounded_once(cluster, tmp_path, state)
         if name.endswith("exp_avg"):
             assert (value - first[name]).abs().max() <= first[name].abs().max() / 64, name
     cluster.run(formats_body, 2, tmp_path / "fp32", state)
-    for name, value in cluster.run(whole_moments_body, 1, tmp_path / state)[0].items():
-        same_bits(name, value, once[name])
+    same_state(cluster.run(whole_moments_body, 1, tmp_path / state)[0], once)
 
 
 def averages_body(group: Any, path: Path) -> None:
@@ -370,8 +366,7 @@ def mistakes_body(group: Any, path: Path) -> None:
     ):
         load(path, run.model, optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9))
     amsgrad = optim.AdamW(run.model.parameters(), amsgrad=True)
-    for name, value in run.model.full_state_dict().items():
-        same_bits(name, value, before[name])
+    same_state(run.model.full_state_dict(), before)
     run.model(torch.arange(6)).sum().backward()
     amsgrad.step()
     save(path, run.model, amsgrad)
@@ -431,8 +426,7 @@ def views_body(group: Any, path: Path, optimizer: str) -> None:
     other = make(1)
     load(path, *other)
     expected, got = train(*straight), train(*other)
-    for name, value in expected.items():
-        same_bits(name, got[name], value)
+    same_state(expected, got)
 
 
 @pytest.mark.parametrize("optimizer", ["NAdam", "Adagrad", *map(slow, ("ASGD", "Rprop"))])

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,17 +17,7 @@ import torch.distributed.checkpoint as dcp
 from shardlite import CheckpointError, load, save
 from shardlite.apps.inspect_checkpoint import inspect
 from shardlite.checkpoint import files, latest
-from tests.checkpoint.test_checkpoint_faults import names_in, run_on, train
-from tests.checkpoint.test_checkpoint_lease import tree
-from tests.support.twins.sharded import same_bits
-
-
-def on_first(group: Any, act: Callable[[], object]) -> None:
-    """Let rank 0 act, between two barriers."""
-    dist.barrier(group)
-    if dist.get_rank(group) == 0:
-        act()
-    dist.barrier(group)
+from tests.support.checkpoints import names_in, on_first, run_on, same_state, train, tree
 
 
 def missing_body(group: Any, path: Path, name: str) -> None:
@@ -44,8 +33,7 @@ def missing_body(group: Any, path: Path, name: str) -> None:
     for place in (path, newest):
         with pytest.raises(CheckpointError, match=rf"step-00000003(/| is damaged: ){name}"):
             load(place, other, its)
-    for name_, value in other.full_state_dict().items():
-        same_bits(name_, value, before[name_])
+    same_state(other.full_state_dict(), before)
     if name not in (files.METADATA, files.MANIFEST):
         return
     for call in (lambda: latest(path), lambda: next(inspect(path))):
@@ -63,8 +51,7 @@ def missing_body(group: Any, path: Path, name: str) -> None:
     assert names_in(path) == [f"step-0000000{step}" for step in range(1, 5)]  # what is damaged may be mended
     assert tree(newest) == damaged
     load(path, other, its)
-    for name_, value in other.full_state_dict().items():
-        same_bits(name_, value, weights[name_])
+    same_state(other.full_state_dict(), weights)
 
 
 @pytest.mark.parametrize("name", [files.METADATA, files.MANIFEST, "__1_0.distcp"])
