@@ -338,12 +338,13 @@ def _written(stream: files.SummedFile, file: str, name: str, value: Any) -> Iter
         stream.write((value if isinstance(value, io.BytesIO) else pickled(name, value)).getbuffer())
         yield [name, [file, start, stream.size - start]]
         return
-    sharded = value if isinstance(value, ShardTensor) else None
-    boxes = list(sharded.boxes()) if sharded is not None else [((0,) * value.ndim, tuple(value.shape))]
-    local = sharded.read() if sharded is not None else value
-    for offsets, sizes in boxes:
+    if isinstance(value, ShardTensor):
+        local = value.read()
+        parts = [(offsets, sizes, value.box(offsets, local)) for offsets, sizes in value.boxes()]
+    else:
+        parts = [((0,) * value.ndim, tuple(value.shape), value)]
+    for offsets, sizes, part in parts:
         start = stream.size
-        part = sharded.box(offsets, local) if sharded is not None else local
         torch.save(_with_own_storage(part.detach().cpu()), cast("IO[bytes]", stream))
         dtype = str(value.dtype).removeprefix("torch.")
         yield [name, [file, start, stream.size - start], dtype, [*value.shape], [*offsets], [*sizes]]

@@ -246,27 +246,6 @@ def test_a_run_whose_ranks_are_killed_ten_times_has_the_same_bits(cluster, tmp_p
     assert_same_weights(tmp_path / "killed" / "run", tmp_path / "straight" / "run")
 
 
-@pytest.mark.slow
-def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
-    """SIGTERM, a scheduler's notice: the step is finished and saved, and nothing stays behind."""
-    before = set(Path("/dev/shm").iterdir())
-    folder = tmp_path / "ended"
-    with started(folder, steps=200) as agent:
-        until(lambda: latest(folder / "run") is not None or agent.poll() is not None)
-        ranks = ranks_of(agent.pid)
-        agent.send_signal(signal.SIGTERM)
-        agent.wait(seconds(60))
-    log = (folder / "log").read_text()
-    step = max(checkpoints_in(folder / "run"))
-    assert f"Stopped by SIGTERM. The run goes on after step {step}, from {folder / 'run'}." in log
-    assert 0 < step < 200
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
-    assert set(Path("/dev/shm").iterdir()) == before
-    with started(folder, steps=step + 2) as agent:
-        assert agent.wait(seconds(240)) == 0, (folder / "log").read_text()[-4000:]
-    assert f"The run goes on after step {step} of {step + 2}" in (folder / "log").read_text()
-
-
 def test_redundancy_takes_a_folder_for_checkpoints() -> None:
     with pytest.raises(ValueError, match="redundancy needs checkpoints: give --checkpoints FOLDER or --save-every N"):
         Settings(redundancy="neighbour")

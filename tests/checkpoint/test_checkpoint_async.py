@@ -7,31 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from shardlite import AdamW, CheckpointError, Precision, ShardLite, async_save, load, save
+from shardlite import CheckpointError, async_save, load, save
 from shardlite.checkpoint import files, latest, saving
-from tests.checkpoint.test_checkpoint_faults import names_in
+from tests.support.checkpoints import names_in, run_on, same_state, train
 from tests.support.patience import seconds
-from tests.support.twins.sharded import same_bits
-
-
-def run_on(group: Any, state: str, seed: int = 0, **options: Any) -> tuple[ShardLite, AdamW]:
-    torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 12), nn.BatchNorm1d(12, affine=False))
-    precision = Precision(master="split24", compute=torch.bfloat16) if state == "int8" else Precision()
-    model = ShardLite(layers, group=group, units=nn.Linear, precision=precision, **options)
-    return model, AdamW(model.parameters(), lr=0.05, state=state)
-
-
-def train(model: ShardLite, optimizer: AdamW, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
-        model(x.to(model.precision.compute)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @contextmanager
@@ -51,22 +32,21 @@ def slow_disk() -> Iterator[threading.Event]:
 
 
 def beside_body(group: Any, path: Path, state: str, stage: int) -> None:
-    model, optimizer = run_on(group, state, stage=stage)
-    train(model, optimizer, range(2))
+    model, optimizer = run_on(group, state=state, stage=stage)
+    train(model, optimizer, 2)
     with slow_disk() as go:
         saved = async_save(path, model, optimizer, {"step": 2}, step=2)
-        train(model, optimizer, range(2, 4))  # while nothing of it is written
+        train(model, optimizer, 2)  # while nothing of it is written
         optimizer.load_state_dict(optimizer.state_dict())  # ranks talk here, as they do in the thread
         assert not saved.done()
         assert latest(path) is None
         go.set()
         assert saved.result() == path / "step-00000002"
-    train(model, optimizer, range(4, 6))
-    other, its = run_on(group, state, seed=1, stage=stage)
+    train(model, optimizer, 2)
+    other, its = run_on(group, 1, state, stage=stage)
     assert load(path, other, its) == {"step": 2}
-    train(other, its, range(2, 6))
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, model.full_state_dict()[name])
+    train(other, its, 4)
+    same_state(other.full_state_dict(), model.full_state_dict())
 
 
 @pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
@@ -76,14 +56,14 @@ def test_training_goes_on_while_the_state_of_the_call_is_written(cluster, tmp_pa
 
 def queue_body(group: Any, path: Path) -> None:
     """The next call waits for the save before; a save that is not waited for is there in the end."""
-    model, optimizer = run_on(group, "fp32")
-    train(model, optimizer, range(1))
+    model, optimizer = run_on(group)
+    train(model, optimizer)
     with slow_disk() as go:
         first = async_save(path, model, optimizer)
         threading.Timer(0.05, go.set).start()
         second = async_save(path, model, optimizer)
         assert first.done()
-        train(model, optimizer, range(1, 2))
+        train(model, optimizer)
         assert save(path, model, optimizer).name == "step-00000002"
         assert second.done()
         third = async_save(path, model, optimizer, keep=2)
@@ -102,8 +82,8 @@ class Bad:
 
 
 def failed_body(group: Any, path: Path) -> None:
-    model, optimizer = run_on(group, "fp32")
-    train(model, optimizer, range(1))
+    model, optimizer = run_on(group)
+    train(model, optimizer)
     whole = async_save(path, model, optimizer).result()
     with pytest.raises(CheckpointError, match=r"'ranks\.1\.extra' holds something that is neither"):
         async_save(path, model, extra={"bad": Bad()} if dist.get_rank(group) else {})
@@ -120,7 +100,7 @@ def failed_body(group: Any, path: Path) -> None:
         failed = async_save(path, model, optimizer)
         with pytest.raises(CheckpointError, match=r"save: rank 1: OSError: no disk"):
             failed.result()
-        train(model, optimizer, range(1, 2))
+        train(model, optimizer)
         with pytest.raises(CheckpointError, match=r"save: rank 1: OSError: no disk"):
             save(path, model, optimizer)  # says so once
     dist.barrier(group)
@@ -135,8 +115,8 @@ def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(cluste
 
 def copied_body(group: Any, path: Path) -> tuple[int, int]:
     """Return how many bytes are copied for a save, and how many this rank keeps."""
-    model, optimizer = run_on(group, "int8")
-    train(model, optimizer, range(1))
+    model, optimizer = run_on(group, state="int8")
+    train(model, optimizer)
     part = saving._file_of(model, optimizer, {}, saving.Peers(model)).copied()
     copied: dict[int, int] = {}
     for value in part.entries.values():

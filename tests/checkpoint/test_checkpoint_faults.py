@@ -14,37 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from shardlite import AdamW, CheckpointError, CommError, ShardLite, load, save
+from shardlite import AdamW, CheckpointError, CommError, load, save
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, files, latest, lease, saving
+from tests.support.checkpoints import names_in, run_on, same_state, train
 from tests.support.patience import seconds
 from tests.support.twins.sharded import same_bits
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64))
-
-
-def run_on(group: Any, seed: int = 0, **options: Any) -> tuple[ShardLite, AdamW]:
-    torch.manual_seed(seed)
-    model = ShardLite(net(), group=group, units=nn.Linear, **options)
-    return model, AdamW(model.parameters())
-
-
-def train(model: ShardLite, optimizer: AdamW, steps: int = 1) -> None:
-    for _ in range(steps):
-        model(torch.ones(2, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def names_in(path: Path) -> list[str]:
-    """Return what is in the folder of a run, beside its lease."""
-    return sorted(each.name for each in path.iterdir() if each.name != lease.NAME)
-
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
@@ -120,14 +97,12 @@ def damaged_body(group: Any, path: Path, harm: Harm) -> None:
     before = (other.full_state_dict(), [value.to_local().clone() for value in _moments(its)])
     with pytest.raises(CheckpointError, match=rf"{place}/{told[0]}"):
         load(path, other, its)
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, before[0][name])
+    same_state(other.full_state_dict(), before[0])
     for value, expected in zip(_moments(its), before[1], strict=True):
         same_bits("moments", value.to_local(), expected)
     load(whole, other, its)
     train(other, its)
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, model.full_state_dict()[name])
+    same_state(other.full_state_dict(), model.full_state_dict())
 
 
 def _moments(optimizer: AdamW) -> list[Any]:
@@ -296,8 +271,7 @@ def full_body(group: Any, path: Path) -> None:
     dist.barrier(group)
     other, its = run_on(group, seed=1)
     load(path, other, its)
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, expected[name])
+    same_state(other.full_state_dict(), expected)
     assert save(path, model, optimizer).name == "step-00000001"
 
 
@@ -331,8 +305,7 @@ def resumed_body(group: Any, path: Path) -> int:
     assert newest.name == files.name_of(step)
     straight, its = run_on(group)
     train(straight, its, step + 1)
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, straight.full_state_dict()[name])
+    same_state(model.full_state_dict(), straight.full_state_dict())
     save(path, model, optimizer, {"step": step + 1}, step=step + 1)
     assert {each.name for each in path.iterdir() if each.name.startswith(".")} <= {lease.NAME}
     return step

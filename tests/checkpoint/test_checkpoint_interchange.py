@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardlite import AdamW, CheckpointError, LayoutError, ShardLite, load, save
 from shardlite.apps import cli
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, export_weights
+from tests.support.checkpoints import same_state
 from tests.support.twins.sharded import same_bits
 
 
@@ -62,8 +63,7 @@ def whole(value: Any) -> Any:
 def assert_same_run(group: Any, model: ShardLite, optimizer: AdamW, other: nn.Module, its: optim.Optimizer) -> None:
     """Compare with a model whose parameters are DTensors or plain, names and moments."""
     expected = {name: whole(value.detach()) for name, value in other.named_parameters()}
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, expected[name])
+    same_state(model.full_state_dict(), expected)
     shards = dict(model.named_parameters())
     parts = model._bridge.shards.parts()
     for name, param in other.named_parameters():
@@ -158,12 +158,10 @@ def plain_dcp_body(group: Any, path: Path, stage: int, state: str) -> None:
     quietly(dcp.load, loaded, checkpoint_id=path)
     other.load_state_dict(loaded["model"])
     resumed.load_state_dict(loaded["optim"])
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, straight[name])
+    same_state(other.full_state_dict(), straight)
     train(model, optimizer)
     train(other, resumed)
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, model.full_state_dict()[name])
+    same_state(other.full_state_dict(), model.full_state_dict())
 
 
 @pytest.mark.parametrize(("stage", "state"), [(3, "fp32"), (3, "int8"), (1, "bf16"), (0, "fp32")])
@@ -182,16 +180,14 @@ def siblings_body(group: Any, path: Path) -> None:
     set_state_dict(other, its, model_state_dict=weights, optim_state_dict=moments)
     train(model, optimizer)
     train(other, its)
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, model.full_state_dict()[name])
+    same_state(other.full_state_dict(), model.full_state_dict())
     for value in weights.values():
         assert isinstance(value, Tensor)
         with pytest.raises(LayoutError, match=r"full_tensor\(\) for the whole"):
             value.sum()
     whole_again = model.full_state_dict()
     set_model_state_dict(other, whole_again, options=StateDictOptions(full_state_dict=True))
-    for name, value in other.full_state_dict().items():
-        same_bits(name, value, whole_again[name])
+    same_state(other.full_state_dict(), whole_again)
 
 
 def test_the_siblings_of_get_model_state_dict_work(cluster, tmp_path):
@@ -235,8 +231,7 @@ def test_weights_go_to_safetensors_files_and_back(cluster, tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'one' / 'model.safetensors'}\n"
     found = load_file(tmp_path / "one" / "model.safetensors")
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        same_bits(name, found[name], value)
+    same_state(expected, found)
     written = export_weights(tmp_path / "run" / "step-00000003", tmp_path / "many", largest=150, dtype=torch.bfloat16)
     assert [path.name for path in written][-2:] == ["model-00003-of-00003.safetensors", "model.safetensors.index.json"]
     index = json.loads(written[-1].read_text())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardlite import CheckpointError, save
 from shardlite.checkpoint import files, latest, lease
-from tests.checkpoint.test_checkpoint_faults import run_on, train
+from tests.support.checkpoints import run_on, train, tree
 from tests.support.patience import seconds, until
 
 DEAD = 2**22 + 1  # above the highest number of a process
@@ -238,10 +238,6 @@ def test_a_lease_that_was_lost_is_not_renewed(tmp_path):
 
 
 # ---- saves ----------------------------------------------------------------------------------------------------------
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(each.relative_to(root)): each.read_bytes() for each in sorted(root.rglob("*")) if each.is_file()}
 
 
 def refused_body(group: Any, path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, CheckpointError, LayoutError, Precision, ShardLite
 from shardlite.params import ShardTensor
+from tests.support.checkpoints import same_state
 from tests.support.twins.sharded import same_bits
 
 Make = Callable[..., optim.Optimizer]
@@ -126,15 +127,10 @@ def whole_body(group: Any, kind: str, stage: int) -> None:
             same(written(part), its_part)
 
 
-@pytest.mark.parametrize("stage", [3, 2, 0])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0), (3, 3)])
 @pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
-def test_whole_tensors_come_out(cluster, kind, stage):
-    cluster.check(whole_body, 2, kind, stage)
-
-
-@pytest.mark.parametrize("kind", ["ours", "groups"])
-def test_whole_tensors_of_three_ranks(cluster, kind):
-    cluster.check(whole_body, 3, kind, 3)
+def test_whole_tensors_come_out(cluster, kind, world_size, stage):
+    cluster.check(whole_body, world_size, kind, stage)
 
 
 def subgroup_body(group: Any) -> None:
@@ -196,8 +192,7 @@ def hybrid_body(group: Any) -> None:
     model, optimizer = trained(mesh, OPTIMIZERS["ours"])
     plain, its = trained(group, OPTIMIZERS["ours"], stage=0)
     got = get_state_dict(model, optimizer, options=StateDictOptions(**FULL))
-    for name, value in plain.full_state_dict().items():
-        same_bits(name, got[0][name], value)
+    same_state(plain.full_state_dict(), got[0])
     fresh, other = trained(mesh, OPTIMIZERS["ours"], 0)
     given = copy.deepcopy(got) if dist.get_rank() == 0 else ({}, {})
     options = StateDictOptions(broadcast_from_rank0=True, **FULL)
@@ -287,36 +282,26 @@ def test_what_is_missing_stays(cluster, stage, broadcast):
 # ---- around a model --------------------------------------------------------------------------------------------------
 
 
-def compiled_body(group: Any) -> None:
-    model, optimizer = trained(group, OPTIMIZERS["ours"])
-    compiled = torch.compile(model, backend="eager")
+def compiled_body(group: Any, before: bool) -> None:
+    """The module is compiled before it is wrapped, or the wrapped model is."""
+    if before:
+        layers = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+        model = passed = ShardLite(torch.compile(layers, backend="eager"), group=group)
+        optimizer: optim.Optimizer = OPTIMIZERS["ours"](model.parameters())
+    else:
+        model, optimizer = trained(group, OPTIMIZERS["ours"])
+        passed = torch.compile(model, backend="eager")
     options = StateDictOptions(**FULL)
-    got = get_state_dict(compiled, optimizer, options=options)
+    got = get_state_dict(passed, optimizer, options=options)
     same(got[0], model.full_state_dict())
-    set_model_state_dict(compiled, {name: torch.zeros_like(each) for name, each in got[0].items()}, options=options)
+    set_model_state_dict(passed, {name: torch.zeros_like(each) for name, each in got[0].items()}, options=options)
     assert not any(value.any() for value in model.full_state_dict().values())
-    set_optimizer_state_dict(compiled, optimizer, got[1], options=options)
+    set_optimizer_state_dict(passed, optimizer, got[1], options=options)
 
 
-def test_a_compiled_model(cluster):
-    cluster.check(compiled_body, 2)
-
-
-def compiled_inside_body(group: Any) -> None:
-    """A module that was compiled before it was wrapped is inside the wrapped model."""
-    torch.manual_seed(0)
-    model = ShardLite(torch.compile(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), backend="eager"), group=group)
-    optimizer = OPTIMIZERS["ours"](model.parameters())
-    got = get_state_dict(model, optimizer, options=StateDictOptions(**FULL))
-    same(got[0], model.full_state_dict())
-    zeros = {name: torch.zeros_like(each) for name, each in got[0].items()}
-    set_model_state_dict(model, zeros, options=StateDictOptions(**FULL))
-    assert not any(value.any() for value in model.full_state_dict().values())
-    set_optimizer_state_dict(model, optimizer, got[1], options=StateDictOptions(**FULL))
-
-
-def test_a_module_that_was_compiled_before(cluster):
-    cluster.check(compiled_inside_body, 2)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_compiled_model(cluster, before):
+    cluster.check(compiled_body, 2, before)
 
 
 def refused_body(group: Any) -> None:

@@ -497,22 +497,6 @@ def test_a_run_of_torchrun_whose_ranks_are_killed_loses_no_step(cluster, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_remains_of_a_run_that_is_ended(tmp_path, end):
-    before = set(Path("/dev/shm").iterdir())
-    with started(tmp_path, *REDUNDANT, steps=500) as agent:
-        until(lambda: newest_of_all(agent.pid, 3) > 0 or agent.poll() is not None)
-        holder, ranks = holder_of(agent.pid), ranks_of(agent.pid)
-        assert holder is not None
-        agent.send_signal(end)
-        agent.wait(seconds(60))
-        for rank in ranks if end == signal.SIGKILL else ():  # they train on, without copies
-            os.kill(rank, signal.SIGKILL)
-    until(lambda: not any(map(is_running, [holder, *ranks])))
-    assert set(Path("/dev/shm").iterdir()) == before
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_started(cluster, tmp_path):
     """Two agents are two hosts: each has its server."""
     with socket.socket() as free:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
+from tests.support.checkpoints import same_state
 from tests.support.internals import context
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.residual import WIDTH, net, square
@@ -412,18 +413,16 @@ def load_body(group, stage):
     with average.swapped():
         for state in (model.full_state_dict(), average.full_state_dict()):
             assert not any(torch.equal(value, trained[name]) for name, value in state.items())
-            for name, value in saved.items():
-                same_bits(name, value, state[name])
+            same_state(saved, state)
     average.update()
     with average.swapped():
         model.load_full_state_dict(saved)
     for rank, whole in enumerate((saved, None)):
         if group.rank() == rank:
             again, now = average.full_state_dict(rank=0), model.full_state_dict()
-            for name, value in trained.items():
-                same_bits(name, now[name], value)
-                if whole:
-                    same_bits(name, again[name], whole[name])
+            same_state(trained, now)
+            if whole:
+                same_state(whole, again)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -520,8 +519,7 @@ def resume_body(group, stage):
         train(*run)
     assert first[2].updates == second[2].updates == 6
     theirs = second[2].full_state_dict()
-    for name, value in first[2].full_state_dict().items():
-        same_bits(name, theirs[name], value)
+    same_state(first[2].full_state_dict(), theirs)
 
 
 def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
@@ -550,8 +548,7 @@ def misfit_body(group):
     ):
         with pytest.raises(LayoutError, match=words):
             average.load_state_dict(wrong)
-    for name, value in average.state_dict()["averages"].items():
-        same_bits(name, value, before[name])
+    same_state(average.state_dict()["averages"], before)
 
 
 def test_a_state_that_does_not_fit_changes_nothing(cluster):
