@@ -78,6 +78,7 @@ def test_functions_that_were_imported_by_name_know_shards(cluster):
     cluster.check(by_name_body, 2)
 
 
+WRAPPED = "from shardlite import ShardLite; from shardlite.engine import install_patches; install_patches()"
 TAUGHT = """
 from torch.distributed.checkpoint import state_dict
 print(*{f.__code__.co_filename for f in vars(state_dict).values() if hasattr(f, "__code__")})
@@ -87,15 +88,15 @@ print(*{f.__code__.co_filename for f in vars(state_dict).values() if hasattr(f, 
 @pytest.mark.parametrize(
     "program",
     [
-        "import torch.distributed.checkpoint.state_dict; from shardlite.engine import install_patches; {}",
-        "from shardlite.engine import install_patches; {}; import torch.distributed.checkpoint.state_dict",
-        "from shardlite.engine import install_patches; {}; from shardlite import save",
+        f"import torch.distributed.checkpoint.state_dict; {WRAPPED}",
+        f"{WRAPPED}; import torch.distributed.checkpoint.state_dict",
+        f"{WRAPPED}; from shardlite import save",
     ],
 )
 def test_functions_for_state_dicts_know_wrapped_models_whenever_they_are_imported(program):
-    done = run_process("-c", program.format("install_patches()") + TAUGHT)
+    done = run_process("-c", program + TAUGHT)
     assert done.status == 0, done.err
-    assert "distributed_state_dict.py" in done.out
+    assert "state_dict_patches.py" in done.out
 
 
 def test_an_import_that_fails_is_followed_when_it_is_tried_again(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from shardlite import AdamW, Route, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.streams import HostWork, ThreadQueue, _work_off
+from shardlite.engine import install_patches
 from shardlite.errors import CommError
 from tests.comm.control.boards import SharedBoard
 from tests.support.models.small import Residual
@@ -172,6 +173,7 @@ def test_it_waits_for_a_call_of_the_library(deferring):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_waits_for_the_step_of_any_optimizer_and_its_hooks(deferring, compiled):
     """The weights have changed when a hook of the program runs, and the library's own hook comes behind it."""
+    install_patches()
     told = []
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
