@@ -24,6 +24,7 @@ from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
 from tests.kernels.adamw_cases import mixed_table, random_state
 from tests.kernels.interpreted.language import quicken
 from tests.kernels.interpreted.ring_ranks import REST
+from tests.support.optim_cases import place_shards
 from tests.support.transports import symmetric_training
 from tests.support.transports.played_symmetric import launches, played, run_memories, run_played
 from tests.support.transports.symmetric_training import STEPS
@@ -31,7 +32,12 @@ from tests.support.twins.plain import RECIPES, Recipe, of
 from tests.support.twins.sharded import slow
 
 # A twin takes the same kernels for its whole parameters: PyTorch's operator has other bits (kernels/README.md).
-BY_KERNELS = {"by-kernels": Recipe(of(AdamW, lr=0.02, weight_decay=0.1))}
+BY_KERNELS = {
+    "by-kernels": Recipe(
+        of(AdamW, lr=0.02, weight_decay=0.1),
+        twin=lambda params: AdamW(place_shards(list(params)), lr=0.02, weight_decay=0.1),
+    )
+}
 
 
 @contextmanager
