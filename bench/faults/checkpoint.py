@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from bench.support.measure import largest, percentile, quantiles, rotated
 from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS
-from bench.support.table import Row, markdown_table, where
+from bench.support.table import Row, titled
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.checkpoint import BLOCK, begin_writeback
@@ -204,22 +204,18 @@ def _nothing(_: object) -> None:
 
 def render(rows: Sequence[Row]) -> str:
     """Return a table for people."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "system": lambda row: row["system"],
+        "seconds": lambda row: f"{row['seconds_p50']:.3f}",
+        "MB/s": lambda row: f"{row['mb_per_s']:.0f}",
+        "/ raw": lambda row: f"{row['vs_raw']:.2f}",
+        "the step waits, s": lambda row: f"{row['stall_p50']:.3f}",
+    }
+    if any("load_p50" in row for row in rows):  # earlier rows lack it
+        columns["load, s"] = lambda row: f"{row['load_p50']:.3f}" if "load_p50" in row else ""
     first = rows[0]
-    loads = any("load_p50" in row for row in rows)  # which earlier rows do not have
-    head = ["system", "seconds", "MB/s", "/ raw", "the step waits, s", *["load, s"][: int(loads)]]
-    lines = [
-        [
-            row["system"],
-            f"{row['seconds_p50']:.3f}",
-            f"{row['mb_per_s']:.0f}",
-            f"{row['vs_raw']:.2f}",
-            f"{row['stall_p50']:.3f}",
-            *[f"{row['load_p50']:.3f}" if "load_p50" in row else ""][: int(loads)],
-        ]
-        for row in rows
-    ]
-    words = f"{first['words']}; {first['bytes'] / 1e6:.0f} MB of weights and moments, {first['ranks']} ranks"
-    return f"{words}; {where(first)}.\n\n{markdown_table([head, *lines])}"
+    nbytes = f"{first['bytes'] / 1e6:.0f} MB of weights and moments"
+    return titled(f"{first['words']}; {nbytes}, {first['ranks']} ranks", columns, rows)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from pathlib import Path
 from bench.support.measure import WARM_UP, quantiles
 from bench.support.ranks import one_of_them, options_of_ranks, report, start_ranks
 from bench.support.systems import build_shardlite
-from bench.support.table import Row, markdown_table, where
+from bench.support.table import Columns, Row, titled
 from bench.support.workloads import WORKLOADS
 from shardlite import CommError
 
@@ -89,16 +89,16 @@ def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namesp
     return max(noticed) - float((folder / "killed").read_text())
 
 
+_COLUMNS: Columns = {
+    "transport": lambda row: f"`{row['transport']}`",
+    "kill to `CommError`, s": lambda row: f"{row['seconds_p50']:.2f}",
+    "p20 to p80": lambda row: f"{row['seconds_p20']:.2f} to {row['seconds_p80']:.2f}",
+}
+
+
 def render(rows: Sequence[Row]) -> str:
     """Return a table for people."""
-    first = rows[0]
-    head = ["transport", "kill to `CommError`, s", "p20 to p80"]
-    lines = [
-        [f"`{row['transport']}`", f"{row['seconds_p50']:.2f}", f"{row['seconds_p20']:.2f} to {row['seconds_p80']:.2f}"]
-        for row in rows
-    ]
-    words = f"{first['words']}; {first['ranks']} ranks, {first['kills']} kills each"
-    return f"{words}; {where(first)}.\n\n{markdown_table([head, *lines])}"
+    return titled("{words}; {ranks} ranks, {kills} kills each".format(**rows[0]), _COLUMNS, rows)
 
 
 def main(arguments: Sequence[str]) -> int:

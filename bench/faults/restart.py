@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from bench.support.ranks import one_of_them, options_of_ranks, report
 from bench.support.systems import SYSTEMS
-from bench.support.table import Row, markdown_table, where
+from bench.support.table import Columns, Row, titled
 from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
 from shardlite.apps.launch import OWN_STORE, torchrun
@@ -117,15 +117,18 @@ def run(way: str, folder: Path, options: argparse.Namespace) -> Row:
     return noted
 
 
+_COLUMNS: Columns = {
+    "from": lambda row: row["way"],
+    "steps taken again": lambda row: str(row["lost"]),
+    "kill to next step, s": lambda row: f"{row['seconds']:.1f}",
+    "of it until load, s": lambda row: f"{row['started']:.1f}",
+    "load, s": lambda row: f"{row['loaded']:.2f}",
+}
+
+
 def render(rows: Sequence[Row]) -> str:
     """Return a table for people."""
-    first = rows[0]
-    head = ["from", "steps taken again", "kill to next step, s", "of it until load, s", "load, s"]
-    lines = [
-        [row["way"], str(row["lost"]), f"{row['seconds']:.1f}", f"{row['started']:.1f}", f"{row['loaded']:.2f}"]
-        for row in rows
-    ]
-    return f"{first['words']}; {first['ranks']} ranks; {where(first)}.\n\n{markdown_table([head, *lines])}"
+    return titled("{words}; {ranks} ranks".format(**rows[0]), _COLUMNS, rows)
 
 
 def main(arguments: Sequence[str]) -> int:

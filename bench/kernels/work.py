@@ -10,6 +10,7 @@ Legend: `S` elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -207,25 +208,32 @@ def _apart(state: State, received: Tensor, own: Tensor, total: Tensor) -> Callab
     return apart
 
 
+def _run(step: Callable[[], object], reference: Callable[..., object], *results: Result, moved: int) -> Run:
+    """Return a run whose reference, given tensors like those of the results, fills them."""
+
+    def expected() -> list[Tensor]:
+        right = [torch.empty_like(result.tensor) for result in results]
+        reference(*right)
+        return right
+
+    return Run(step=step, results=lambda: results, expected=expected, moved=moved, held=moved)
+
+
+def _sums(rows: Tensor, of: Tensor) -> Result:
+    return Result(rows, (stats_block(of) + 3) * 2.0**-24)
+
+
 def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
     def make(numel: int, device: torch.device) -> Run:
         received, own = (gradient(numel, device, dtype, seed) for seed in (5, 6))
         out = torch.empty_like(own)
-        rows = new_stats(out) if with_stats else None
-
-        def expected() -> list[Tensor]:
-            right, right_rows = torch.empty_like(out), None if rows is None else torch.empty_like(rows)
-            hop_reference(right, received, own, 1, right_rows)
-            return [right] if right_rows is None else [right, right_rows]
-
-        sums = [] if rows is None else [Result(rows, (stats_block(out) + 3) * 2.0**-24)]
-        moved = nbytes(received, own, out, rows)
-        return Run(
-            step=lambda: hop(out, received, own, 1, rows),
-            results=lambda: [Result(out), *sums],
-            expected=expected,
-            moved=moved,
-            held=moved,
+        rows = [new_stats(out)] if with_stats else []
+        return _run(
+            lambda: hop(out, received, own, 1, *rows),
+            lambda right, *sums: hop_reference(right, received, own, 1, *sums),
+            Result(out),
+            *(_sums(each, out) for each in rows),
+            moved=nbytes(received, own, out, *rows),
         )
 
     operation = "hop with statistics" if with_stats else "hop"
@@ -237,19 +245,9 @@ def _scale(dtype: torch.dtype, factor: float) -> Work:
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)
-
-        def expected() -> list[Tensor]:
-            right = x.clone()
-            scale_reference(right, by)
-            return [right]
-
-        return Run(
-            step=lambda: scale(x, by),
-            results=lambda: [Result(x)],
-            expected=expected,
-            moved=0 if factor == 1 else 2 * nbytes(x),
-            held=nbytes(x),
-        )
+        moved = 0 if factor == 1 else 2 * nbytes(x)
+        run = _run(lambda: scale(x, by), lambda right: scale_reference(right.copy_(x), by), Result(x), moved=moved)
+        return replace(run, held=nbytes(x))
 
     return Work(system="shardlite", operation=f"scale by {factor:g}", format=NAMES[dtype], make=make)
 
@@ -269,18 +267,12 @@ def _rows(dtype: torch.dtype, *, tree: bool) -> Work:
         rows, out = _draw_rows(numel, device, dtype), torch.empty(numel, device=device)
         first, sums = (None if tree else 1), new_stats(out)
 
-        def expected() -> list[Tensor]:
-            right, right_sums = torch.empty_like(out), torch.empty_like(sums)
-            add_rows_reference(right, rows, first, DIVISOR, right_sums)
-            return [right, right_sums]
-
-        moved = nbytes(rows, out, sums)
-        return Run(
-            step=lambda: add_rows(out, rows, first, DIVISOR, sums),
-            results=lambda: [Result(out), Result(sums, (stats_block(out) + 3) * 2.0**-24)],
-            expected=expected,
-            moved=moved,
-            held=moved,
+        return _run(
+            lambda: add_rows(out, rows, first, DIVISOR, sums),
+            lambda right, right_sums: add_rows_reference(right, rows, first, DIVISOR, right_sums),
+            Result(out),
+            _sums(sums, out),
+            moved=nbytes(rows, out, sums),
         )
 
     order = "as a tree" if tree else "in ring order"
@@ -317,20 +309,8 @@ def _rows_adamw(master: str, moments: str, wire: torch.dtype) -> Work:
 def _stats(dtype: torch.dtype) -> Work:
     def make(numel: int, device: torch.device) -> Run:
         x = gradient(numel, device, dtype)
-        rows = new_stats(x)
-
-        def expected() -> list[Tensor]:
-            right = torch.empty_like(rows)
-            stats_reference(x, right)
-            return [right]
-
-        return Run(
-            step=lambda: stats(x, rows),
-            results=lambda: [Result(rows, (stats_block(x) + 3) * 2.0**-24)],
-            expected=expected,
-            moved=nbytes(x, rows),
-            held=nbytes(x, rows),
-        )
+        rows, moved = new_stats(x), nbytes(x, new_stats(x))
+        return _run(lambda: stats(x, rows), lambda right: stats_reference(x, right), _sums(rows, x), moved=moved)
 
     return Work(system="shardlite", operation="statistics", format=NAMES[dtype], make=make)
 
@@ -346,19 +326,12 @@ def _quantize(dtype: torch.dtype) -> Work:
     def make(numel: int, device: torch.device) -> Run:
         codes, scales = _codes(numel, device)
         source = gradient(len(codes), device, dtype)
-
-        def expected() -> list[Tensor]:
-            right = torch.empty_like(codes), torch.empty_like(scales)
-            quantize_reference(*right, source)
-            return [*right]
-
-        moved = nbytes(source, codes, scales)
-        return Run(
-            step=lambda: quantize(codes, scales, source),
-            results=lambda: [Result(codes), Result(scales)],
-            expected=expected,
-            moved=moved,
-            held=moved,
+        return _run(
+            lambda: quantize(codes, scales, source),
+            lambda *right: quantize_reference(*right, source),
+            Result(codes),
+            Result(scales),
+            moved=nbytes(source, codes, scales),
         )
 
     return Work(system="shardlite", operation="quantize", format=f"{NAMES[dtype]} to 8 bits", make=make)
@@ -369,19 +342,11 @@ def _dequantize(dtype: torch.dtype) -> Work:
         codes, scales = _codes(numel, device)
         quantize_reference(codes, scales, gradient(len(codes), device, torch.float32))
         out = torch.empty(len(codes), dtype=dtype, device=device)
-
-        def expected() -> list[Tensor]:
-            right = torch.empty_like(out)
-            dequantize_reference(right, codes, scales)
-            return [right]
-
-        moved = nbytes(codes, scales, out)
-        return Run(
-            step=lambda: dequantize(out, codes, scales),
-            results=lambda: [Result(out)],
-            expected=expected,
-            moved=moved,
-            held=moved,
+        return _run(
+            lambda: dequantize(out, codes, scales),
+            lambda right: dequantize_reference(right, codes, scales),
+            Result(out),
+            moved=nbytes(codes, scales, out),
         )
 
     return Work(system="shardlite", operation="dequantize", format=f"8 bits to {NAMES[dtype]}", make=make)
@@ -390,19 +355,11 @@ def _dequantize(dtype: torch.dtype) -> Work:
 def _make_split(numel: int, device: torch.device) -> Run:
     source = numbers(numel, device, 2)
     parts = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(source, dtype=torch.int8)
-
-    def expected() -> list[Tensor]:
-        right = [torch.empty_like(part) for part in parts]
-        split_reference(*right, source)
-        return right
-
-    moved = nbytes(source, *parts)
-    return Run(
-        step=lambda: split(*parts, source),
-        results=lambda: [Result(part) for part in parts],
-        expected=expected,
-        moved=moved,
-        held=moved,
+    return _run(
+        lambda: split(*parts, source),
+        lambda *right: split_reference(*right, source),
+        *map(Result, parts),
+        moved=nbytes(source, *parts),
     )
 
 
@@ -410,28 +367,12 @@ def _make_join(numel: int, device: torch.device) -> Run:
     out = numbers(numel, device, 2)
     parts = torch.empty_like(out, dtype=torch.bfloat16), torch.empty_like(out, dtype=torch.int8)
     split_reference(*parts, out)
-
-    def expected() -> list[Tensor]:
-        right = torch.empty_like(out)
-        join_reference(right, *parts)
-        return [right]
-
     moved = nbytes(out, *parts)
-    return Run(
-        step=lambda: join(out, *parts), results=lambda: [Result(out)], expected=expected, moved=moved, held=moved
-    )
+    return _run(lambda: join(out, *parts), lambda right: join_reference(right, *parts), Result(out), moved=moved)
 
 
 def _make_cast(numel: int, device: torch.device) -> Run:
     source = numbers(numel, device, 2)
     out = torch.empty_like(source, dtype=torch.bfloat16)
-
-    def expected() -> list[Tensor]:
-        right = torch.empty_like(out)
-        cast_reference(right, source)
-        return [right]
-
     moved = nbytes(source, out)
-    return Run(
-        step=lambda: cast(out, source), results=lambda: [Result(out)], expected=expected, moved=moved, held=moved
-    )
+    return _run(lambda: cast(out, source), lambda right: cast_reference(right, source), Result(out), moved=moved)

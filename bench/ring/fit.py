@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+import numpy as np
+
 from shardlite.apps.plan.clusters import LinkCost, Operation
 from shardlite.comm.schedule import all_gather, reduce_scatter
 from shardlite.comm.transfers import Schedule
@@ -123,38 +125,23 @@ def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
 
     Each set of costs that are not zero is tried, small sets first: a cost without effect stays zero.
     """
-    width = len(terms[0])
-    best, least = [0.0] * width, float(len(terms))
-    for count in range(1, width + 1):
-        for used in combinations(range(width), count):
-            costs = _solve([[row[i] for i in used] for row in terms])
-            if costs is None or min(costs) < 0:
-                continue
-            full = [0.0] * width
-            for i, cost in zip(used, costs, strict=True):
-                full[i] = cost
-            error = sum((sum(t * c for t, c in zip(row, full, strict=True)) - 1) ** 2 for row in terms)
-            if error < least * (1 - 1e-6) - 1e-12:
-                best, least = full, error
-    return best
+    table = np.array(terms)
+    best, least = np.zeros(table.shape[1]), float(len(table))
+    for count in range(1, len(best) + 1):
+        for used in map(list, combinations(range(len(best)), count)):
+            costs = np.zeros_like(best)
+            costs[used] = _solve(table[:, used])
+            error = float(((table @ costs - 1) ** 2).sum())
+            if costs.min() >= 0 and error < least * (1 - 1e-6) - 1e-12:
+                best, least = costs, error
+    found: list[float] = best.tolist()
+    return found
 
 
-def _solve(terms: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return the least-squares solution of `terms @ x = 1` by its normal equations, or `None` if it is not unique."""
-    width = range(len(terms[0]))
-    scale = [sum(row[i] ** 2 for row in terms) ** 0.5 for i in width]
-    if min(scale) == 0:
-        return None
-    table = [
-        [sum(row[i] * row[j] for row in terms) / (scale[i] * scale[j]) for j in width]
-        + [sum(row[i] for row in terms) / scale[i]]
-        for i in width
-    ]
-    for i in width:  # the matrix is positive definite: no pivots are needed
-        if table[i][i] < 1e-9:
-            return None
-        for j in width:
-            if j != i:
-                factor = table[j][i] / table[i][i]
-                table[j] = [a - factor * b for a, b in zip(table[j], table[i], strict=True)]
-    return [table[i][-1] / table[i][i] / scale[i] for i in width]
+def _solve(table: np.ndarray) -> np.ndarray:
+    """Return the least-squares solution of `table @ x = 1`, or NaN if it is not unique."""
+    scale = np.linalg.norm(table, axis=0)
+    if not scale.all():
+        return scale * np.nan
+    solution, _, rank, _ = np.linalg.lstsq(table / scale, np.ones(len(table)), rcond=3e-5)
+    return np.asarray(solution / scale if rank == len(scale) else scale * np.nan)

@@ -142,6 +142,11 @@ def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
 
 
+def titled(words: str, columns: Columns, rows: Sequence[Row]) -> str:
+    """Return a table of rows under a line that says what was measured, and where."""
+    return f"{words}; {where(rows[0])}.\n\n{markdown_table(cells_of(columns, rows))}"
+
+
 def differences(rows: Sequence[Row]) -> str:
     """Return an aligned table of the keys in which rows differ: of any bench, for a terminal."""
     keys = dict.fromkeys(key for row in rows for key in row)

@@ -124,8 +124,8 @@ def project(tmp_path, monkeypatch):
     """A checkout with a module and its tests."""
     if shutil.which("git") is None:
         pytest.skip("needs git, which lists the files to copy")
-    for name, text in (("shardlite/module.py", SOURCE), ("tests/test_module.py", TESTS)):
-        (tmp_path / name).parent.mkdir()
+    for name, text in (("shardlite/module.py", SOURCE), ("tests/test_module.py", TESTS), ("shardlite/__init__.py", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
