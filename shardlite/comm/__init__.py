@@ -2,7 +2,7 @@
 
 In: a 1-D tensor, a `Transport`, and the name of the operation. Out: the tensor gathered, or reduced in the order of the
 ring, with the same bits on every rank. `schedule.py` writes an algorithm as the data of `transfers.py`, `executor.py`
-executes them, `streams.py` runs operations beside the computation. Read `collectives.py` first.
+executes them, `streams.py` overlaps operations with the computation. Read `collectives.py` first.
 """
 
 from shardlite.comm import schedule
@@ -20,7 +20,7 @@ from shardlite.comm.collectives import (
     staging_numel,
 )
 from shardlite.comm.consensus import GroupLike, Ranks, agree, identify, ranks_of
-from shardlite.comm.context import SPARE, Context, WeightVersion, share
+from shardlite.comm.context import SPARE, Context, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.executor import BLOCK
 from shardlite.comm.operation import Operation
@@ -28,7 +28,7 @@ from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory
 from shardlite.comm.shm.rendezvous import host_name
 from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, make_queue
-from shardlite.comm.traffic import Sent, Traffic
+from shardlite.comm.traffic import Sent
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import over_gloo

@@ -48,10 +48,10 @@ def staging_numel(
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    This is two chunks; over a batched transport, which receives whole pieces, all that arrives in one step; over a
-    transport that lends, room for the sum of several messages if a rank adds several at a time; and over collectives of
-    a process group a row of each rank, or of the other one of two. Chunks are multiples of `grain` elements: of a block
-    of statistics, if the reduction computes them.
+    This is two chunks. Over a batched transport, which receives whole pieces, it is all that arrives in one step. Over
+    a transport that lends, it is the sum of several messages if a rank adds several at a time. Over collectives of a
+    process group, it is a row of each rank, or of the other one of two. Chunks are multiples of `grain` elements: of a
+    block of statistics, if the reduction computes them.
 
     Raises:
         LayoutError: as `segment_bounds`.

@@ -105,7 +105,7 @@ def agree(
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     for group in groups.all:
         rows = all_gather_json(group, (found, digest), what, timeout)
-        reported = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(rows) if said is not None), None)
+        reported = next((f"rank {rank}: {error}" for rank, (error, _) in enumerate(rows) if error is not None), None)
         if reported is None and len({each for _, each in rows}) > 1:
             reported = _first_difference(all_gather_json(group, list(facts), what, timeout))
         found = found or reported
@@ -134,9 +134,9 @@ def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
     assert world is not None, "models are wrapped over process groups"
     own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))
     for group in groups.all:
-        told = [Identity(*each) for each in all_gather_json(group, own, "the number of a model", timeout)]
-        first = min(told, key=lambda each: each.first)
-        own = first._replace(number=max(each.number for each in told))
+        everyone = [Identity(*each) for each in all_gather_json(group, own, "the number of a model", timeout)]
+        first = min(everyone, key=lambda each: each.first)
+        own = first._replace(number=max(each.number for each in everyone))
     _latest[world] = own.number
     return own
 

@@ -35,7 +35,7 @@ from shardlite.telemetry import Held, Ledger, Trace
 SPARE = 32 << 20
 """Bytes of free shared memory that may keep their pages at the end of a backward, for the next step.
 
-To have pages back takes about 1 ms per MiB on a CPU (measured with two ranks on two cores).
+Reallocating pages costs about 1 ms per MiB on a CPU (measured with two ranks on two cores).
 """
 
 MANY = 16
@@ -63,12 +63,12 @@ class Context:
     """To the ranks that hold the same shards, or `None` (hybrid sharding)."""
 
     reducing: tuple[Transport, Transport | None]
-    """Both transports for reductions, which run beside gathers in no fixed order. NCCL and whole collectives have no
+    """Both transports for reductions, which overlap with gathers in no fixed order. NCCL and whole collectives have no
     tags, so they need separate connections for them.
     """
 
     inline: tuple[Transport, Transport | None]
-    """Both transports for operations that the program's thread runs itself, beside those of the queues. They are small
+    """Both transports for operations that the program's thread runs itself, not on a queue. They are small
     or rare, so they do not go over symmetric memory.
 
     Over NCCL they are operations of the program's own communicator. That is safe where a gather would not be: a gather

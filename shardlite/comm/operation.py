@@ -1,4 +1,4 @@
-"""The name of a collective: what tells its messages from others, counts them, and explains its errors."""
+"""The name of a collective: it distinguishes its messages, counts them, and explains its errors."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -67,7 +67,7 @@ class Running(NamedTuple):
         reports = self.operation.reports
         if reports is not None:
             if reports.failed:
-                why = f"not begun, for this rank has failed before: {reports.failed}"
+                why = f"not started, because this rank has failed before: {reports.failed}"
                 raise CommError(f"{self}: {why}{reports.compare(str(self), why)}")
             reports.begin(self)
 

@@ -186,7 +186,7 @@ class _Chain(Steps):
         return Exchange(self._sent_by(t, d), self._sent_by(t, d - 1) if d else ())
 
     def _sent_by(self, t: int, d: int) -> tuple[Transfer, ...]:
-        """Return what the rank `d` places behind the source sends."""
+        """Return what the rank `d` places after the source sends."""
         if d == self.world_size - 1 or not 0 <= t - d < self.parts:
             return ()
         return (Transfer((self.source + d) % self.world_size, (self.source + d + 1) % self.world_size, 0, t - d),)

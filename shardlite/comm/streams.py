@@ -72,19 +72,19 @@ class StreamQueue(Protocol):
     """Runs operations one after the other."""
 
     on_stream: bool
-    """Whether operations run on a stream of a GPU, so that the host may free or reuse what they use behind them."""
+    """Whether operations run on a stream of a GPU, so that the host may free or reuse their memory in stream order."""
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
         """Queue `operations`. They start after those before them, and after the caller's computation so far.
 
-        With `behind`, they wait for that computation up to this moment only.
+        With `behind`, they wait for that computation only up to this moment.
         """
 
     def moment(self) -> Moment | None:
         """Return this moment of the caller's computation. A host computes at once, and has none."""
 
     def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
-        """Allocate and launch on the queue's stream within the block, behind a moment. A host has no streams."""
+        """Allocate and launch on the queue's stream within the block, after a moment. A host has no streams."""
 
 
 def make_queue(
@@ -213,7 +213,7 @@ class ThreadQueue:
         weakref.finalize(self, _end, self._queue, thread, reports, farewell)
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> HostWork:
-        """Queue `operations`. They start after those before them. If one fails, those behind it are not run.
+        """Queue `operations`. They start after those before them. If one fails, the rest are not run.
 
         Raises:
             CommError: this is a forked child, which does not have the thread.
@@ -252,7 +252,7 @@ def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
             with work:
                 for operation in operations:
                     operation()
-                del operation, operations, job  # who waited for the work may measure memory: its buffers are gone
+                del operation, operations, job  # a caller that waited may measure memory
             del work
 
 
@@ -314,7 +314,7 @@ class ProgramStreams:
     def move_home(self) -> torch.cuda.Stream | None:
         """Make the current stream the home stream; return it if it was not before. To be called between passes.
 
-        It is behind the former one, which may still read what is in caches.
+        It waits for the former one, which may still read cached memory.
         """
         other = self.other()
         if other is not None and self._home is not None and not self.captures():
@@ -332,13 +332,13 @@ class ProgramStreams:
         return None if current == self._home else current
 
     def at_home(self) -> AbstractContextManager[None]:
-        """Work on the home stream, behind the current stream. The current stream is behind that work afterwards."""
+        """Work on the home stream, after the current stream, which then waits for that work."""
         other = self.other()
         return _IS_HOME if other is None else self.across(other)
 
     @contextmanager
     def across(self, other: torch.cuda.Stream) -> Iterator[None]:
-        """Work on the home stream, behind `other`, which is behind that work afterwards."""
+        """Work on the home stream, after `other`, which then waits for that work."""
         home = self._home
         assert home is not None, "there is another one"
         home.wait_stream(other)
@@ -347,12 +347,12 @@ class ProgramStreams:
         other.wait_stream(home)
 
     def wait_for(self, other: torch.cuda.Stream) -> None:
-        """Put the home stream behind another one."""
+        """Let the home stream wait for another one."""
         if self._home is not None:
             self._home.wait_stream(other)
 
     def take(self, tensor: Tensor) -> None:
-        """Record that the home stream uses a tensor of another stream: its memory is freed only behind both."""
+        """Record that the home stream uses a tensor of another stream: its memory is freed only after both."""
         if self._home is not None:
             tensor.record_stream(self._home)
 
@@ -364,8 +364,9 @@ class CudaStreamQueue:
     """Runs operations on a separate stream. `thread` launches them if that has to wait for messages.
 
     Memory is safe without `record_stream`. A tensor that an operation uses was allocated on the caller's stream, whose
-    work so far the operation waits for; and the caller frees or reuses it only after `wait()`, when its stream is
-    behind the operation. A caller that is gone, with operations in flight, is put behind them when the queue is freed.
+    work so far the operation waits for. The caller frees or reuses it only after `wait()`, when its stream is ordered
+    after the operation. If the caller was deleted with operations in flight, its stream waits for them when the queue
+    is freed.
     Memory that is allocated in `stream()` belongs to the queue's stream: operations may use it after it was freed.
     """
 
@@ -380,7 +381,7 @@ class CudaStreamQueue:
         weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before any memory of the model is freed
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Queue `operations` behind the work submitted to the current stream so far, or up to the moment `behind`."""
+        """Queue `operations` after the work submitted to the current stream so far, or up to the moment `behind`."""
         begin = behind or self.moment()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -405,7 +406,7 @@ class CudaStreamQueue:
 
     @contextmanager
     def stream(self, behind: Moment | None = None) -> Iterator[None]:
-        """Make the queue's stream the current one within the block, behind a moment of the caller's computation."""
+        """Make the queue's stream the current one within the block, after a moment of the caller's computation."""
         if behind is None and torch.cuda.is_current_stream_capturing():
             behind = self.moment()  # memory of a captured graph is allocated on streams that are captured, too
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

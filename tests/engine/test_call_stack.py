@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardlite
-from shardlite import CommError, ShardLite
+from shardlite import CommError, Route, ShardLite
 from shardlite.comm import collectives
 from shardlite.comm.operation import Operation
 from shardlite.comm.shm import mailbox
@@ -189,7 +189,7 @@ def shared_memory_body(group: Any) -> dict[str, list[str]]:
             seen.setdefault("sum", [*names[names.index(TO_THE_SUM[0]) :], "the kernel"])
         return hop(*arguments)
 
-    model = ShardLite(net(), units=nn.Linear, group=group, transport="shared_memory")
+    model = ShardLite(net(), units=nn.Linear, group=group, route=Route(transport="shared_memory"))
     for _ in range(2):  # in the first pass ranks negotiate
         model(torch.ones(2, 4)).sum().backward()
     with patched(mailbox, "_system", system), patched(collectives, "hop", add):

@@ -120,7 +120,7 @@ class FailureReports:
         self._first: dict[int, tuple[int, str]] = {}  # by rank: beat and text of its first report equal to the current
         self._deadlock_reason = ""
         self.verdict: CommError | None = None
-        """What ends all waits of this rank: an error of an operation that runs beside those that it waits in."""
+        """What ends all waits of this rank: an error of an operation that nothing waits in."""
 
         self.failed = ""
         """Why this rank has failed permanently, or `""`. A failed rank takes part in no further operation."""
@@ -194,7 +194,7 @@ class FailureReports:
         return self._deadlock_reason
 
     def missing_rank(self) -> str:
-        """Return which other rank will come to nothing more, and why, or `""`. May be called on any thread."""
+        """Return the rank that will not respond again, and why, or `""`. May be called on any thread."""
         gone = next((other for other in self._others if self._is_gone(other)), None)
         return self._failure() or ("" if gone is None else f"rank {gone} is gone: its process has ended")
 

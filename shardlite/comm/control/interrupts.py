@@ -10,7 +10,7 @@ in a hook, between two calls. A call that waits for other ranks is interrupted a
 takes part in nothing more. The same holds for a second Ctrl-C.
 
 The step of any optimizer counts as a call of the library. Between the change of the weights and the hook that reports
-it, an interrupt would leave this rank a step ahead of what it tells the others, and they would go on with its weights.
+it, an interrupt would leave this rank a step ahead of what it reports to the others, and they would use its weights.
 
 Only Python's default handler is replaced. A program's own handler is left in place.
 """

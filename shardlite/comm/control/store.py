@@ -47,15 +47,15 @@ class BoundedStore:
     """A store whose calls end within a limit. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
-        self.told: Counter[str] = Counter()
-        """By the name of a group, and of a thread: number of `all_gather_json` calls."""
+        self.calls: Counter[str] = Counter()
+        """Number of `all_gather_json` calls, by the name of a group and of a thread."""
 
         self._owner = Owner()
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._late: Future[Any] | None = None
         # A daemon: a process must not wait for a call that never returns.
-        Thread(target=_answer, args=(store, self._calls), name="shardlite-store", daemon=True).start()
-        weakref.finalize(self, self._calls.put, None).atexit = False
+        Thread(target=_answer, args=(store, self._queue), name="shardlite-store", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def ask(self, call: Callable[[Store], T], limit: float) -> T:
         """Return `call(store)`.
@@ -69,14 +69,14 @@ class BoundedStore:
         if late is not None and not late.done():
             raise CommError(_SILENT)
         future: Future[T] = Future()
-        self._calls.put((future, call))
+        self._queue.put((future, call))
         try:
             return future.result(limit)
         except FutureTimeoutError:
             self._late = future
             raise CommError(f"{_SILENT} (waited {limit:g} s)") from None
         except RuntimeError as error:  # the connection is lost
-            raise CommError(f"the store of the process group is gone with the process that kept it: {error}") from error
+            raise CommError(f"the process that keeps the store of the process group has ended: {error}") from error
 
 
 def _answer(store: Store, calls: "SimpleQueue[_Call | None]") -> None:
@@ -113,29 +113,29 @@ def all_gather_json(
 ) -> list[Any]:
     """Return what every rank of `group` passes as `mine`, in JSON types. Collective; errors name it by `what`.
 
-    Calls that different threads of a rank make at the same time have different names for their `thread`. In long waits
-    `missing` is asked which rank will not come, and the wait ends if it says so.
+    Calls that different threads of a rank make at the same time have different names for their `thread`. A long wait
+    ends if `missing()` returns which rank will not arrive.
 
     Raises:
         CommError: a rank did not arrive within `timeout`, or the store does not answer.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     # The random number distinguishes this list from one left in the store by an earlier group of the same name.
-    said = json.dumps([secrets.token_hex(8), mine])
+    entry = json.dumps([secrets.token_hex(8), mine])
     if world_size == 1:
-        return [json.loads(said)[1]]
+        return [json.loads(entry)[1]]
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None, "it has ranks"
     store, limit = bounded_store(), timeout.total_seconds()
     place = f"{everyone.group_name}/{thread}" if thread else everyone.group_name
-    number = store.told[place] = store.told[place] + 1
+    number = store.calls[place] = store.calls[place] + 1
     where = f"shardlite/{place}"
     entries = [f"{where}/{number}/{each}" for each in range(world_size)]
     deadline = time.monotonic() + limit
     try:
-        store.ask(lambda given: given.set(entries[rank], said), limit)
+        store.ask(lambda given: given.set(entries[rank], entry), limit)
         if rank > 0:
-            rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, said), deadline, missing)
+            rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, entry), deadline, missing)
         else:
             rows = _await(store, lambda given: _all_of(given, entries), deadline, missing)
             store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
@@ -146,8 +146,8 @@ def all_gather_json(
         absent = [each for each, key in enumerate(entries) if not store.ask(partial(_all_of, entries=[key]), limit)]
         who = "rank" if len(absent) == 1 else "ranks"
         raise CommError(
-            f"{what}: rank {rank} has waited {limit:g} s for {who} {', '.join(map(str, absent)) or '0'} to come to it. "
-            "Every rank of the group has to; is one late, give a longer timeout="
+            f"{what}: rank {rank} timed out after {limit:g} s waiting for {who} {', '.join(map(str, absent)) or '0'}. "
+            "Every rank of the group must call it; if one is late, pass a longer timeout="
         ) from None
     except CommError as error:
         raise CommError(f"{what}: rank {rank}: {error}") from error
@@ -159,7 +159,7 @@ def _await(
     """Call `look` repeatedly, and return its first result that is not empty.
 
     Raises:
-        CommError: `missing` has said why there will be none.
+        CommError: `missing()` returned why there will be none.
         TimeoutError: there is none before the deadline.
         KeyboardInterrupt: Ctrl-C is pending.
     """
@@ -184,10 +184,10 @@ def _all_of(store: Store, entries: Sequence[str]) -> Sequence[str]:
     return [row.decode() for row in store.multi_get(list(entries))] if store.check(list(entries)) else []
 
 
-def _list_with(store: Store, key: str, rank: int, said: str) -> Sequence[str]:
+def _list_with(store: Store, key: str, rank: int, entry: str) -> Sequence[str]:
     """Return the list if it is set and contains this rank's entry, else `[]`."""
     rows: list[str] = json.loads(store.get(key)) if store.check([key]) else []
-    return rows if len(rows) > rank and rows[rank] == said else []
+    return rows if len(rows) > rank and rows[rank] == entry else []
 
 
 _SILENT = (

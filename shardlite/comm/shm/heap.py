@@ -1,4 +1,4 @@
-"""Memory of one rank that other ranks on its host can read. It has no file name, so nothing is left behind.
+"""Memory of one rank that other ranks on its host can read. It has no file name: nothing remains after the process.
 
 The address range is as large as the machine's memory, but takes pages only where it was written; it is not bounded by
 the size of `/dev/shm`. A freed block keeps its pages for the next block, since allocating pages costs more than the
@@ -110,7 +110,7 @@ class _Spans:
 
 
 class _Life(weakref.ref["ctypes.Array[ctypes.c_char]"]):
-    """A weak reference to a block, which tells when it dies. (`weakref.finalize` costs far more.)"""
+    """A weak reference to a block, with a callback for its end. (`weakref.finalize` costs far more.)"""
 
     __slots__ = ("length", "start")
     start: int
@@ -162,7 +162,7 @@ def physical_memory() -> int:
 def make_memory(nbytes: int) -> int:
     """Make shared memory without a name, and return its descriptor. It takes pages only as it is written.
 
-    Its size is sealed, because a process that reads behind the end of a shrunk file is killed.
+    Its size is sealed, because a process that reads past the end of a shrunk file is killed.
     """
     descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, nbytes)
@@ -211,10 +211,10 @@ class Heap(Mapping):
         return os.fstat(self.descriptor).st_blocks * 512
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate a block of uninitialised bytes, [nbytes]. It is freed when no tensor views it any more. Thread-safe.
+        """Allocate a block of uninitialized bytes, [nbytes]. It is freed when no tensor views it any more. Thread-safe.
 
         Raises:
-            CommError: there is no room, or this is a forked child.
+            CommError: there is no free range of this size, or this is a forked child.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)

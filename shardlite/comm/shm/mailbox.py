@@ -163,7 +163,7 @@ class Control:
 
 
 class Receipts:
-    """Receipts behind the control words of this rank's heap. Other ranks write them when they have taken a message."""
+    """Receipts, after the control words of this rank's heap. Other ranks write them when they have taken a message."""
 
     def __init__(self, mapping: Mapping, world_size: int) -> None:
         start = _control_words(world_size)

@@ -76,7 +76,7 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
         or len(set(map(str, starts))) < len(starts)
     ):
         raise LayoutError(
-            "algorithm='hierarchical' takes the same number of ranks on each host, in consecutive order; "
+            "algorithm='hierarchical' requires the same number of ranks on each host, numbered consecutively; "
             f"got {[str(host)[:8] for host in hosts]}"
         )
     return node
@@ -90,7 +90,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
             heap = Heap(control_nbytes(world_size))
             address = _publish(heap)
         except OSError as error:
-            why_not = f"this system gives no shared memory: {error}"
+            why_not = f"this system provides no shared memory: {error}"
     rows = all_gather_json(group, (why_not, _reach(), address), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if why_not:  # `p2p` was not requested
@@ -106,7 +106,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
         neighbours = _open_all(rank, heap, [row[2] for row in rows])
     except OSError as error:
         failure = f"rank {rank} cannot open the memory of the others: {error}"
-    failures = "; ".join(said for said in all_gather_json(group, failure, "memory of one host", timeout) if said)
+    failures = "; ".join(each for each in all_gather_json(group, failure, "memory of one host", timeout) if each)
     if failures:
         log.warning("no shared memory between the ranks of this host: %s", failures)
         return Rendezvous(None, failures)
@@ -151,12 +151,12 @@ def _open_all(rank: int, heap: Heap, addresses: Sequence[_Address]) -> Neighbour
     Raises:
         OSError: that of one cannot be opened.
     """
-    watch = _Watch()
-    mappings = [heap if peer == rank else Mapping(watch.open(peer, at)) for peer, at in enumerate(addresses)]
-    return Neighbours(rank, heap, mappings, watch)
+    alive = _Alive()
+    mappings = [heap if peer == rank else Mapping(alive.open(peer, at)) for peer, at in enumerate(addresses)]
+    return Neighbours(rank, heap, mappings, alive)
 
 
-class _Watch:
+class _Alive:
     """Detects the end of a peer's process by the lock on its memory. Thread-safe."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class _Watch:
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         self._descriptors[peer] = descriptor
         if list(_identity(descriptor)) != identity or not has_fixed_size(descriptor):
-            raise OSError(f"process {process} has something else than memory of rank {peer} as descriptor {number}")
+            raise OSError(f"descriptor {number} of process {process} is not the memory of rank {peer}")
         return descriptor
 
     def __call__(self, peer: int) -> bool:

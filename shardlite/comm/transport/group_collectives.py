@@ -226,7 +226,7 @@ def _synchronous(options: Any) -> Any:
 
 _GATHER = _synchronous(c10d.AllgatherOptions())
 _EXCHANGE = _synchronous(c10d.AllToAllOptions())
-_EXCHANGE_ASYNC = c10d.AllToAllOptions()  # on NCCL's own stream, behind the current stream's work so far
+_EXCHANGE_ASYNC = c10d.AllToAllOptions()  # on NCCL's own stream, after the current stream's work so far
 _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
 _LARGEST = _synchronous(c10d.AllreduceOptions())
@@ -301,9 +301,9 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     ) -> Iterator[tuple[int, Tensor, Pending]]:
         """Start to exchange slices of equal segments; yield the start of each, its rows, and what to wait for.
 
-        Three slots take turns. A copy is behind the addition that frees its slot, for both run on the current stream.
-        A transfer is behind the one before it, in the order of NCCL's stream, and behind the copy that it sends, so
-        behind that addition, too.
+        Three slots take turns. A copy follows the addition that frees its slot, since both run on the current stream.
+        A transfer follows the one before it, in the order of NCCL's stream, and the copy that it sends, so it follows
+        that addition, too.
 
                      transfer 0   transfer 1      transfer 2      transfer 3
             slot 0   sent 0       rows 1          add 1, copy 3   sent 3

@@ -1,4 +1,4 @@
-"""Messages over NCCL, and communicators beside that of a process group. Models use them one after the other.
+"""Messages over NCCL, and communicators in addition to that of a process group. Models use them one after the other.
 
 Gathers and reductions run at the same time, and at the same time as the program's own collectives. NCCL matches
 operations by their order alone, so each of the three has its own communicator. One takes memory of the GPU: 52 MiB on
@@ -7,7 +7,7 @@ an H200 (torch 2.11.0, NCCL 2.28.9). So the communicator of a deleted model serv
 - Ranks collect garbage at different times. They tell each other which communicators are free, and take the first that
   is free on all of them.
 - An operation of the former model may still wait for a rank that will never start it. So ranks also tell each other how
-  many operations each communicator has begun. If the numbers differ it stays unused.
+  many operations each communicator has started. If the numbers differ it stays unused.
 - The former model may have used another stream. Each operation is ordered after the last one (`turn`).
 
 Communicators are shut down when the program ends, not when a model is deleted: that is a collective call, and garbage
@@ -43,7 +43,7 @@ each other for good (https://github.com/pytorch/pytorch/issues/174288).
 class Communicator:
     """A communicator of NCCL, for one transport at a time.
 
-    `purpose` tells what it can be used again for: communicators of one purpose have equal ranks and options.
+    Communicators of one `purpose` have equal ranks and options, and can replace each other.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Communicator:
         self.backend: Any = backend
         self.purpose = purpose
         self.operations = 0
-        """Number of operations that were begun."""
+        """Number of operations that were started."""
 
         self.registers = registers
         """Whether it has an allocator whose memory is registered with it."""
@@ -75,7 +75,7 @@ class Communicator:
         self.is_free = True
 
     def turn(self) -> None:
-        """Begin an operation on the current stream, which waits for the last one if another stream had that.
+        """Begin an operation on the current stream, after the last one, which may be on another stream.
 
         NCCL needs the operations of a communicator in one order. Streams of one model are ordered by its queue; those
         of two models that use the communicator one after the other are not. A stream that a CUDA graph captures waits
@@ -155,7 +155,7 @@ def _agree(
     """Return the first communicator that all `members` offer, if any, and a name for a new one."""
     # The name is new, so that nothing is found under it that others have left in the store.
     mine = [secrets.token_hex(8), [[each.name, each.operations] for each in offered]]
-    everyone = all_gather_json(group, mine, "a communicator of NCCL beside that of the process group", timeout)
+    everyone = all_gather_json(group, mine, "an additional communicator of NCCL", timeout)
     rows = [everyone[each] for each in members]
     name, first = rows[0]
     # The first in the order of one rank: threads that wrap models at once may have made them in another one elsewhere.
@@ -247,13 +247,13 @@ def _close() -> None:
 
 class NcclTransport(GroupTransport, BatchedTransport):
     """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL, or over a
-    communicator beside it, which the transport has until it is garbage.
+    communicator, which the transport has until it is collected as garbage.
 
     It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
     must start their exchanges in one order, from one thread at a time, and concurrent operations need separate process
     groups.
 
-    A wait puts the current stream behind the messages and returns. A late or dead peer is therefore detected by the
+    A wait lets the current stream wait for the messages and returns. A late or dead peer is therefore detected by the
     process group's watchdog, after the timeout of the group, which by default ends the process; a `CommError` is raised
     only for immediate failures.
     """
@@ -276,7 +276,7 @@ class NcclTransport(GroupTransport, BatchedTransport):
         return self._communicator.empty(nbytes)
 
     def _take_turn(self) -> None:
-        """Put the current stream behind the communicator's last operation."""
+        """Let the current stream wait for the communicator's last operation."""
         if self._communicator is not None:
             self._communicator.turn()
 

@@ -19,8 +19,8 @@ is read where it lies. Everything is enqueued on the current stream, and the hos
     rank 1   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      have come to it, after pull 0
 
 `show i` writes to window `i % 2`. A rank comes to barrier `i + 1` after `pull i`, in the order of its stream. So once
-that barrier is over, no rank reads window `i % 2` any more, and `show i + 2`, which is behind it, may overwrite it.
-With one window, `show i + 1` would be behind barrier `i` only, when others may still pull.
+that barrier is over, no rank reads window `i % 2` any more, and `show i + 2`, which follows it, may overwrite it.
+With one window, `show i + 1` would follow only barrier `i`, when others may still pull.
 
 **Rings** have slots and flags of their own, so nothing orders them after windows; `signals.py` of the kernels proves
 that no slot is overwritten early. Their epochs count the rings of this transport.
@@ -80,7 +80,7 @@ class SymmetricMemoryTransport(WholeCollectives):
     under `CUDA_DEVICE_MAX_CONNECTIONS=1` do. CUDA graphs are not supported: a replay would reuse the windows and epochs
     of the capture.
 
-    A waiting stream spins in a kernel. If its peer is late by `timeout`, that kernel, or the one behind it, ends in a
+    A waiting stream spins in a kernel. If its peer is late by `timeout`, that kernel, or the next one, ends in a
     trap: later CUDA calls fail, those of this class with a `CommError`, and the process cannot continue.
 
     `area` is this rank's allocation, which the transport keeps alive. `programs` of a ring run at once.
@@ -205,7 +205,7 @@ class SymmetricMemoryTransport(WholeCollectives):
 
     @contextmanager
     def _ring(self, what: str, full: Tensor) -> Iterator[int]:
-        """Give the next epoch to a ring, and let the stream fail behind it if it has failed."""
+        """Give the next epoch to a ring, and let the stream fail after it if it has failed."""
         with self._turn(what, full):
             self._epoch += 1
             yield self._epoch
@@ -275,7 +275,7 @@ class _Turns:
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def begin(self) -> None:
-        """Put the current stream behind the last collective, if that was enqueued on another stream."""
+        """Let the current stream wait for the last collective, if that was enqueued on another stream."""
         if self._last is not None:
             before, done = self._last
             stream = torch.cuda.current_stream(self._device)
@@ -309,13 +309,13 @@ def why_not(group: dist.ProcessGroup, device: torch.device, timeout: timedelta =
     if shared is not None and not all(may for _, _, may in rows):
         ranks = [rank for rank, each in enumerate(numbers) if each == shared]
         return (
-            f"ranks {ranks} all use cuda:{shared}. PyTorch tells devices apart by this number, so each process has to "
+            f"ranks {ranks} all use cuda:{shared}. PyTorch identifies devices by this number, so each process must "
             "see all GPUs; set TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 on all ranks if they are to share one"
         )
     own = _numbered(device)
     apart = [each for each in numbers if each != own.index and not torch.cuda.can_device_access_peer(own, each)]
     blind = f"{own} cannot access the memory of cuda:{apart[0]}" if apart else ""
-    return next((said for said in all_gather_json(group, blind, _WHAT, timeout) if said), "")
+    return next((each for each in all_gather_json(group, blind, _WHAT, timeout) if each), "")
 
 
 def symmetric_memory(
@@ -334,7 +334,7 @@ def symmetric_memory(
             memory = _SymmetricMemory.rendezvous(area, group.group_name)
         except RuntimeError as error:
             failure = f"rank {dist.get_rank(group)}: {error}"
-        reason = next((said for said in all_gather_json(group, failure, _WHAT, timeout) if said), "")
+        reason = next((each for each in all_gather_json(group, failure, _WHAT, timeout) if each), "")
         if not reason:
             assert memory is not None, "or there was a reason"
             warnings.warn("transport='symmetric_memory' is experimental: it has not run between GPUs", stacklevel=1)
@@ -345,9 +345,9 @@ def symmetric_memory(
 def _not_here(device: torch.device) -> str:
     """Return what this process lacks, or `""`."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return "it takes a CUDA device, and there is none"
+        return "requires a CUDA device, and there is none"
     backend = _SymmetricMemory.get_backend(device)
-    return "" if backend == "CUDA" else f"it takes PyTorch's backend 'CUDA' for symmetric memory, got {backend!r}"
+    return "" if backend == "CUDA" else f"requires PyTorch's backend 'CUDA' for symmetric memory, got {backend!r}"
 
 
 def _on_one_host(group: dist.ProcessGroup, timeout: timedelta) -> bool:

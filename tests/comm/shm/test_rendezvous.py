@@ -12,7 +12,7 @@ import pytest
 
 from shardlite.comm.shm import rendezvous
 from shardlite.comm.shm.heap import Heap, Mapping
-from shardlite.comm.shm.rendezvous import _publish, _Watch
+from shardlite.comm.shm.rendezvous import _Alive, _publish
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import IMPORTED_FROM
 
@@ -57,7 +57,7 @@ def as_another_process(act, *, user=0, namespaces=0):
 def opened(address):
     """Return `b"yes"` if this process can open memory, else what prevents it."""
     try:
-        _Watch().open(0, address)
+        _Alive().open(0, address)
     except OSError as error:
         return type(error).__name__.encode()
     return b"yes"
@@ -83,7 +83,7 @@ def test_a_container_has_another_reach():
 
 
 def test_memory_is_opened_by_its_address():
-    heap, watch = Heap(4096), _Watch()
+    heap, watch = Heap(4096), _Alive()
     mapping = Mapping(watch.open(1, _publish(heap)))
     heap.words(0, 1)[0] = 7
     assert mapping.words(0, 1)[0] == 7
@@ -94,8 +94,8 @@ def test_other_memory_under_the_same_numbers_is_refused():
     """As if a rank had ended, and a later process had its number."""
     heap, other = Heap(4096), Heap(4096)
     process, number, *_ = _publish(heap)
-    with pytest.raises(OSError, match=f"has something else than memory of rank 1 as descriptor {number}"):
-        _Watch().open(1, (process, number, *rendezvous._identity(other.descriptor)))
+    with pytest.raises(OSError, match=f"descriptor {number} of process {process} is not the memory of rank 1"):
+        _Alive().open(1, (process, number, *rendezvous._identity(other.descriptor)))
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW])
@@ -105,8 +105,8 @@ def test_memory_whose_size_may_change_is_refused(seals):
     os.ftruncate(descriptor, 8192)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     loose.descriptor = descriptor
-    with pytest.raises(OSError, match=f"memory of rank 1 as descriptor {descriptor}"):
-        _Watch().open(1, _publish(loose))
+    with pytest.raises(OSError, match=f"descriptor {descriptor} of process .* is not the memory of rank 1"):
+        _Alive().open(1, _publish(loose))
     os.close(descriptor)
 
 
@@ -135,7 +135,7 @@ def test_a_process_that_is_killed_is_noticed_though_its_child_lives():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ | paths}
     with subprocess.Popen([sys.executable, "-c", _RANK], **pipes) as rank:
         assert rank.stdout is not None
-        alive = _Watch()
+        alive = _Alive()
         alive.open(1, tuple(map(int, rank.stdout.readline().split())))
         assert alive(1)
         rank.kill()
@@ -149,7 +149,7 @@ def test_a_forked_child_ends_nothing():
     as_another_process(lambda: b"")
 
     def look():
-        watch = _Watch()
+        watch = _Alive()
         watch.open(0, address)
         return b"alive" if watch(0) else b"gone"
 
@@ -181,5 +181,5 @@ def without_memory_body(group):
 
 def test_less_than_was_asked_for_is_a_warning(cluster):
     for why_not, logged in cluster.run(without_memory_body, 2):
-        assert why_not == "rank 1: this system gives no shared memory: too many open files"
+        assert why_not == "rank 1: this system provides no shared memory: too many open files"
         assert logged == [("WARNING", f"no shared memory between the ranks of this host: {why_not}")]

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.comm.test_lanes import Simulated
 
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather
@@ -28,6 +27,7 @@ from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.comm.transport import test_symmetric_cuda as on_cuda
 from tests.support.patience import seconds
+from tests.support.simulated_cuda import Simulated
 from tests.support.transports.played_symmetric import CPU, RING, launches, played, run_memories, run_played
 from tests.support.transports.ring_cases import (
     Case,
@@ -257,12 +257,12 @@ def ask(group, device, given):
     [
         ("own", {}, ""),
         ("cuda:0", {"overlap": True}, ""),
-        ("own", {"gpus": 0}, "rank 0: it takes a CUDA device, and there is none"),
-        ("cpu", {}, "rank 0: it takes a CUDA device, and there is none"),
+        ("own", {"gpus": 0}, "rank 0: requires a CUDA device, and there is none"),
+        ("cpu", {}, "rank 0: requires a CUDA device, and there is none"),
         (
             "own",
             {"backend": "NVSHMEM"},
-            "rank 0: it takes PyTorch's backend 'CUDA' for symmetric memory, got 'NVSHMEM'",
+            "rank 0: requires PyTorch's backend 'CUDA' for symmetric memory, got 'NVSHMEM'",
         ),
         ("own", {"hosts": 2}, "the ranks are on several hosts"),
         ("own", {"peers": False}, "cuda:0 cannot access the memory of cuda:1"),
@@ -284,7 +284,7 @@ def test_where_it_cannot_be_had_the_error_says_why(cluster):
     for kind, message in cluster.failures(ask_for_it, 2, "cuda:0"):
         assert kind == "LayoutError"
         assert message == (
-            "transport='symmetric_memory' is not available: rank 0: it takes a CUDA device, and there is none. "
+            "transport='symmetric_memory' is not available: rank 0: requires a CUDA device, and there is none. "
             "Use 'p2p' or 'auto'"
         )
     for kind, message in cluster.failures(ask_for_it, 2, "cpu"):

@@ -587,4 +587,4 @@ def reconnect_alone(group):
 def test_a_rank_that_does_not_come_to_connect_is_named(throwaway):
     silent, (kind, message) = throwaway.failures(reconnect_alone, 2)
     assert (silent, kind) == (None, "CommError")
-    assert message.startswith("another connection over gloo: rank 1 has waited ")
+    assert message.startswith("another connection over gloo: rank 1 timed out after ")

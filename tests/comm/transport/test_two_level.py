@@ -383,7 +383,7 @@ def connect_unequal_hosts(group):
 def test_hosts_of_different_size_are_refused(cluster):
     for kind, message in cluster.failures(connect_unequal_hosts, 4):
         assert kind == LayoutError.__name__
-        assert message.startswith("algorithm='hierarchical' takes the same number of ranks on each host")
+        assert message.startswith("algorithm='hierarchical' requires the same number of ranks on each host")
 
 
 def test_the_order_of_two_levels_is_fixed():
