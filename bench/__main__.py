@@ -1,11 +1,12 @@
-"""Run all benches that this machine can, write their rows to one file, and make the tables of the pages anew.
+"""Run all benches that this machine supports, write their rows to one file, and regenerate the tables of the pages.
 
-    python -m bench                     all, in less than 20 minutes on two cores; on a GPU nine more
+    python -m bench                     all: under 20 minutes on two cores, nine more with a GPU
     python -m bench --only step-mlp ring
-    python -m bench --regenerate        only the tables and pictures, from the rows there are
-    python -m bench --dry --out FOLDER  each bench at toy size; no page is changed
+    python -m bench --regenerate        only the tables and pictures, from existing rows
+    python -m bench --dry --out FOLDER  each bench at toy size; changes no page
 
-Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench fails, or is not begun within the budget.
+Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench fails or does not
+start within the budget.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from bench.support.table import RESULTS, markdown_table
 _COLUMNS = ("suite", "status", "seconds", "rows")
 
 _PAGES = (("-m", "bench.scale", "--figure", "docs/scale.svg"), ("-m", "tests.support.markdown"))
-"""What makes the pictures and the tables of the pages from rows."""
+"""Commands that regenerate the pictures and the tables of the pages."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benches that are asked for, then make the tables."""
+    """Run the chosen benches, then regenerate the tables."""
     options = _options(arguments)
     if options.regenerate:
         return regenerate()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running bench is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running bench ends, too
     chosen = [part for part in suite.parts() if part.name in (options.only or [part.name])]
     file = options.out / suite.file_name()
     ended = suite.run(chosen, file, options.budget, dry=options.dry)
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def regenerate() -> int:
-    """Make the pictures and tables of the pages anew from the rows. Return 1 if that fails for one."""
+    """Regenerate the pictures and tables of the pages from the rows. Return 1 if a command fails."""
     paths = os.pathsep.join(filter(None, (str(suite.ROOT / "kernels"), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths}  # nothing need be installed
     statuses = [
@@ -56,14 +57,18 @@ def regenerate() -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="all benches of this machine, in one file")
+    parser = argparse.ArgumentParser(prog="python -m bench", description="run all benches of this machine")
     parts = suite.parts()
     names = [part.name for part in parts]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of: {', '.join(names)}")
-    parser.add_argument("--dry", action="store_true", help="run each at toy size, and change no page")
-    parser.add_argument("--regenerate", action="store_true", help="only make the tables and pictures of the pages")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all (as many as the parts need)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows (bench/results; dry: a new one)")
+    parser.add_argument("--dry", action="store_true", help="run each at toy size; change no page")
+    parser.add_argument(
+        "--regenerate", action="store_true", help="only regenerate the tables and pictures of the pages"
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="limit for all parts (the sum of their needs)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for the rows (bench/results; with --dry a new one)"
+    )
     options = parser.parse_args(arguments)
     if options.budget is None:
         options.budget = suite.BUDGET + sum(part.seconds for part in parts if part.on_gpu)

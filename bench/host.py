@@ -1,24 +1,24 @@
-"""What the host does per unit and step: time of a model of many tiny blocks, and Python calls.
+"""Measure the host's work per unit and step: the time of a model of many tiny blocks, and Python calls.
 
     python -m bench.host --ranks 2
 
-starts its ranks itself. The rows go to `bench/results/host-Nranks.jsonl`, one JSON object a system.
+starts its ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object per system.
 
     python -m bench.host --fake 8 64 512
 
-measures rank 0 of fake groups of so many ranks instead (`bench.support.fake_group`), where all that is left is what the
-host does. It also reduces the gradients of a block of Llama 3 8B, which go in slices; each has as few elements as can
-be, for they are moved by the GPU. The rows go to `bench/results/host-fake.jsonl`.
+measures rank 0 of fake groups of these sizes instead (`bench.support.fake_group`), where only the host's work is left.
+It also reduces the gradients of a block of Llama 3 8B in slices; each slice has as few elements as possible, because
+moving them is the GPU's work. The rows go to `bench/results/host-fake.jsonl`.
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `us_per_unit_p20`, `_p50`, `_p80` | microseconds of a step per block, on the slowest rank, waits included |
 | `main_us_per_unit_p50` | microseconds that the main thread works for a step, per block |
 | `calls_per_step` | Python functions that the main thread enters in a step |
-| `us_vs_fsdp2` | `us_per_unit_p50` as a part of FSDP2's |
+| `us_vs_fsdp2` | `us_per_unit_p50` divided by FSDP2's |
 | `cpu_us_per_unit_p20`, `_p50`, `_p80` | microseconds of CPU time of a step per block, on a fake group |
 | `launches_per_unit` | kernels, copies and collectives of a step per block, of the model and the optimizer, too |
-| `cpu_vs_fsdp2` | `cpu_us_per_unit_p50` as a part of FSDP2's |
+| `cpu_vs_fsdp2` | `cpu_us_per_unit_p50` divided by FSDP2's |
 | `cpu_us_p20`, `_p50`, `_p80` | microseconds of CPU time of one reduction of the block |
 | `launches` | kernels, copies and collectives of one such reduction |
 | `staging_bytes` | what its staging buffer has on a GPU |
@@ -33,7 +33,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from time import perf_counter, process_time, thread_time
+from time import process_time
 from types import FrameType
 from typing import Any
 
@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.check import verify
 from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
-from bench.support.measure import WARM_UP, largest, percentile, quantiles, rotated, seconds
+from bench.support.measure import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
 from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
 from bench.support.table import Columns, Row, cells_of, markdown_table
@@ -91,26 +91,16 @@ _BLOCK: Columns = {
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time the systems on one workload; return a row for each. To be called by every rank."""
+    """Verify and time the systems on one workload; return a row for each. Must be called by every rank."""
     systems = {name: SYSTEMS[name] for name in CHOSEN}
     verify(workload, systems, group)
     trainers = {name: build(workload, group) for name, build in systems.items()}
-    walls: Mapping[str, list[float]] = {name: [] for name in trainers}
-    mains: Mapping[str, list[float]] = {name: [] for name in trainers}
-    for turn in range(WARM_UP + rounds):
-        batch = workload.batch(group.rank(), turn)
-        for name in rotated(list(trainers), turn):
-            dist.barrier(group)
-            wall, main = perf_counter(), thread_time()
-            trainers[name].step(batch)
-            walls[name].append(perf_counter() - wall)
-            mains[name].append(thread_time() - main)
+    taken = time_steps(workload, trainers, rounds, group)
     calls = {name: calls_per_step(trainer, workload.batch(group.rank(), 0)) for name, trainer in trainers.items()}
     units = _units(trainers["floor"], workload)
     rows: list[Row] = []
-    for name in trainers:
-        wall = [1e6 * each / units for each in largest(walls[name][WARM_UP:], group)]
-        main = [1e6 * each / units for each in largest(mains[name][WARM_UP:], group)]
+    for name, times in taken.items():
+        wall, main = ([1e6 * each / units for each in spent] for spent in (times.wall, times.main))
         rows.append(
             {
                 **_setting("host", workload, units, rounds, group),
@@ -124,7 +114,7 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
 
 
 def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Row]:
-    """Count and time what rank 0 of a fake group does; return a row for each system."""
+    """Count and time the work of rank 0 of a fake group; return a row for each system."""
     with fake_group(world_size) as group, as_over_nccl():
         trainers = {name: {**SYSTEMS, **TRANSPORTS}[name](workload, group) for name in CHOSEN_ON_FAKE}
         ddp = trainers["ddp"].model
@@ -186,7 +176,7 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
 
 
 def _beside_fsdp2(rows: Sequence[Row], key: str, ratio: str) -> list[Row]:
-    """Add to each row its `key` as a part of FSDP2's, under the name `ratio`."""
+    """Add to each row its `key` divided by FSDP2's, as `ratio`."""
     fsdp2 = next(row for row in rows if row["system"] == "fsdp2")
     return [{**row, ratio: round(row[key] / fsdp2[key], 3)} for row in rows]
 
@@ -220,14 +210,14 @@ def calls_per_step(trainer: Trainer, batch: Batch) -> float:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for people for each kind of rows: of real ranks, of fake groups, and of a block's reduction."""
+    """Return a table for each kind of rows: of real ranks, of fake groups, and of a block's reduction."""
     kinds = {"host": _REAL, "host-fake": _FAKE, "host-block": _BLOCK}
     found = {kind: [row for row in rows if row["bench"] == kind] for kind in kinds}
     return "\n\n".join(markdown_table(cells_of(kinds[kind], some)) for kind, some in found.items() if some)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     parser = options_of_ranks("bench.host", "what the host does per unit and step")
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["many", "mlp"], help="(many mlp)")
     parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups of `many`, instead")
@@ -244,7 +234,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
-    """Be one of the ranks."""
+    """Measure as one of the ranks."""
     rows = [row for name in options.model for row in measure(WORKLOADS[name], options.steps, group)]
     if group.rank() == 0:
         report(rows, options.out / f"host-{options.ranks}ranks.jsonl", render)

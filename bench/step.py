@@ -3,18 +3,18 @@
     python -m bench.step --ranks 1 2 4 --model all
     python -m bench.step --model small --precision fp32 bf16 --accumulation 1 4 --clip none 1.0
 
-starts its ranks itself: two, or one for each GPU. All combinations of precision, accumulation and clipping are
-measured, each with all systems that can train so (`bench.support.matrix`), or with those of `--systems floor ddp`.
+starts its ranks: two, or one for each GPU. All combinations of precision, accumulation and clipping are
+measured, each with all systems that support it (`bench.support.matrix`), or with those of `--systems floor ddp`.
 Results are compared before anything is timed (`bench.support.check`). Each model's rows go to
 `bench/results/step-MODEL-Nranks.jsonl`, with `-transports` where `p2p` or `collectives` is among the systems, `-tree`
-where that is, and `-cuda` on GPUs, one JSON object a system and combination:
+where that is, and `-cuda` on GPUs, one JSON object per system and combination:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `precision`, `accumulation`, `clip` | of computation; micro-batches in a step; norm that gradients are clipped to |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank; on GPUs by events |
 | `per_second`, `item` | tokens or samples of all ranks in a second, by `ms_p50` |
-| `cpu_ms_p50` | milliseconds of work in all threads of a process: other programs hardly change it |
+| `cpu_ms_p50` | milliseconds of work in all threads of a process: other programs hardly affect it |
 | `ms_above_floor` | `ms_p50` less the floor's: what communication and sharding cost |
 | `above_floor_vs_fsdp2`, `ms_vs_ddp` | that as a part of FSDP2's; `ms_p50` as a part of DDP's |
 | `peak_bytes` | the most bytes in tensors during a step, on the rank that holds most; the floor's means nothing |
@@ -47,7 +47,7 @@ from shardlite.apps.launch import default_ranks
 from shardlite.comm.transport.select import choose
 
 PEERS = ("floor", "fsdp2", "ddp")
-"""Systems that others are compared with."""
+"""Systems with which the others are compared."""
 
 DEFAULT = tuple(name for name in NAMES if name not in (*TRANSPORTS, *ORDERS))
 
@@ -59,23 +59,23 @@ def measure(
     group: dist.ProcessGroup,
     setting: Setting = Setting(),  # noqa: B008 (frozen)
 ) -> list[Row]:
-    """Verify, meter and time all systems on one workload; return a row for each. To be called by every rank.
+    """Verify, meter and time all systems on one workload; return a row for each. Must be called by every rank.
 
     Args:
-        workload: with the batch of one micro-batch.
-        systems: built in `setting`; `ddp` is among them.
+        workload: its batch is one micro-batch.
+        systems: built in `setting`, including `ddp`.
         rounds: timed steps of each.
-        group: of all ranks.
+        group: process group of all ranks.
         setting: precision, accumulation and clipping.
 
     Raises:
-        ResultError: a system computes something else than DDP; nothing is timed.
+        ResultError: a result differs from DDP's; nothing is timed.
     """
     whole = setting.workload(workload)
     checked = verify(whole, systems, group, setting)
     activations = activation_bytes(workload, setting.compute)
     peaks = {name: peak_bytes(whole, build, group) for name, build in systems.items() if name != "floor"}
-    taken = time_steps(whole, systems, rounds, group)
+    taken = time_steps(whole, {name: build(whole, group) for name, build in systems.items()}, rounds, group)
     common = _common(workload, rounds, group, setting)
     common |= {"transport": _transports(group, systems, workload.device)}
     rows = []
@@ -88,14 +88,14 @@ def measure(
 
 
 def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: Setting) -> Row:
-    """Return what all rows of a run share."""
+    """Return what all rows of a run have in common."""
     told = {"units": "one per block, one for the rest", "optimizer": setting.optimizer, **setting.row()}
     told |= {"parameters": workload.parameters(), "threads": torch.get_num_threads(), "rounds": rounds}
     return workload.row("step", group.size(), **told)
 
 
 def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torch.device) -> str:
-    """Return how messages travel: PyTorch's by the group's backend, ShardLite's by what it chooses."""
+    """Return the transports: that of the process group, and the one that ShardLite selects."""
     if not TRANSPORTS.keys().isdisjoint(systems):
         return str(dist.get_backend(group))
     choice = choose(group, device, timedelta(minutes=1), route=Route())
@@ -108,7 +108,7 @@ def _throughput(workload: Workload, times: Times, ranks: int) -> Row:
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """Add to each row how it compares with the floor, FSDP2 and DDP, if they are there."""
+    """Add the comparison with the floor, FSDP2 and DDP to each row, if these were measured."""
     floor, fsdp2, ddp = (next((row for row in rows if row["system"] == name), None) for name in PEERS)
     for row in rows:
         if floor:
@@ -123,13 +123,13 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def _held(row: Row) -> int:
-    """Return the bytes at the peak that no activation explains."""
+    """Return the peak without activations."""
     held: int = row["peak_bytes"] - row["activation_bytes"]
     return held
 
 
 def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
-    """Return where the rows of one model belong."""
+    """Return the file of the rows of one model."""
     transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
     order = "-tree" if any(row["system"] in ORDERS for row in rows) else ""
     kind = "" if device.type == "cpu" else f"-{device.type}"
@@ -164,8 +164,8 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def _say(words: str, left_out: Sequence[str]) -> None:
-    """Print what is being measured, and which of the chosen systems cannot train so."""
-    without = f" (cannot train so: {', '.join(left_out)})" if left_out else ""
+    """Print the setting that is being measured, and which of the chosen systems do not support it."""
+    without = f" (not supported by: {', '.join(left_out)})" if left_out else ""
     print(f"step: {words}{without}", file=sys.stderr, flush=True)
 
 
@@ -194,7 +194,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     options = _options(arguments)
     return on_ranks("bench.step", options.ranks, arguments, partial(_run_rank, options))
 

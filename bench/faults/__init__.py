@@ -1,1 +1,1 @@
-"""What faults cost, and the means against them: saving, restarting, noticing that ranks part, and what FSDP2 does."""
+"""Costs of faults and of the means against them: checkpoints, restarts, detection; and the behaviour of FSDP2."""

@@ -1,10 +1,10 @@
-"""Saving a run: how long a step is held up, and how fast bytes go to the disk.
+"""Measure checkpoints: how long a step waits, and how fast bytes reach the disk.
 
     python -m bench.faults.checkpoint --ranks 2
 
-starts its ranks itself. The rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one JSON object a system.
+starts its ranks. Rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one JSON object per system.
 
-| system | what each rank does |
+| system | each rank |
 |---|---|
 | `raw` | writes as many bytes as its shard and moments have, from memory, into a file of its own |
 | `raw, early` | the same, and asks the system to begin with each block while the next one is written, as `save` does |
@@ -17,7 +17,7 @@ starts its ranks itself. The rows go to `bench/results/checkpoint-MODEL-Nranks.j
 Every file is new, and on the disk (`fsync`) when a system is done. What `save` has written is loaded into another model
 first, and compared. Systems take turns.
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `bytes` | of weights and moments, of all ranks |
 | `seconds_p20`, `_p50`, `_p80` | until the checkpoint is on the disk, on the slowest rank |
@@ -57,13 +57,13 @@ from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.checkpoint import BLOCK, begin_writeback
 
 Save = Callable[[Path], "Future[Path] | None"]
-"""Saves into a folder that is not there yet. What goes on after the call is in the future."""
+"""Saves to a new folder. The future completes when an asynchronous save is done."""
 
 WARM_UP = 1
 
 
 def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time the systems; return a row for each. To be called by every rank, with the same folder."""
+    """Verify and time the systems; return a row for each. Must be called by every rank, with the same folder."""
     ours, theirs = (SYSTEMS[name](workload, group) for name in ("stage3", "fsdp2"))
     for trainer in (ours, theirs):
         trainer.step(workload.batch(group.rank(), 0))
@@ -134,10 +134,10 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
 
 
 def verify(workload: Workload, model: ShardLite, optimizer: AdamW, path: Path, group: dist.ProcessGroup) -> None:
-    """Load what was saved into another model, and compare.
+    """Load the checkpoint into another model, and compare.
 
     Raises:
-        AssertionError: a weight or a moment is another one.
+        AssertionError: a weight or a moment differs.
     """
     other = SYSTEMS["stage3"](workload, group)
     assert isinstance(other.model, ShardLite)
@@ -199,11 +199,11 @@ def _copy(path: Path, model: ShardLite, optimizer: AdamW, step: int) -> None:
 
 
 def _nothing(_: object) -> None:
-    """Drop what `save` returns: it is done."""
+    """Discard the result of `save`, which is synchronous."""
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for people."""
+    """Return the Markdown table of the rows."""
     columns: dict[str, Callable[[Row], str]] = {
         "system": lambda row: row["system"],
         "seconds": lambda row: f"{row['seconds_p50']:.3f}",
@@ -219,7 +219,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     parser = options_of_ranks("bench.faults.checkpoint", "saving a run, by system")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="saves of each system (%(default)s)")
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
-    """Be one of the ranks."""
+    """Measure as one of the ranks."""
     folder = options.folder / f"shardlite-bench-{os.getppid()}"
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier(group)

@@ -1,17 +1,17 @@
-"""What it costs that ranks compare what they do: stage 3 with its talks and without, in turn.
+"""Measure the cost of the negotiation between ranks: steps at stage 3 with and without it, in turn.
 
     python -m bench.faults.detection --ranks 2 --model mlp
 
-starts its ranks itself, and writes `bench/results/detection-MODEL-Nranks.jsonl`, one JSON object:
+starts its ranks and writes `bench/results/detection-MODEL-Nranks.jsonl`, one JSON object:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `ms_p50`, `ms_p50_without` | milliseconds of a step, on the slowest rank |
-| `cpu_ms_p50`, `cpu_ms_p50_without` | work of all threads of a process: other programs hardly change it |
-| `talks_cpu_ms` | of these, what the thread that talks worked for it, per step |
-| `talks_share` | that as a part of `cpu_ms_p50_without` |
+| `cpu_ms_p50`, `cpu_ms_p50_without` | CPU time of all threads of a process: other programs hardly affect it |
+| `talks_cpu_ms` | CPU time of the negotiation per step |
+| `talks_share` | `talks_cpu_ms` divided by `cpu_ms_p50_without` |
 
-Names and numbers of operations need no time of their own: they are the tags that messages have anyway.
+Checking names and numbers of operations costs no time of its own: they are the tags of the messages.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from shardlite.weights.negotiation import END, Negotiation, Round
 
 
 class Clocked:
-    """Talks, with the seconds that their thread works for them."""
+    """A negotiation that counts the CPU time of its thread."""
 
-    def __init__(self, talks: Negotiation) -> None:
+    def __init__(self, negotiation: Negotiation) -> None:
         self.seconds = 0.0
-        self._agree = talks.agree
+        self._agree = negotiation.agree
 
     def __call__(self, *arguments: Any) -> Round:
-        """Talk."""
+        """Run a round of the negotiation."""
         begun = thread_time()
         round_ = self._agree(*arguments)
         self.seconds += thread_time() - begun
@@ -50,69 +50,58 @@ class Clocked:
 
 
 class Silent(Trainer):
-    """Stops talking after the warm-up, when all ranks do the same and nothing is left to be said."""
+    """A trainer without negotiation after the warm-up, from when on all ranks do the same."""
 
     steps = 0
 
     def step(self, batch: Batch) -> torch.Tensor:
-        """One step of training; returns the loss."""
+        """Take one step of training, and return the loss."""
         if self.steps == WARM_UP:
-            talks = talks_of(self)
+            negotiation = talks_of(self)
             ranks = dist.get_world_size()
-            talks.agree = lambda *_: Round(END, [0] * ranks, alike=True)  # type: ignore[method-assign]
-            talks.lists = lambda mine, lengths: [mine for _ in lengths]  # type: ignore[assignment,method-assign,misc]
+            negotiation.agree = lambda *_: Round(END, [0] * ranks, alike=True)  # type: ignore[method-assign]
+            negotiation.lists = lambda mine, lengths: [mine for _ in lengths]  # type: ignore[assignment,method-assign,misc]
         self.steps += 1
         return super().step(batch)
 
 
 def talks_of(trainer: Trainer) -> Negotiation:
-    """Return the talks of a wrapped model."""
-    talks: Negotiation = trainer.model._bridge.gatherer._negotiation  # type: ignore[union-attr,assignment]
-    return talks
+    """Return the negotiation of a wrapped model."""
+    negotiation: Negotiation = trainer.model._bridge.gatherer._negotiation  # type: ignore[union-attr,assignment]
+    return negotiation
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Time both, and check that both learnt the same. To be called by every rank."""
-    trainers: dict[str, Trainer] = {}
-
-    def keep(name: str, workload: Workload, group: dist.ProcessGroup) -> Trainer:
-        trainer = build_shardlite(workload, group, stage=3)
-        trainers[name] = Silent(trainer.model, trainer.optimizer, trainer.whole) if name == "without" else trainer
-        return trainers[name]
-
-    clocks: list[Clocked] = []
-
-    def clocked(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-        trainer = keep("with", workload, group)
-        clocks.append(Clocked(talks_of(trainer)))
-        talks_of(trainer).agree = clocks[0]  # type: ignore[method-assign]
-        return trainer
-
-    times = time_steps(workload, {"with": clocked, "without": partial(keep, "without")}, rounds, group)
+    """Time both, and check that both learnt the same bits. Must be called by every rank."""
+    told, silent = (build_shardlite(workload, group, stage=3) for _ in range(2))
+    trainers = {"with": told, "without": Silent(silent.model, silent.optimizer, silent.whole)}
+    clock = Clocked(talks_of(told))
+    talks_of(told).agree = clock  # type: ignore[method-assign]
+    times = time_steps(workload, trainers, rounds, group)
     weights = [trainers[name].weights() for name in ("with", "without")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]), "both learn the same bits"
-    told, silent = times["with"], times["without"]
-    talks_ms = 1e3 * clocks[0].seconds / (WARM_UP + rounds)
+    with_, without = times["with"], times["without"]
+    talks_ms = 1e3 * clock.seconds / (WARM_UP + rounds)
     return {
         **workload.row("detection", group.size(), threads=torch.get_num_threads(), rounds=rounds),
-        "ms_p50": round(1e3 * percentile(told.wall, 50), 2),
-        "ms_p50_without": round(1e3 * percentile(silent.wall, 50), 2),
-        "cpu_ms_p50": round(1e3 * percentile(told.cpu, 50), 2),
-        "cpu_ms_p50_without": round(1e3 * percentile(silent.cpu, 50), 2),
+        "ms_p50": round(1e3 * percentile(with_.wall, 50), 2),
+        "ms_p50_without": round(1e3 * percentile(without.wall, 50), 2),
+        "cpu_ms_p50": round(1e3 * percentile(with_.cpu, 50), 2),
+        "cpu_ms_p50_without": round(1e3 * percentile(without.cpu, 50), 2),
         "talks_cpu_ms": round(talks_ms, 3),
-        "talks_share": round(talks_ms / (1e3 * percentile(silent.cpu, 50)), 5),
+        "talks_share": round(talks_ms / (1e3 * percentile(without.cpu, 50)), 5),
     }
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
-    """Be one of the ranks."""
+    """Measure as one of the ranks."""
     row = measure(WORKLOADS[options.model], options.steps, group)
     if group.rank() == 0:
         report([row], options.out / f"detection-{row['model']}-{row['ranks']}ranks.jsonl")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     parser = options_of_ranks("bench.faults.detection", "the cost of comparing ranks")
     parser.add_argument("--model", choices=[*WORKLOADS], default="mlp", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of each (%(default)s)")

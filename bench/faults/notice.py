@@ -1,17 +1,17 @@
-"""A rank is killed in training: how long until each other one raises, by transport.
+"""Measure how long it takes until all other ranks raise after one was killed, by transport.
 
     python -m bench.faults.notice --ranks 2
 
-starts its ranks itself, anew for each kill. The rows go to `bench/results/notice-MODEL-Nranks.jsonl`.
+starts its ranks, anew for each kill. Rows go to `bench/results/notice-MODEL-Nranks.jsonl`.
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `seconds_p20`, `_p50`, `_p80` | from the kill of the last rank to a `CommError` on the slowest of the others |
 | `kills` | how many ranks were killed, each in a run of its own |
 
-`torchrun` itself sees the end of a rank within its `--monitor-interval`, 0.1 s by default, and sends SIGTERM to the
-other ranks of its host. Here they ignore it, for what is measured is what ranks of other hosts see, which have no news
-of that process but from the library.
+`torchrun` notices the end of a rank within its `--monitor-interval`, 0.1 s by default, and sends SIGTERM to the other
+ranks of its host. Here they ignore it, because ranks of other hosts do not get it: they learn of the death from the
+library alone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bench.support.workloads import WORKLOADS
 from shardlite import CommError
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
-"""As the argument of `ShardLite`."""
+"""Transports of `Route`."""
 
 
 def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
-    """Train as a rank until the last one kills itself, and write to `folder` when this one raises."""
+    """Train as a rank until the last one kills itself, and write the time of the error to `folder`."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with one_of_them() as group:
         rank, workload = group.rank(), WORKLOADS[options.model]
@@ -78,14 +78,14 @@ def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namesp
     """Start the ranks, of which the last one dies; return the seconds until the slowest of the others raises.
 
     Raises:
-        RuntimeError: one has not raised when `torchrun` kills it, 30 seconds after the last one has died.
+        RuntimeError: a rank has not raised within 30 seconds, after which `torchrun` kills it.
     """
     folder.mkdir()
     settings = ["--model", options.model, "--way", transport, "--folder", str(folder)]
     start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)  # one of them fails
     noticed = [float(each.read_text()) for each in folder.glob("noticed-*")]
     if len(noticed) != options.ranks - 1:
-        raise RuntimeError(f"{transport}: {len(noticed)} of {options.ranks - 1} ranks noticed that another one is gone")
+        raise RuntimeError(f"{transport}: {len(noticed)} of {options.ranks - 1} ranks noticed the death of their peer")
     return max(noticed) - float((folder / "killed").read_text())
 
 
@@ -97,12 +97,12 @@ _COLUMNS: Columns = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for people."""
+    """Return the Markdown table of the rows."""
     return titled("{words}; {ranks} ranks, {kills} kills each".format(**rows[0]), _COLUMNS, rows)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, or be a rank if a launcher started this process."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     parser = options_of_ranks("bench.faults.notice", "from a kill to an error")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--kills", type=int, default=3, help="ranks killed by transport (%(default)s)")

@@ -1,24 +1,24 @@
-"""A rank is killed: how long until the others take a step that they had not taken, from memory and from the disk.
+"""Measure the time from the kill of a rank to the first new step after a restart, from memory and from the disk.
 
     python -m bench.faults.restart --ranks 2
 
-starts its ranks itself, with `torchrun --max-restarts 1`. The rows go to `bench/results/restart-MODEL-Nranks.jsonl`.
+starts its ranks with `torchrun --max-restarts 1`. Rows go to `bench/results/restart-MODEL-Nranks.jsonl`.
 
 | way | what is saved |
 |---|---|
 | `memory` | `shardlite.save_in_memory` after each step |
 | `disk` | `shardlite.save` after every `--save-every` steps |
 
-The last rank kills itself in step `--fatal`, so that the disk way has `--fatal` modulo `--save-every` steps to take
-again. After the last step the weights of all runs are compared with those of a run that nothing has interrupted.
+The last rank kills itself in step `--fatal`, so the restart from the disk repeats `--fatal` modulo `--save-every`
+steps. After the last step, the weights of all runs are compared with those of an uninterrupted run.
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `resumed` | the step after which the run went on |
-| `lost` | steps that were taken again |
-| `seconds` | from the kill to the end of the first step that is new |
-| `started` | of these, until all ranks had started again, before `load` |
-| `loaded` | of these, what `load` took |
+| `lost` | steps that were repeated |
+| `seconds` | from the kill to the end of the first new step |
+| `started` | part of `seconds` until all ranks had restarted, before `load` |
+| `loaded` | part of `seconds` in `load` |
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AFTER = 2
 
 
 def train(way: str, folder: Path, options: argparse.Namespace) -> None:
-    """Be a rank: train, save, die in the fatal step of the first attempt, and note when what happened."""
+    """Train and save as a rank, die in the fatal step of the first attempt, and record the times."""
     with one_of_them() as group:
         workload, rank = WORKLOADS[options.model], group.rank()
         trainer = SYSTEMS["stage3"](workload, group)
@@ -81,7 +81,7 @@ def train(way: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Run each way, and compare the results."""
+    """Run both ways and an uninterrupted run, and compare the results."""
     times = {way: run(way, folder / way, options) for way in ("straight", *WAYS)}
     expected = torch.load(folder / "straight" / "weights.pt")
     rows: list[Row] = []
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def run(way: str, folder: Path, options: argparse.Namespace) -> Row:
-    """Train once under `torchrun`, and return what rank 0 has noted."""
+    """Train once under `torchrun`, and return the times that rank 0 recorded."""
     folder.mkdir()
     arguments = ["--way", way, "--folder", str(folder), "--model", options.model]
     arguments += ["--fatal", str(options.fatal), "--save-every", str(options.save_every)]
@@ -127,12 +127,12 @@ _COLUMNS: Columns = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for people."""
+    """Return the Markdown table of the rows."""
     return titled("{words}; {ranks} ranks".format(**rows[0]), _COLUMNS, rows)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, or be a rank if a launcher started this process."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     parser = options_of_ranks("bench.faults.restart", "from a kill to the next step")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")

@@ -1,9 +1,9 @@
-"""What FSDP2 does where its documentation does not say: the cells of `docs/compared.md` that are marked *tried*.
+"""Try what FSDP2 does where its documentation is silent: the cells of `docs/compared.md` that are marked *tried*.
 
     python -m bench.faults.semantics
 
-runs each case on two gloo ranks of its own, since some end their process, and prints a line for each. Every rank
-computes the same, so the gradients of a plain copy are what is to be expected.
+runs each case on two new gloo ranks, since some end their process, and prints a line for each. All ranks have the
+same batch, so the gradients of a plain copy are expected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A residual block around a layer, which is a linear one if nothing else is given."""
+    """A residual block around a layer, by default a linear one."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Query(nn.Module):
 
 
 class Keeps(torch.autograd.Function):
-    """x @ w.T; what it needs of `w` is an attribute of the context, as some quantised layers have it."""
+    """x @ w.T that keeps `w` as an attribute of the context, as some quantized layers do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Keeps(torch.autograd.Function):
 
 
 class Keeping(nn.Linear):
-    """A linear layer by that function."""
+    """A linear layer that calls `Keeps`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[B, WIDTH] -> [B, WIDTH]."""
@@ -118,7 +118,7 @@ class Twice(nn.Sequential):
 
 
 class Failing(Block):
-    """Raises when it is told to."""
+    """Raises if `fails` is set."""
 
     fails = False
 
@@ -153,7 +153,7 @@ def square(module: nn.Module) -> Tensor:
 
 
 def penalty(module: nn.Module) -> Tensor:
-    """Return a loss of the slope, []: its backward is a double one."""
+    """Return a gradient penalty, [], which needs a double backward."""
     x = batch()
     loss = module(x).square().mean()
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -166,13 +166,13 @@ def preference(module: nn.Module) -> Tensor:
 
 
 def offloaded(module: nn.Module) -> Tensor:
-    """Keep on the host what is saved for the backward."""
+    """Run with `save_on_cpu`."""
     with save_on_cpu():
         return square(module)
 
 
 def gradients(ours: nn.Module, plain: nn.Module) -> str:
-    """Say how the gradients differ from those of the plain copy."""
+    """Describe how the gradients differ from those of the plain copy."""
     pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), plain.parameters(), strict=True)]
     missing = sum(got is None and expected is not None for got, expected in pairs)
     kinds = {type(got).__name__ for got, _ in pairs if got is not None}
@@ -183,7 +183,7 @@ def gradients(ours: nn.Module, plain: nn.Module) -> str:
 
 
 def compared(make: Callable[[], nn.Sequential], loss: Callable[[nn.Module], Tensor] = square) -> Callable[..., str]:
-    """Return a case: the gradients of a loss."""
+    """Return a case that compares the gradients of a loss."""
 
     def case(mesh: DeviceMesh) -> str:
         plain = make()
@@ -196,7 +196,7 @@ def compared(make: Callable[[], nn.Sequential], loss: Callable[[nn.Module], Tens
 
 
 def retained(mesh: DeviceMesh) -> str:
-    """Walk the same graph twice."""
+    """Run two backwards of the same graph."""
     plain = blocks()
     ours = wrapped(copy.deepcopy(plain), mesh)
     for each in (plain, ours):
@@ -207,7 +207,7 @@ def retained(mesh: DeviceMesh) -> str:
 
 
 def stepped_between(mesh: DeviceMesh) -> str:
-    """Step between a forward and its backward, which is an error in plain PyTorch; compare with no step at all."""
+    """Step between a forward and its backward, which is an error in plain PyTorch; compare with no step."""
     plain = blocks()
     ours = wrapped(copy.deepcopy(plain), mesh)
     for each in (plain, ours):
@@ -220,7 +220,7 @@ def stepped_between(mesh: DeviceMesh) -> str:
 
 
 def after_an_error(mesh: DeviceMesh, *, reset: bool) -> str:
-    """Go on after a forward that raised."""
+    """Train on after a forward that raised."""
     plain = nn.Sequential(Block(), Failing(), Block())
     ours: Any = wrapped(copy.deepcopy(plain), mesh)
     ours[1].fails = True
@@ -236,7 +236,7 @@ def after_an_error(mesh: DeviceMesh, *, reset: bool) -> str:
 
 
 def seen_by_hooks(mesh: DeviceMesh) -> str:
-    """Look at what a user's saved-tensor hooks are given."""
+    """Record the tensors that a user's saved-tensor hooks get."""
     shapes = []
     model = wrapped(blocks(), mesh)
     with saved_tensors_hooks(lambda t: (shapes.append(tuple(t.shape)), t)[1], lambda t: t):
@@ -245,7 +245,7 @@ def seen_by_hooks(mesh: DeviceMesh) -> str:
 
 
 def one_bad_rank(mesh: DeviceMesh) -> str:
-    """Step after one rank had a NaN."""
+    """Step with a NaN on one rank."""
     model = wrapped(blocks(), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (square(model) * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
@@ -294,7 +294,7 @@ def run_rank(rank: int, name: str, store: str, answer: str) -> None:
 
 
 def main() -> None:
-    """Print what each case says."""
+    """Print the result of each case."""
     print(f"FSDP2 of torch {torch.__version__}, two gloo ranks")
     for name in sys.argv[1:] or CASES:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,1 +1,1 @@
-"""What narrow formats change in a training: of the state of AdamW, and of gathered weights."""
+"""Effects of narrow formats on training: of AdamW's state, and of gathered weights."""

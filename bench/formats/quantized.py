@@ -1,12 +1,12 @@
-"""What quantized gathers change: the loss of a small GPT, and the bytes that its ranks send.
+"""Measure the effect of quantized gathers on the loss of a small GPT and on the bytes that its ranks send.
 
     python -m bench.formats.quantized --ranks 2
 
-starts its ranks itself and writes `bench/results/quantized-gpt-Nranks.jsonl`, one JSON object for each seed. A seed is
-trained five times: with plain gathers, with quantized ones and, to know how much chance there is in a loss, with plain
-ones again: twice from weights that differ by 2^-22, relative, and once on other batches.
+starts its ranks and writes `bench/results/quantized-gpt-Nranks.jsonl`, one JSON object for each seed. A seed is
+trained five times: with plain gathers, with quantized ones and, to measure the noise of a loss, with plain ones again:
+twice from weights that differ by 2^-22, relative, and once on other batches.
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `train_loss` | of each run: the mean over the last tenth of the steps and over the ranks, in nats per byte |
 | `validation_loss` | of each run at the end, on text that was not trained on |
@@ -58,13 +58,13 @@ class Task:
     group: dist.ProcessGroup
 
     def draw(self, text: Bytes, part: int, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw this rank's batch of a turn from a part of the text, [BATCH, context] twice."""
+        """Draw this rank's batch of a turn, [BATCH, context] twice."""
         key = (self.seed, part, self.group.rank(), turn)
         return draw_batch(text, shape=(BATCH, self.config.context), key=key)
 
 
 def train(task: Task, run: str) -> Row:
-    """Train once, and return losses and bytes per step. To be called by every rank."""
+    """Train once, and return losses and bytes per step. Must be called by every rank."""
     model = ShardLite(_make(task, run), group=task.group, precision=Precision(quantized_gather=run == "quantized"))
     optimizer = AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_lr(step / task.steps))
@@ -89,7 +89,7 @@ def train(task: Task, run: str) -> Row:
 
 
 def measure(task: Task) -> Row:
-    """Run all runs of a seed, and compare them. To be called by every rank."""
+    """Run all runs of a seed, and compare them. Must be called by every rank."""
     runs = {run: train(task, run) for run in RUNS}
     return {
         "bench": "quantized",
@@ -114,7 +114,7 @@ def measure(task: Task) -> Row:
 
 
 def _differences(runs: dict[str, Row], *names: str) -> Row:
-    """Return by how much the losses of a run differ from those of the plain one; of several runs the largest."""
+    """Return the difference of the losses of a run from those of the plain one; of several runs the largest."""
     plain = runs["plain"]
     found = {loss: [runs[name][loss] - plain[loss] for name in names] for loss in LOSSES}
     return {loss: round(max(differences, key=abs), 6) for loss, differences in found.items()}
@@ -133,7 +133,7 @@ def _make(task: Task, run: str) -> GPT:
 
 
 def _share_of_lr(progress: float) -> float:
-    """Return the factor of the learning rate: it rises within a twentieth of the steps, then a cosine leads down."""
+    """Return the factor of the learning rate: a warm-up of a twentieth of the steps, then a cosine decay."""
     return min(progress * 20 + 0.01, 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0)))
 
 
@@ -157,7 +157,7 @@ def _mean(value: float, group: dist.ProcessGroup) -> float:
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
-    """Be one of the ranks."""
+    """Measure as one of the ranks."""
     corpus = read_corpus(None, context=CONFIG.context)
     rows = [measure(Task(CONFIG, corpus, options.steps, seed, group)) for seed in range(options.seeds)]
     if group.rank() == 0:
@@ -165,7 +165,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     parser = options_of_ranks("bench.formats.quantized", "what quantized gathers change")
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="how many (%(default)s)")

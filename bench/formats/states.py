@@ -1,10 +1,10 @@
-"""What the state formats of AdamW change in training: the loss of a small GPT after 1000 steps.
+"""Measure the effect of AdamW's state formats on the loss of a small GPT after 1000 steps.
 
     python -m bench.formats.states
 
 writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs see the same batches and go through
-`ShardLite` on one rank. How much chance there is in a loss is measured on exact runs: from weights that differ by
-2^-22, relative, and from weights that were drawn anew.
+`ShardLite` on one rank. The noise of a loss is measured with exact runs: from weights that differ by 2^-22,
+relative, and from weights that were drawn anew.
 
 A format passes if its loss differs from that of the exact run, which starts from the same weights, by no more than
 `chance`: the standard deviation of the losses of exact runs that start from different weights. Two of those
@@ -19,7 +19,7 @@ after each step, and that has to differ by more.
 
 The number in the name of a run is that of the weights at its start.
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `loss` | the mean over the last tenth of the steps, in nats per byte |
 | `difference` | from the exact run from the same weights |
@@ -63,16 +63,16 @@ class Training:
     """One run."""
 
     state: str = "fp32"
-    """In which moments are kept."""
+    """Format of the moments."""
 
     split: bool = False
     """Compute in bf16 with split weights, which are stepped in the backward."""
 
     seed: int = 0
-    """Of the weights at the start."""
+    """Seed of the initial weights."""
 
     perturbed: int = 0
-    """Which perturbation of them; 0 is none."""
+    """Number of their perturbation; 0 for none."""
 
     rounds_weights: bool = False
     """Round the master weights to bf16 after each step."""
@@ -85,14 +85,14 @@ FORMATS = {
     "split24 weights, int8 moments, in the backward": Training(state="int8", split=True),
 }
 EXACT = {f"exact {seed}": Training(seed=seed) for seed in range(SEEDS)}
-"""Chance is measured on these."""
+"""Runs that measure `chance`."""
 
 PERTURBED = {f"exact 0 * (1 +- 2^-22), {n}": Training(perturbed=n) for n in (1, 2, 3)}
 CONTROL = {"bf16 weights 0": Training(rounds_weights=True)}
 
 
 def formats(seeds: int) -> dict[str, Training]:
-    """All formats, from the weights of some seeds each."""
+    """Return a training for each format and seed."""
     return {f"{name} {n}": replace(training, seed=n) for name, training in FORMATS.items() for n in range(seeds)}
 
 
@@ -121,7 +121,7 @@ def train(training: Training, corpus: Corpus, group: dist.ProcessGroup, steps: i
 
 
 def measure(group: dist.ProcessGroup, trainings: Mapping[str, Training], steps: int = STEPS) -> list[Row]:
-    """Make all runs, of which those of `EXACT` must be some, and return a row for each."""
+    """Run all trainings, which must include `EXACT`, and return a row for each."""
     corpus = read_corpus(None, context=CONFIG.context)
     losses = {name: train(training, corpus, group, steps) for name, training in trainings.items()}
     exact = [losses[name] for name in EXACT]
@@ -136,7 +136,7 @@ def measure(group: dist.ProcessGroup, trainings: Mapping[str, Training], steps: 
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What rows say in a few words: it stands in `kernels/README.md`."""
+    """Return the summary of the rows in `kernels/README.md`."""
     first, weights = rows[0], len(EXACT)
     worst = max((row for row in rows if row["run"] in formats(weights)), key=lambda row: row["of_chance"])
     control = next(row for row in rows if row["run"] in CONTROL)
@@ -149,7 +149,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _common(corpus: Corpus, steps: int) -> Row:
-    """What all rows share."""
+    """Return what all rows have in common."""
     return {
         "bench": "formats",
         "model": "gpt",

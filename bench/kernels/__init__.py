@@ -1,5 +1,5 @@
-"""Kernels: times beside PyTorch's operators and other packages, and what compilers make of them.
+"""Kernels: times compared with PyTorch's operators, and the code that compilers generate.
 
 `python -m bench.kernels` measures (`run.py`), `shardlite report` shows the rows,
-`python -m bench.kernels.aot` compiles every kernel for GPUs that need not be here.
+`python -m bench.kernels.aot` compiles every kernel for GPUs, without a GPU.
 """

@@ -1,4 +1,4 @@
-"""A step with clipping from the last hop to the weights that are gathered: our chain of kernels, and what FSDP2 runs.
+"""A clipped step from the last hop to the weights to be gathered: our chain of kernels, and that of FSDP2.
 
 Legend: `S` elements.
 """
@@ -24,31 +24,31 @@ _CAST_BOUND = 2.0**-12  # of bf16 weights: one in a few hundred may be the neigh
 
 
 def chains() -> Iterator[Work]:
-    """Ours for both masters, then PyTorch's, each where the norm is below the limit and above it."""
+    """Yield our chains for both masters, then PyTorch's, each with the norm below and above the limit."""
     for master, needed in product(MASTERS, (False, True)):
         yield _ours(master, needed)
     yield from (_theirs(needed) for needed in (False, True))
 
 
 def _largest_norm(numel: int, needed: bool) -> float:
-    """To which norm a sum of two gradients [S] is clipped; unless `needed` theirs is below."""
+    """Return the limit for the norm of a sum of two gradients [S]. The norm exceeds it if `needed`."""
     return (_NEEDED if needed else _NOT_NEEDED) * math.sqrt(numel)
 
 
 def _format(needed: bool) -> str:
-    """What of a chain is not in its name."""
+    """Describe a chain beyond its name."""
     return f"fp32, the norm is {'above' if needed else 'below'} the limit"
 
 
 def _expected(state: State, received: Tensor, own: Tensor, limit: float) -> Tensor:
-    """The weights [S] after a step by the clipped sum, in fp64."""
+    """Return the weights [S] after a step by the clipped sum, in fp64."""
     total = received.double() + own.double()
     factor = min(1.0, limit / (float(total.norm()) + 1e-6))
     return exact_weights(state, total, factor)
 
 
 def _ours(master: str, needed: bool) -> Work:
-    """From the last hop to the weights that are gathered; those of a split master need no cast."""
+    """Return our chain. Split weights need no cast."""
 
     def make(numel: int, device: torch.device) -> Run:
         state = state_of(master, "fp32", numel, device)
@@ -87,7 +87,7 @@ def _ours(master: str, needed: bool) -> Work:
 
 
 def _theirs(needed: bool) -> Work:
-    """What a step is around FSDP2: the sum (there NCCL's), the norm, clipping, the fused step, and the cast."""
+    """Return FSDP2's chain: the sum (which NCCL computes there), the norm, clipping, the fused step, and the cast."""
 
     def make(numel: int, device: torch.device) -> Run:
         state, limit = state_of("fp32", "fp32", numel, device), _largest_norm(numel, needed)

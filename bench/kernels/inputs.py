@@ -1,7 +1,7 @@
-"""Tensors to measure kernels with, and what AdamW makes of them in fp64.
+"""Inputs of the kernels, and AdamW's results in fp64.
 
-Numbers are random and repeat after 2^20 elements, so that a billion of them is made at the speed of a copy. Their
-magnitudes are those of training: arithmetic on subnormal numbers and infinities would take other times.
+Numbers are random and repeat after 2^20 elements, so that filling a billion is as fast as a copy. Their magnitudes are
+those of training: arithmetic on subnormal numbers and infinities would take other times.
 
 Legend: `S` elements, `G = ceil(S / 32)` groups.
 """
@@ -27,29 +27,29 @@ from torch import Tensor
 
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 STEP = 3
-"""The number of the step that is measured: moments are there, and bias corrections are not 1."""
+"""Number of the measured step: moments are nonzero, and bias corrections are not 1."""
 
 MASTERS = ("fp32", "split24")
 _PERIOD = 1 << 20
 
 
 def by_kernels(device: torch.device) -> bool:
-    """Whether tensors there are worked on by Triton's kernels: on a GPU, or in Triton's interpreter."""
+    """Return whether Triton's kernels run on a device: on a GPU, or in the interpreter."""
     return INTERPRET or device.type != "cpu"
 
 
 def numbers(numel: int, device: torch.device, seed: int) -> Tensor:
-    """Normally distributed numbers [S] in fp32, the same on every device."""
+    """Return normally distributed numbers [S] in fp32, the same on every device."""
     return _tiled(_pattern(seed), numel, device)
 
 
 def gradient(numel: int, device: torch.device, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """A gradient [S]."""
+    """Return a gradient [S]."""
     return _tiled((0.1 * _pattern(seed)).to(dtype), numel, device)
 
 
 def state_of(master: str, moments: str, numel: int, device: torch.device) -> State:
-    """Weights and moments [S] in a format: a master of `MASTERS`, moments of `FORMATS`."""
+    """Return weights and moments [S] in a format: a master of `MASTERS`, moments of `FORMATS`."""
     param, low = _pattern(2), None
     exp_avg, exp_avg_sq = 0.1 * _pattern(3), (0.1 * _pattern(4)).square()
     if master == "split24":
@@ -72,7 +72,7 @@ def state_of(master: str, moments: str, numel: int, device: torch.device) -> Sta
 
 
 def table(numel: int, device: torch.device) -> Table:
-    """All elements belong to one parameter, in step `STEP`."""
+    """Return a table whose elements belong to one parameter in step `STEP`."""
     step = torch.tensor([float(STEP)], device=device)
     number, start = torch.zeros(2, 1, dtype=torch.int64, device=device)
     rows = torch.zeros(-(-numel // SCALE_BLOCK), dtype=torch.int16, device=device)
@@ -80,17 +80,17 @@ def table(numel: int, device: torch.device) -> Table:
 
 
 def cpu_step(numel: int) -> CpuStep:
-    """The same step, as the CPU is told."""
+    """Return the same step for the CPU."""
     return CpuStep(number=STEP, hyper=HYPER, table=table(numel, torch.device("cpu")))
 
 
 def nbytes(*tensors: Tensor | None) -> int:
-    """Bytes in those that are there."""
+    """Return the bytes of the tensors that are not `None`."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def exact_weights(state: State, grad: Tensor, factor: float = 1.0, step: int = STEP) -> Tensor:
-    """The weights [S] after step number `step` in fp64, by the gradient times `factor`."""
+    """Return the weights [S] after step number `step` by `factor` times the gradient, in fp64."""
     lr, beta1, beta2, eps, weight_decay, _ = HYPER
     g = grad.double() * factor
     m, v = (moment.double() for moment in state.moments())
@@ -104,7 +104,7 @@ def _pattern(seed: int) -> Tensor:
 
 
 def _tiled(pattern: Tensor, numel: int, device: torch.device) -> Tensor:
-    """`pattern` again and again, [numel]."""
+    """Return `pattern` repeated to [numel]."""
     out = torch.empty(numel, dtype=pattern.dtype, device=device)
     source = pattern.to(device)
     for piece in out.split(len(pattern)):

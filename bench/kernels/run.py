@@ -1,13 +1,13 @@
-"""Times of the optimizer's kernels, beside PyTorch's operators and other packages: verified, then timed.
+"""Verify and time the optimizer's kernels and PyTorch's operators.
 
     python -m bench.kernels                       on the GPU if there is one, else on the CPU
     python -m bench.kernels --device cpu --threads 1 2
 
-(with `TRITON_INTERPRET=1` the kernels of GPUs are verified in the interpreter, and nothing is timed)
+(with `TRITON_INTERPRET=1` the GPU kernels are verified in the interpreter, and nothing is timed)
 
 writes `bench/results/kernels-DEVICE.jsonl`, one JSON object for each kernel, format, size and number of threads:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds; on a GPU those of the device, with nothing in its cache at the start |
 | `bytes_per_element` | the fewest that a step can read and write in these formats |
@@ -71,24 +71,24 @@ _MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured."""
+    """Sizes and limits of a run."""
 
     numels: Sequence[int]
 
     rounds: int
 
     budget: float = 10.0
-    """Seconds that the steps of one work may take at one size; three are taken whatever they take."""
+    """Time limit in seconds for the steps of one work at one size; at least three steps are taken."""
 
     ceiling_bytes: int
-    """In one tensor of the yardstick of bandwidth: far above any cache."""
+    """Bytes of a tensor in the bandwidth measurement, far above any cache."""
 
     room: int
-    """Bytes that works hold at once, yardsticks included."""
+    """Bytes that works and the bandwidth measurement may hold at once."""
 
 
 def plan_for(device: torch.device, rounds: int, budget: float, numels: Sequence[int] | None = None) -> Plan:
-    """What is measured on a device; `numels` are those that suit it unless given."""
+    """Return the sizes and limits of a device."""
     if device.type == "cpu":
         sizes, ceiling, room = _CPU_NUMELS, 1 << 27, _CPU_ROOM
     else:
@@ -98,10 +98,10 @@ def plan_for(device: torch.device, rounds: int, budget: float, numels: Sequence[
 
 
 def measure(chosen: Sequence[Work], device: torch.device, plan: Plan) -> Iterator[Row]:
-    """Verify all works, and yield a row for each of them at each size, PyTorch's fused operator first.
+    """Verify all works, and yield a row for each at each size, PyTorch's fused operator first.
 
     Raises:
-        ResultError: a work that is not optional computes something else than it should; nothing has been timed then.
+        ResultError: a work that is not optional computes a wrong result; nothing is timed.
     """
     raw = raw_fused()
     found = [(work, _verified(work, device)) for work in (raw, *chosen)]
@@ -119,7 +119,7 @@ def measure(chosen: Sequence[Work], device: torch.device, plan: Plan) -> Iterato
 
 
 def _verified(work: Work, device: torch.device) -> Verdict | str:
-    """What the comparison has found, or why there was none of a work that may fail."""
+    """Return the verdict, or why an optional work has none."""
     try:
         return verify(work, device)
     except ImportError:
@@ -135,7 +135,7 @@ def _verified(work: Work, device: torch.device) -> Verdict | str:
 def _times(
     named: Mapping[str, Work], held: Mapping[str, int], numel: int, device: torch.device, clock: Clock, plan: Plan
 ) -> dict[str, Row]:
-    """What is measured of each work in `held` that fits, group by group; the first is PyTorch's fused operator."""
+    """Time the works in `held` that fit, group by group. The first is PyTorch's fused operator."""
     raw, *others = held
     room = plan.room - 2 * plan.ceiling_bytes - held[raw]
     timed: dict[str, Row] = {}
@@ -153,7 +153,7 @@ def _times(
 
 
 def _timed(work: Work, run: Run, samples: Sequence[Sample], raw: Sequence[Sample], ceiling: float) -> Row:
-    """What was measured of a work: its samples and the yardstick's, round by round, and the bandwidth of memory."""
+    """Return the timing entries of a row, of the samples of a work and of the fused operator in the same rounds."""
     wall, cpu = zip(*samples, strict=True)
     gbps = run.moved / percentile(wall, 50) / 1e9
     ratio, cpu_ratio = (median(mine[i] / theirs[i] for mine, theirs in zip(samples, raw, strict=False)) for i in (0, 1))
@@ -169,7 +169,7 @@ def _timed(work: Work, run: Run, samples: Sequence[Sample], raw: Sequence[Sample
 
 
 def _described(work: Work, verdict: Verdict | str) -> Row:
-    """What is known of a work before it is timed."""
+    """Return the entries of a row that need no timing."""
     described: Row = {"system": work.system, "operation": work.operation, "format": work.format}
     if isinstance(verdict, str):
         return {**described, "bytes_per_element": None, "contract": None, "error": None, "tolerance_used": None}
@@ -187,12 +187,12 @@ def _name(work: Work) -> str:
 
 
 def _short(value: float) -> float:
-    """Four digits."""
+    """Round to four digits."""
     return float(f"{value:.4g}")
 
 
 def _common(device: torch.device) -> Row:
-    """What all rows of a run share."""
+    """Return what all rows of a run have in common."""
     gpu = device.type == "cuda"
     return {
         "bench": "kernels",
@@ -231,7 +231,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure on one device, print tables and write rows."""
+    """Measure on one device, print the table and write the rows."""
     options = _options(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     plan = plan_for(device, options.rounds, options.seconds, options.numel)

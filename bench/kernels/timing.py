@@ -1,8 +1,8 @@
-"""How kernels are measured: each result is compared first, then all are timed in turn.
+"""Verify kernels, then time them in turn.
 
-A `Work` can be set up for any number of elements. It is set up small and compared with what it should compute, and only
-then large and timed. Works that are compared with each other take their rounds together, and each round starts with
-another one, so a machine that is busy is busy for all.
+A `Work` can be set up for any number of elements. It is set up small and compared with its specification, and only then
+set up large and timed. Works that are compared take their rounds together, and each round starts with another work, so
+a busy machine affects all.
 
 Legend: `S` elements.
 """
@@ -19,96 +19,96 @@ import torch
 from torch import Tensor
 
 VERIFIED = 300_005
-"""Elements that are compared: more than a chunk on the CPU, many programs on a GPU, and not whole groups of 32."""
+"""Elements of the comparison: more than a chunk on the CPU, many programs on a GPU, not a multiple of 32."""
 
 WARM_UP = 2
-"""Rounds that are not counted: by then kernels are compiled, and memory is mapped."""
+"""Rounds that are not timed: they compile kernels and map memory."""
 
 _LEAST_ROUNDS = 3
 _SPILL = 1 << 29  # bytes: several times any cache of a GPU
 
 
 class ResultError(Exception):
-    """A kernel computes something else than it should, so it is not timed."""
+    """A kernel computes a wrong result, so it is not timed."""
 
 
 class Result(NamedTuple):
-    """A tensor that a step has changed, and how far it may be off: the Euclidean norm of the error, relative."""
+    """A tensor that a step changed, and the bound of its error: the relative Euclidean norm."""
 
     tensor: Tensor
     bound: float = 0.0
-    """0: equal to the bit."""
+    """0 requires equal bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A work whose tensors exist."""
+    """A work with allocated tensors."""
 
     step: Callable[[], object]
-    """What is timed."""
+    """The timed call."""
 
     results: Callable[[], Sequence[Result]]
-    """What it changes."""
+    """Returns the tensors that `step` changes."""
 
     expected: Callable[[], Sequence[Tensor]]
-    """What these will be after a step from where they are now; it changes nothing."""
+    """Returns what these tensors must be after the next step, without changing them."""
 
     moved: int
     """The fewest bytes that a step can read and write in these formats."""
 
     held: int
-    """Bytes in tensors, those counted that live during a step only."""
+    """Bytes in tensors, including temporaries of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Something to measure."""
+    """An operation to measure."""
 
     system: str
-    """Whose it is."""
+    """Its library."""
 
     operation: str
     format: str
     make: Callable[[int, torch.device], Run]
-    """Set it up for so many elements.
+    """Sets it up for a number of elements on a device.
 
     Raises:
-        ImportError: it is of a package that is not installed.
+        ImportError: it needs a package that is not installed.
     """
 
     optional: bool = False
-    """Whether it may fail: it is not ours, and then has a row that says why instead of a time."""
+    """Whether it may fail; its row then has the reason instead of times."""
 
     at_most: float | None = None
-    """The goal for its time, as a part of that of PyTorch's fused operator in the same rounds."""
+    """Goal for its time, relative to PyTorch's fused operator in the same rounds."""
 
     share_at_least: float | None = None
-    """The goal for its bandwidth, as a part of the ceiling."""
+    """Goal for its bandwidth, relative to the ceiling."""
 
 
 class Verdict(NamedTuple):
-    """What the comparison has found."""
+    """Result of a comparison."""
 
     error: float
     """The largest relative error of a result."""
 
     tolerance_used: float
-    """That as a part of what is allowed; 0 where bits are equal."""
+    """The error divided by its bound; 0 if the bits are equal."""
 
     contract: str
-    """`bits`, or `bound` if a result may be off."""
+    """`bits`, or `bound` if a result may have an error."""
 
     moved: int
     held: int
-    """Bytes, as of the run."""
+    """Bytes, as in `Run`."""
 
 
 def verify(work: Work, device: torch.device) -> Verdict:
-    """Let the work make a step of `VERIFIED` elements, and compare.
+    """Take a step of `VERIFIED` elements, and compare the results.
 
     Raises:
-        ResultError: a result is further off than it may be.
-        ImportError: the work is of a package that is not installed.
+        ResultError: an error exceeds its bound.
+        ImportError: the work needs a package that is not installed.
     """
     run = work.make(VERIFIED, device)
     expected = [tensor.clone() for tensor in run.expected()]
@@ -129,7 +129,7 @@ def verify(work: Work, device: torch.device) -> Verdict:
 
 
 def same_bits(got: Tensor, expected: Tensor) -> bool:
-    """Whether both have the same bits."""
+    """Return whether both have the same bits."""
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return False
     return torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
@@ -145,9 +145,9 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 
 def bandwidth_run(size: int, device: torch.device) -> Run:
-    """The yardstick of bandwidth on tensors of `size` bytes: a copy on a GPU, on the CPU an addition in place.
+    """Return the bandwidth measurement with tensors of `size` bytes: a copy on a GPU, an addition in place on the CPU.
 
-    A CPU reads what it is about to write, so a copy would move a third more than it seems to.
+    A CPU reads memory before it writes it, so a copy would move a third more bytes than it counts.
     """
     a, b = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_cpu = device.type == "cpu"
@@ -161,24 +161,24 @@ def bandwidth_run(size: int, device: torch.device) -> Run:
 
 
 class Sample(NamedTuple):
-    """What one step took, in seconds."""
+    """Seconds of one step."""
 
     wall: float
-    """From when its device comes to it until it is done."""
+    """Time from its start on the device to its end."""
 
     cpu: float
-    """Of work in all threads of this process: other programs hardly change it. On a GPU it is that of launching."""
+    """CPU time of all threads of this process: other programs hardly affect it. On a GPU, that of launching."""
 
 
 class Clock(Protocol):
-    """How long something takes on a device."""
+    """Measures the time of steps on a device."""
 
     def sample(self, step: Callable[[], object]) -> Sample:
-        """Take a step and return how long that took."""
+        """Take a step and return its time."""
 
 
 class HostClock:
-    """For what the host computes itself."""
+    """Clock for computation on the host."""
 
     def sample(self, step: Callable[[], object]) -> Sample:
         """Take a step."""
@@ -188,16 +188,15 @@ class HostClock:
 
 
 _HEAD_START = 2_000_000
-"""Cycles of a GPU that the host has to launch a step."""
+"""Idle cycles of the GPU in which the host launches a step."""
 
 
 class DeviceClock:
-    """For what a GPU computes.
+    """Clock for computation on a GPU.
 
-    Before each step a large buffer is read, so nothing of the step's tensors is left in the cache. (It is not written,
-    for writing it back would take part of the step's bandwidth.) While the GPU reads, and then idles for about a
-    millisecond, the host launches the step: the time of one kernel is that of the GPU alone. Of steps that take the
-    host longer it has the gaps between them, which are there in training too.
+    Before each step, a large buffer is read to evict the step's tensors from the cache. (It is not written, because the
+    write-back would take bandwidth from the step.) The GPU then idles for about a millisecond while the host launches
+    the step, so the time of one kernel is that of the GPU alone. Longer launches leave gaps, as in training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -222,8 +221,7 @@ class DeviceClock:
 def time_runs(runs: Mapping[str, Run], clock: Clock, rounds: int, budget: float) -> dict[str, list[Sample]]:
     """Take at most `rounds` samples of each run.
 
-    A run whose steps have taken more than `budget` seconds takes no more part. Samples number `i` of all are of one
-    round.
+    A run stops once its steps have taken more than `budget` seconds. The samples with index `i` are of one round.
     """
     for run in runs.values():
         for _ in range(WARM_UP):
@@ -244,9 +242,9 @@ def _goes_on(samples: Sequence[Sample], turn: int, budget: float) -> bool:
 
 
 def packed(held: Mapping[str, int], room: int) -> list[list[str]]:
-    """Put names into groups, in their order, such that what each group holds fits into `room` bytes.
+    """Partition names into groups, in order, such that each group holds at most `room` bytes.
 
-    A name that does not fit alone is in none.
+    A name that does not fit alone is in no group.
     """
     groups: list[list[str]] = []
     left = 0

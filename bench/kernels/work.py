@@ -1,15 +1,15 @@
-"""What is measured of our own kernels, each by itself.
+"""Works of our own kernels, each alone.
 
-What is expected of a kernel is what its reference says: to the bit, but for sums of squares and, on a GPU, for moments
-in codes, whose kernel takes the device's approximations. On the CPU the expected step is PyTorch's operator on whole
-fp32 tensors between a reference's decoding and encoding.
+A kernel must have the bits of its reference, except for sums of squares and, on a GPU, for 8-bit moments, whose kernel
+uses the device's approximations. On the CPU, the expected step is PyTorch's operator on fp32 tensors between the
+reference's decoding and encoding.
 
 Legend: `S` elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -67,22 +67,22 @@ from bench.kernels.timing import Result, Run, Work
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 ROWS = 8
-"""Ranks whose parts of a segment are added at once."""
+"""Ranks whose parts of a segment are added in one call."""
 
 DIVISOR = 7
-"""Of their sum: its reciprocal rounds, so a multiplication by it is not the division that kernels promise."""
+"""Divisor of their sum. Its reciprocal rounds, so multiplying by it is not the division that kernels promise."""
 
 WEIGHT_BOUND = 2.0**-22
-"""Of weights in fp32, relative, Euclidean. A step changes them by about 1e-3, so 2^-12 of the update may be wrong."""
+"""Bound of fp32 weights. A step changes them by about 1e-3, so the update may have a relative error of 2^-12."""
 
 SPLIT_BOUND = 2.0**-17
-"""Of weights in two parts: what splitting them costs."""
+"""Bound of split weights: the rounding of `split`."""
 
 _CODES_BOUND = 2.0**-10  # one code in a thousand may be the neighbour, which differs by 1/127 and less
 
 
 def works(device: torch.device) -> Iterator[Work]:
-    """All of ours on that device. On the CPU a narrow gradient is measured with two formats only."""
+    """Yield our works on a device. On the CPU, a narrow gradient is measured with two formats only."""
     for master, moments, dtype in product(MASTERS, FORMATS, NAMES):
         if by_kernels(device) or dtype == torch.float32 or moments == "fp32":
             yield _adamw(master, moments, dtype, device)
@@ -101,7 +101,7 @@ def works(device: torch.device) -> Iterator[Work]:
 
 
 def step_by(state: State, grad: Tensor) -> Callable[[], None]:
-    """The step of `state` [S] by a gradient [S], on the path of its device."""
+    """Return a function that steps `state` [S] by a gradient [S] on its device."""
     if by_kernels(grad.device):
         rows = table(grad.numel(), grad.device)
         return lambda: adamw(state, grad, rows)
@@ -110,7 +110,7 @@ def step_by(state: State, grad: Tensor) -> Callable[[], None]:
 
 
 def after(state: State, grad: Tensor) -> State:
-    """What `state` [S] will be after a step by a gradient [S], by the specification."""
+    """Return `state` [S] after a step by a gradient [S], by the specification."""
     new, numel = state.clone(), grad.numel()
     rows = table(numel, grad.device)
     if by_kernels(grad.device):
@@ -128,7 +128,7 @@ def after(state: State, grad: Tensor) -> State:
 
 
 def _compared(state: State) -> list[Result]:
-    """A state as it is compared: to the bit, but for what is computed by approximations."""
+    """Return the results of a state: to the bit, unless the kernel approximates."""
     if state.avg_exponent is None or not by_kernels(state.param.device):
         return [Result(tensor) for tensor in state.tensors()]
     m, v = state.moments()
@@ -136,8 +136,15 @@ def _compared(state: State) -> list[Result]:
     return [Result(state.weight(), bound), Result(m, _CODES_BOUND), Result(v, _CODES_BOUND)]
 
 
-def _tensors(state: State) -> Sequence[Tensor]:
-    return [result.tensor for result in _compared(state)]
+def _stepped(state: State, step: Callable[[], object], gradient: Callable[[], Tensor], *read: Tensor | None) -> Run:
+    """Return a run that steps `state`. `gradient` computes what the step makes of the tensors that it reads."""
+    return Run(
+        step=step,
+        results=lambda: _compared(state),
+        expected=lambda: [result.tensor for result in _compared(after(state, gradient()))],
+        moved=2 * nbytes(*state.tensors()) + nbytes(*read),
+        held=nbytes(*state.tensors(), *read),
+    )
 
 
 def _format(master: str, moments: str, dtype: torch.dtype) -> str:
@@ -147,14 +154,7 @@ def _format(master: str, moments: str, dtype: torch.dtype) -> str:
 def _adamw(master: str, moments: str, dtype: torch.dtype, device: torch.device) -> Work:
     def make(numel: int, device: torch.device) -> Run:
         state, grad = state_of(master, moments, numel, device), gradient(numel, device, dtype)
-        held = nbytes(*state.tensors(), grad)
-        return Run(
-            step=step_by(state, grad),
-            results=lambda: _compared(state),
-            expected=lambda: _tensors(after(state, grad)),
-            moved=2 * nbytes(*state.tensors()) + nbytes(grad),
-            held=held,
-        )
+        return _stepped(state, step_by(state, grad), lambda: grad, grad)
 
     on_cpu, exact = not by_kernels(device), (master, moments) == ("fp32", "fp32")
     cpu_goal = {("fp32", "fp32"): 1.05, ("split24", "fp32"): 1.7}.get((master, moments))
@@ -170,7 +170,7 @@ def _adamw(master: str, moments: str, dtype: torch.dtype, device: torch.device) 
 
 
 def _reduced(operation: str, master: str, moments: str, wire: torch.dtype) -> Work:
-    """The last hop of a reduction and the step: in one, or apart with the gradient in memory between them."""
+    """Return the last hop of a reduction and the step: fused, or separate with the gradient in memory."""
 
     def make(numel: int, device: torch.device) -> Run:
         state = state_of(master, moments, numel, device)
@@ -184,16 +184,11 @@ def _reduced(operation: str, master: str, moments: str, wire: torch.dtype) -> Wo
         else:
             step = partial(reduce_adamw_cpu, state, received, own, cpu_step(numel))
 
-        def expected() -> Sequence[Tensor]:
-            return _tensors(after(state, received.float() + own.float() if fused else received + own))
+        def grad() -> Tensor:
+            return received.float() + own.float() if fused else received + own
 
-        return Run(
-            step=step,
-            results=lambda: _compared(state),
-            expected=expected,
-            moved=2 * nbytes(*state.tensors()) + nbytes(received, own) + 2 * nbytes(total),
-            held=nbytes(*state.tensors(), received, own, total),
-        )
+        run = _stepped(state, step, grad, received, own, total)
+        return replace(run, moved=run.moved + nbytes(total))  # it is written and read
 
     return Work(system="shardlite", operation=operation, format=_format(master, moments, wire), make=make)
 
@@ -209,7 +204,7 @@ def _apart(state: State, received: Tensor, own: Tensor, total: Tensor) -> Callab
 
 
 def _run(step: Callable[[], object], reference: Callable[..., object], *results: Result, moved: int) -> Run:
-    """Return a run whose reference, given tensors like those of the results, fills them."""
+    """Return a run whose reference fills tensors like the results."""
 
     def expected() -> list[Tensor]:
         right = [torch.empty_like(result.tensor) for result in results]
@@ -241,7 +236,7 @@ def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
 
 
 def _scale(dtype: torch.dtype, factor: float) -> Work:
-    """By a factor that is 1 in no dtype, or in all; after some rounds numbers are smaller, but not tiny."""
+    """Scale by a factor that is 1 in all dtypes or in none; after many rounds, numbers are still normal."""
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)
@@ -253,7 +248,7 @@ def _scale(dtype: torch.dtype, factor: float) -> Work:
 
 
 def _draw_rows(numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """One row for each of `ROWS` ranks, [W, S]."""
+    """Return a row for each of `ROWS` ranks, [W, S]."""
     rows = torch.empty(ROWS, numel, dtype=dtype, device=device)
     for seed, row in enumerate(rows):
         row.copy_(gradient(numel, device, dtype, seed))
@@ -261,7 +256,7 @@ def _draw_rows(numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(dtype: torch.dtype, *, tree: bool) -> Work:
-    """The exact reduction of a segment into fp32, in the order of rank 0's ring or of a tree, with statistics."""
+    """Return the exact reduction of a segment into fp32, in ring order of rank 0 or as a tree, with statistics."""
 
     def make(numel: int, device: torch.device) -> Run:
         rows, out = _draw_rows(numel, device, dtype), torch.empty(numel, device=device)
@@ -280,7 +275,7 @@ def _rows(dtype: torch.dtype, *, tree: bool) -> Work:
 
 
 def _rows_adamw(master: str, moments: str, wire: torch.dtype) -> Work:
-    """The exact reduction of a segment and the step, in one."""
+    """Return the fused exact reduction of a segment and step."""
 
     def make(numel: int, device: torch.device) -> Run:
         state, rows = state_of(master, moments, numel, device), _draw_rows(numel, device, wire)
@@ -289,18 +284,12 @@ def _rows_adamw(master: str, moments: str, wire: torch.dtype) -> Work:
         else:
             step = partial(add_rows_adamw_cpu, state, rows, cpu_step(numel), first=1, divisor=DIVISOR)
 
-        def expected() -> Sequence[Tensor]:
-            mean = torch.empty(numel, device=device)
-            add_rows_reference(mean, rows, 1, DIVISOR)
-            return _tensors(after(state, mean))
+        def mean() -> Tensor:
+            out = torch.empty(numel, device=device)
+            add_rows_reference(out, rows, 1, DIVISOR)
+            return out
 
-        return Run(
-            step=step,
-            results=lambda: _compared(state),
-            expected=expected,
-            moved=2 * nbytes(*state.tensors()) + nbytes(rows),
-            held=nbytes(*state.tensors(), rows),
-        )
+        return _stepped(state, step, mean, rows)
 
     operation = f"add {ROWS} rows and adamw"
     return Work(system="shardlite", operation=operation, format=_format(master, moments, wire), make=make)
@@ -316,7 +305,7 @@ def _stats(dtype: torch.dtype) -> Work:
 
 
 def _codes(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for 8-bit codes [S] and their scales [G]; what is quantized is a multiple of 32."""
+    """Return empty 8-bit codes and their scales [G], padded to a multiple of 32 elements."""
     groups = -(-numel // SCALE_BLOCK)
     codes = torch.empty(groups * SCALE_BLOCK, dtype=torch.int8, device=device)
     return codes, torch.empty(groups, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The link that explains measured times best: least squares with the cost model of `shardlite.apps.plan.clusters`.
+"""Fit the link of the cost model to measured times by least squares.
 
 A schedule is simulated: a message starts when its content is complete at the source, its sender sends nothing else and
 its target receives nothing else.
@@ -22,7 +22,7 @@ _ROUNDS = 20
 
 
 def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> LinkCost:
-    """Return the link that fits measured times best: least squares of relative errors, no cost negative.
+    """Return the link whose predictions have the least squared relative error, with no negative cost.
 
     A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
     milliseconds under `key`; one of an all-reduce also `messages`, the number that a rank sends: `W-1` if it was one
@@ -88,7 +88,7 @@ def _sizes(plan: Schedule, nbytes: int, chunk: int) -> list[int]:
 
 
 def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
-    """Yield the schedules of an operation one after the other, each with the bytes of its whole buffer."""
+    """Yield the schedules of an operation, each with the bytes of its full buffer."""
     ranks, nbytes = row["ranks"], row["nbytes"]
     if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
         yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: every rank sends all to every other
@@ -110,7 +110,7 @@ def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) ->
 
 
 def _shares(row: Mapping[str, Any], link: LinkCost) -> list[float]:
-    """Return the derivatives of a row's time by each cost. The time is their sum of products with the costs."""
+    """Return the derivatives of a row's time by the costs, in which the time is linear."""
     now = predicted(row, link)
     shares = []
     for name in _COSTS:
@@ -123,7 +123,7 @@ def _shares(row: Mapping[str, Any], link: LinkCost) -> list[float]:
 def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
     """Return the costs, none negative, for which the products with all rows of `terms` are closest to 1.
 
-    Each set of costs that are not zero is tried, small sets first: a cost without effect stays zero.
+    Each set of nonzero costs is tried, small sets first, so a cost without effect stays zero.
     """
     table = np.array(terms)
     best, least = np.zeros(table.shape[1]), float(len(table))

@@ -1,15 +1,15 @@
-"""Times of our collectives beside gloo's own on CPUs, or NCCL's on GPUs: verified, then timed in turn.
+"""Verify our collectives and gloo's own (NCCL's on GPUs), then time them in turn.
 
     python -m bench.ring --ranks 2 4
 
-starts its ranks itself and writes `bench/results/ring-DEVICE.jsonl`, where it replaces rows of as many ranks. One JSON
-object (`"bench": "ring"`) for each operation, size and system, where the peer is gloo or NCCL:
+starts its ranks and writes `bench/results/ring-DEVICE.jsonl`, where it replaces the rows of the same number of
+ranks. One JSON object (`"bench": "ring"`) per operation, size and system; the peer is gloo or NCCL:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `nbytes` | the whole buffer, `S`: what a gather ends with, what each rank brings to a sum |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start, on the slowest rank; on GPUs by events |
-| `cpu_ms_p50` | milliseconds of work in all threads of the rank that works most: other programs hardly change it |
+| `cpu_ms_p50` | milliseconds of work in all threads of the rank that works most: other programs hardly affect it |
 | `algbw_gbps`, `busbw_gbps` | `S/t`, and that times `(W-1)/W`, in an all-reduce `2(W-1)/W`: as nccl-tests define them |
 | `speedup` | the median over rounds of the peer's time for the same in the same round as a multiple of this one |
 | `cpu_speedup` | the peer's `cpu_ms_p50` for the same as a multiple of this one |
@@ -67,10 +67,10 @@ def measure(
     group: dist.ProcessGroup,
     device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
 ) -> list[Row]:
-    """Verify and time all systems at all sizes; return a row for each, and one per link. To be called by every rank.
+    """Verify and time all systems at all sizes; return a row for each and one per link. Must be called by every rank.
 
     Raises:
-        ResultError: a system computes something else; nothing more is measured.
+        ResultError: a system computes a wrong result; nothing more is measured.
     """
     rows: list[Row] = []
     for nbytes in sizes:
@@ -87,7 +87,7 @@ def measure(
 
 
 def time_cases(todo: Sequence[Case], rounds: int, group: dist.ProcessGroup) -> list[Times]:
-    """Call each case once a round, in another order each time: who comes after whom matters. All ranks draw the same.
+    """Call each case once per round, in a random order that is the same on all ranks.
 
     Times are those of the slowest rank.
     """
@@ -106,7 +106,7 @@ def time_cases(todo: Sequence[Case], rounds: int, group: dist.ProcessGroup) -> l
 
 
 def _row(case: Case, taken: Sequence[Times], place: int, group: dist.ProcessGroup) -> Row:
-    """Describe one case; the peer's for the same operation is the first one."""
+    """Return the row of one case. The peer's case of an operation is the first one."""
     world_size, nbytes, wall = group.size(), case.full.nbytes, taken[place].wall
     peer = taken[OPERATIONS.index(case.operation)]
     cpu, peers_cpu = (1e3 * percentile(times.cpu, 50) for times in (taken[place], peer))
@@ -137,7 +137,7 @@ def _row(case: Case, taken: Sequence[Times], place: int, group: dist.ProcessGrou
 
 
 def goal_of(operation: str, system: System, nbytes: int) -> float | None:
-    """Return how many times as fast as gloo a system is to be."""
+    """Return the `speedup` that a system should reach, if there is a goal."""
     if system == System("p2p", "ring") and operation == "reduce-scatter":
         return 1.0
     if system != System("shared_memory", SharedMemoryTransport.algorithm):
@@ -148,7 +148,7 @@ def goal_of(operation: str, system: System, nbytes: int) -> float | None:
 
 
 def _shares_moved(case: Case) -> int:
-    """How often every byte but the own goes out: an all-reduce is a sum and a gather."""
+    """Return how often each byte is sent: an all-reduce is a reduce-scatter and an all-gather."""
     return 2 if case.operation == "all-reduce" else 1
 
 
@@ -162,7 +162,7 @@ def _sent(case: Case, group: dist.ProcessGroup) -> Row:
 
 
 def _fitted(rows: Sequence[Row]) -> list[Row]:
-    """Fit links to the times of each transport, write what they predict to their rows, and return a row per link."""
+    """Fit links to the times of each transport, add their predictions to the rows, and return a row per link."""
     links = []
     for transport in dict.fromkeys(row["transport"] for row in rows if row["transport"] in LINKS):
         ours = [row for row in rows if row["transport"] == transport and row["algorithm"] in IN_RING_ORDER]
@@ -181,18 +181,18 @@ def _fitted(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rounded(values: Row) -> Row:
-    """Keep as many digits as mean something."""
+    """Round to the significant digits."""
     return {key: float(f"{value:.{_DIGITS}g}") for key, value in values.items()}
 
 
 def _report(rows: list[Row], file: Path) -> None:
-    """Write the rows of one run in place of those of as many ranks, and print them for people."""
+    """Replace the rows of the same number of ranks in the file, and print the table."""
     replace_rows(file, "ranks", {rows[0]["ranks"]}, rows)
     print(f"{differences(rows)}\n\n{_goals(rows)}\n", flush=True)
 
 
 def _goals(rows: Iterable[Row]) -> str:
-    """Which goals were reached."""
+    """Return which goals were reached."""
     lines = [
         f"- {row['operation']} of {row['nbytes']} bytes by {row['transport']} {row['algorithm']}: "
         f"{row['speedup']:.2f} times gloo's, goal {row['goal']:g}: {'reached' if row['reached'] else 'NOT reached'}"
@@ -203,7 +203,7 @@ def _goals(rows: Iterable[Row]) -> str:
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
-    """Be one of the ranks."""
+    """Measure as one of the ranks."""
     device = device_of_rank()
     rows = measure(options.sizes, systems_on(device, options.algorithms), options.rounds, group, device)
     if group.rank() == 0:
@@ -211,7 +211,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[System]:
-    """Return what is compared on a device, the peer first. Collectives of the process group add in the ring's order."""
+    """Return the systems of a device, the peer first. Collectives of the process group add in ring order."""
     peer, transports = (GLOO, TRANSPORTS) if device.type == "cpu" else (NCCL, ("p2p",))
     return [System(peer), *(System(*pair) for pair in product(transports, algorithms)), System("collectives", "ring")]
 
@@ -232,6 +232,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     options = _options(arguments)
     return on_ranks("bench.ring", options.ranks, arguments, partial(_run_rank, options))

@@ -1,7 +1,7 @@
-"""Collectives to be compared: gloo's or NCCL's own and ours, each verified against what the result must be.
+"""Collectives of gloo or NCCL and ours, each with a check of its result.
 
-A `Case` is one collective of one system on buffers of its own, which are filled anew before each call. Those of gloo
-and NCCL are ordinary tensors, ours are made by the transport, as the library makes them.
+A `Case` is one collective of one system on its own buffers, which are filled before each call. Buffers of gloo and NCCL
+are ordinary tensors; the transport allocates ours, as in the library.
 
 Legend: `W` ranks, `r` this rank, `n` elements in the full buffer, a multiple of `W`.
 """
@@ -35,7 +35,7 @@ Peer = Literal["gloo", "nccl"]
 
 GLOO: Peer = "gloo"
 NCCL: Peer = "nccl"
-"""What we are compared with: on CPUs and on GPUs."""
+"""Peers on CPUs and on GPUs."""
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -43,7 +43,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class System:
-    """Who carries a collective out."""
+    """A transport of ours with an algorithm, or a peer."""
 
     transport: TransportName | Peer
     algorithm: Algorithm | Literal[""] = ""
@@ -73,20 +73,20 @@ class Case:
     operation: Operation
     group: dist.ProcessGroup
     brought: Sequence[Tensor]
-    """What each rank brings to a sum, [n]; to a gather rank `k` brings segment `k` of it."""
+    """Each rank's input of a reduction, [n]; its segment `k` is rank `k`'s input of a gather."""
 
     full: Tensor
     """[n], to be reduced or to be filled."""
 
     shard: Tensor
-    """[n/W], what a peer gathers from, and where a reduce-scatter puts the sum."""
+    """[n/W], the input of a peer's gather and the output of a reduce-scatter."""
 
     call: Callable[[], object]
     tally: Tally | None
     """Counts messages of the first call, if they are ours."""
 
     def fill(self) -> None:
-        """Write this rank's part to its place, and something else to where results go."""
+        """Write this rank's input, and NaN to the outputs."""
         world_size, rank = self.group.size(), self.group.rank()
         if self.operation == "all-gather":
             segment = self.brought[rank].view(world_size, -1)[rank]
@@ -99,7 +99,7 @@ class Case:
             self.shard.fill_(float("nan"))
 
     def verify(self) -> None:
-        """Call it once, and compare: with the sum in the order of the ring, to the bit where that is the order.
+        """Call it once, and compare the result with the sum in ring order, to the bit if it is added in that order.
 
         Raises:
             ResultError: on every rank, if the result is wrong on any.
@@ -116,7 +116,7 @@ class Case:
             )
 
     def _difference(self, got: Tensor) -> str:
-        """Say in which way a result is wrong, or nothing."""
+        """Return how a result is wrong, or an empty string."""
         world_size = self.group.size()
         rows = [each.view(world_size, -1) for each in self.brought]
         if self.operation == "all-gather":
@@ -136,7 +136,7 @@ class Case:
 
 
 def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[Case]:
-    """Make all collectives of all systems, for buffers of `numel` elements. Those of a system share their buffers."""
+    """Return all collectives of all systems for buffers of `numel` elements, which the cases of a system share."""
     brought = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(device) for r in range(group.size())]
     made = []
     for system in systems:

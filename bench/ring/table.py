@@ -11,7 +11,7 @@ _SHOWN = (2**12, 2**20, 2**24, 2**26)
 
 
 def render_speedups(rows: Sequence[Row]) -> str:
-    """Return the table of how many times as long the peer takes, at 2 and at 4 ranks."""
+    """Return the table of speedups over the peer, at 2 and at 4 ranks."""
     took = [row for row in rows if row["bench"] == "ring"]
     header = ["collective", "transport", *(f"{size_words(size)}, {ranks} ranks" for size in _SHOWN for ranks in (2, 4))]
     cells = [header]
@@ -33,7 +33,7 @@ def render_speedups(rows: Sequence[Row]) -> str:
 
 
 def size_words(nbytes: int) -> str:
-    """Bytes in the largest unit that they fill."""
+    """Return a size in its largest unit."""
     for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"

@@ -1,18 +1,18 @@
-"""Weak and strong scaling of ShardLite at stage 3: measured on this machine, and simulated there and on other clusters.
+"""Measure weak and strong scaling of ShardLite at stage 3 on this machine, and simulate it there and on other clusters.
 
     python -m bench.scale --model gpt --ranks 1 2 4
 
-starts its ranks itself, one number of ranks after the other, and writes `bench/results/scale-MODEL.jsonl`. Weak scaling
+starts its ranks, one number of ranks after the other, and writes `bench/results/scale-MODEL.jsonl`. Weak scaling
 gives each rank the batch of the workload, strong scaling gives it that batch divided by the number of ranks. Results
 are compared with DDP's before anything is timed. One JSON object for each mode, place and number of ranks:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `kind` | `measured` or `simulated` |
 | `cluster` | `this machine`, or a cluster of `shardlite plan` |
 | `mode`, `ranks` | `weak` or `strong`; ranks |
 | `ms_p50` | milliseconds of a step: the median on the slowest rank, or what the simulation says |
-| `efficiency` | throughput of all ranks as a part of as many times that of one rank, of the same kind and cluster |
+| `efficiency` | throughput of `W` ranks divided by `W` times that of one rank, of the same kind and cluster |
 | `per_second`, `item` | tokens or samples of all ranks in a second |
 | `simulated_vs_measured` | of simulated rows: `ms_p50` as a part of the measured one, where that is |
 
@@ -53,22 +53,21 @@ from shardlite.apps.plan.source import find_source
 SYSTEM = "stage3"
 
 _SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes of the buffers to which the link is fitted: those of units lie between."""
+"""Bytes of the buffers to which the link is fitted; units lie between them."""
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time both modes on as many ranks as there are. To be called by every rank.
+    """Verify and time both modes on the ranks of the group. Must be called by every rank.
 
     Raises:
         ResultError: results differ from DDP's; nothing is timed.
     """
     systems: dict[str, Build] = {name: SYSTEMS[name] for name in ("ddp", SYSTEM)}
     verify(workload, systems, group)
-    chosen = {SYSTEM: systems[SYSTEM]}
     rows = []
     for mode in ("weak", "strong"):
         given = workload if mode == "weak" else divided(workload, group.size())
-        wall = time_steps(given, chosen, rounds, group)[SYSTEM].wall
+        wall = time_steps(given, {SYSTEM: systems[SYSTEM](given, group)}, rounds, group)[SYSTEM].wall
         per_second = round(group.size() * given.items / percentile(wall, 50), 1)
         rows.append(
             {
@@ -84,10 +83,10 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
 
 
 def divided(workload: Workload, ranks: int) -> Workload:
-    """Return a workload of which each rank has an equal part of the batch.
+    """Return a workload in which each rank has an equal part of the batch.
 
     Raises:
-        ValueError: the batch cannot be divided so.
+        ValueError: the batch is not divisible by `ranks`.
     """
 
     def draw(rank: int, step: int) -> Batch:
@@ -101,9 +100,9 @@ def divided(workload: Workload, ranks: int) -> Workload:
 
 
 def measure_fit(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Measure what the simulation needs: on one rank the seconds of a step's parts, on two the link between them.
+    """Measure the inputs of the simulation: on one rank the seconds of a step's parts, on two the link between them.
 
-    To be called by every rank; returns the row `"scale-fit"`, of which each number of ranks has a part.
+    Must be called by every rank. Returns the part of the row `"scale-fit"` that this number of ranks measures.
     """
     if group.size() == 1:
         trainer = SYSTEMS[SYSTEM](workload, group)
@@ -165,7 +164,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the program before it measures if it could not end well."""
+    """Exit before anything is measured if an option is wrong."""
     if not {1, 2} <= set(options.ranks):
         parser.error("--ranks needs 1 and 2: the simulation is fitted to them")
     if min(*options.ranks, options.steps) < 1:
@@ -179,7 +178,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and simulate, or print or draw rows, or be a rank if a launcher started this process."""
+    """Measure and simulate, or draw rows; a process that a launcher started is one of the ranks."""
     options = _options(arguments)
     if "RANK" in os.environ:
         _run_rank(options)

@@ -1,9 +1,9 @@
-"""Scaling by the simulation of `shardlite plan`, of this machine with measured costs and of clusters by name.
+"""Simulate scaling as `shardlite plan` does: on this machine with measured costs, and on clusters by name.
 
-This machine is described as a cluster of one host whose ranks are linked by shared memory. Its ranks share the cores:
-with more ranks than cores, each computes and sends the more slowly, by ranks per core. While every core has a rank,
-no core is left for communication beside computation, so nothing overlaps: the time of a step is the sum of
-computation, communication and the optimizer's step.
+This machine is a cluster of one host whose ranks are linked by shared memory and share its cores. With more ranks than
+cores, computation and communication slow down by the number of ranks per core. If every core has a rank, no core is
+left to overlap communication with computation, so the time of a step is the sum of computation, communication and the
+optimizer's step.
 
 Legend: `W` ranks.
 """
@@ -42,7 +42,7 @@ def here(workload: Workload, fit: Mapping[str, Any], measured: Sequence[Row]) ->
     """Return a simulated row for each measured one.
 
     Args:
-        workload: that was measured.
+        workload: the measured workload.
         fit: `compute_seconds` and `update_seconds` of one rank, and the costs of the link.
         measured: rows on this machine.
     """
@@ -80,7 +80,7 @@ def here(workload: Workload, fit: Mapping[str, Any], measured: Sequence[Row]) ->
 
 
 def elsewhere(clusters: Sequence[Cluster], model: str) -> list[Row]:
-    """Return simulated rows of a preset in bf16 on named clusters. The memory of one rank is not looked at.
+    """Return simulated rows of a preset in bf16 on named clusters, regardless of their memory.
 
     Strong scaling divides the batch that `max(WORLDS)` ranks have in weak scaling.
     """
@@ -111,7 +111,7 @@ def elsewhere(clusters: Sequence[Cluster], model: str) -> list[Row]:
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
-    """Add to rows of one kind their throughput as a part of as many times that of one rank there."""
+    """Add the efficiency to rows of one kind."""
     one = {(row["cluster"], row["mode"]): row["per_second"] for row in rows if row["ranks"] == 1}
 
     def efficiency(row: Row) -> float:
@@ -121,7 +121,7 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cluster(fit: Mapping[str, Any], *, rate: float, bandwidth: float, sharing: float) -> Cluster:
-    """Describe this machine when each core has `sharing` ranks."""
+    """Return this machine as a cluster with `sharing` ranks per core."""
     card = Card(
         name="a core of this machine",
         nbytes=0,
@@ -147,7 +147,7 @@ def _cluster(fit: Mapping[str, Any], *, rate: float, bandwidth: float, sharing: 
 
 
 def _source(workload: Workload) -> Source:
-    """Describe a workload for the planner, with a batch of zeros."""
+    """Return a workload as a source of the planner, with a batch of zeros."""
     shapes = [(each.shape, each.dtype) for each in workload.draw(0, 0)]
 
     def batch() -> Batch:

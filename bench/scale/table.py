@@ -22,7 +22,7 @@ _DASHES = ("--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table of this machine, measured beside simulated, and one of each other cluster."""
+    """Return a table of this machine, measured and simulated, and one for each other cluster."""
     rows = [row for row in rows if row["bench"] == "scale"]
     tables = [_render_here([row for row in rows if row["cluster"] == HERE])]
     for cluster in dict.fromkeys(row["cluster"] for row in rows if row["cluster"] != HERE):
@@ -131,7 +131,7 @@ def _paint_mode(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _mark_shared(axes: Axes, rows: Sequence[Row], colour: str) -> None:
-    """Say at the point with the most ranks how many cores they share, if there are fewer cores than ranks."""
+    """Annotate the point with the most ranks if they share cores."""
     last, cores = rows[-1], _cores(rows[-1])
     if last["ranks"] > cores:
         words = f"{last['ranks']} ranks share {cores} cores:\nabout {100 * cores / last['ranks']:.0f} % at most"

@@ -31,10 +31,10 @@ SAMPLES = 1024
 """Sequences that every run trains on, so that the largest batch takes 32 steps."""
 
 LR = 0.02
-"""Of the smallest batch."""
+"""Learning rate of the smallest batch."""
 
 WARM_UP = 0.2
-"""Part of a run in which the learning rate rises."""
+"""Fraction of a run in which the learning rate rises."""
 
 RULES = ("constant", "linear", "linear, warm-up")
 """The learning rate is that of the smallest batch, `k` times as large, or rises to that."""
@@ -96,12 +96,12 @@ def learning_rates(say: Callable[[str], None], samples: int = SAMPLES) -> list[R
 
 
 def large_batch(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Make the gradients of one large batch."""
+    """Compute the gradients of one large batch."""
     model(x, y).backward()
 
 
 def accumulated(model: nn.Module, x: Tensor, y: Tensor, *, k: int) -> None:
-    """Make the same gradients from `k` micro-batches, one after the other: their mean is the sum of parts of `1/k`."""
+    """Compute the same gradients from `k` micro-batches, whose losses are divided by `k`."""
     for micro_x, micro_y in zip(x.chunk(k), y.chunk(k), strict=True):
         loss = model(micro_x, micro_y) / k
         loss.backward()

@@ -1,4 +1,4 @@
-"""Plots of the rows of `bench.strategies`: `python -m bench.strategies.paint` writes those of the page."""
+"""Plot the rows of `bench.strategies`: `python -m bench.strategies.paint` writes the plots of the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARKS = {"constant": ("s", ":"), "linear": ("^", "--"), "linear, warm-up": ("o"
 
 
 def paint(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write the plots that the rows are enough for. Return their paths.
+    """Write the plots for which there are rows. Return their paths.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -39,7 +39,7 @@ def paint(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _losses(rows: Sequence[Row], path: Path) -> None:
-    """Plot the losses of each strategy, and below how far each is from one process."""
+    """Plot the losses of each strategy, and their differences from one process."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     figure = Figure(figsize=(8, 6.4), dpi=130, layout="constrained")
@@ -60,7 +60,7 @@ def _losses(rows: Sequence[Row], path: Path) -> None:
 
 
 def _batches(rows: Sequence[Row], path: Path) -> None:
-    """Plot validation losses over the sequences, a panel for each batch beside that of the smallest."""
+    """Plot validation losses over the sequences, with a panel for each batch size."""
     from matplotlib.figure import Figure
 
     smallest, sizes = rows[0], sorted({row["batch"] for row in rows} - {rows[0]["batch"]})

@@ -2,10 +2,10 @@
 
     python -m bench.strategies --ranks 2
 
-starts its ranks itself. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl` in `bench/results/`,
-pictures to `docs/`; with `--out FOLDER` all go there. `--what strategies` leaves out larger batches. A row a strategy:
+starts its ranks. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl` in `bench/results/`,
+pictures to `docs/`; with `--out FOLDER` all go there. `--what strategies` leaves out larger batches. A row has:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `losses` | of each step, mean over the ranks, nats per byte |
 | `largest_difference` | of these from the losses of one process |
@@ -70,7 +70,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to train, and what is known of it."""
+    """A training strategy and its properties."""
 
     train: Callable[[nn.Module, Iterator[Batch]], Iterator[float]]
 
@@ -78,13 +78,13 @@ class Strategy:
     """Bytes that the busiest rank sends in a step, of `n` bytes of parameters on `W` ranks."""
 
     sent: Callable[[int], float]
-    """The same as a part of `n`."""
+    """These bytes divided by `n`, of the number of ranks."""
 
     is_alone: bool = False
-    """Rank 0 trains on whole batches, and the others wait."""
+    """Whether rank 0 trains on whole batches while the others wait."""
 
     is_same: bool = True
-    """The algorithm is that of one process."""
+    """Whether the algorithm equals that of one process."""
 
 
 STRATEGIES = {
@@ -107,12 +107,12 @@ STRATEGIES = {
 
 
 def usable() -> dict[str, Strategy]:
-    """Return the strategies of this machine: without GPUs `nn.DataParallel` is one process, and left out."""
+    """Return the strategies of this machine. Without GPUs, `nn.DataParallel` is left out: it is one process."""
     return {name: each for name, each in STRATEGIES.items() if name != "nn.DataParallel" or torch.cuda.is_available()}
 
 
 class Steps:
-    """The steps of one strategy on this rank. A rank that only waits has losses of 0."""
+    """The steps of one strategy on this rank. A waiting rank has losses of 0."""
 
     def __init__(self, strategy: Strategy) -> None:
         rank, ranks = (0, 1) if strategy.is_alone else (dist.get_rank(), dist.get_world_size())
@@ -132,7 +132,7 @@ class Steps:
         self.seconds.append(seconds(lambda: self.losses.append(next(self._steps)), _CPU)[0])
 
     def mean_losses(self) -> list[float]:
-        """Return the loss of the global batch in each step. To be called by every rank."""
+        """Return the loss of the global batch in each step. Must be called by every rank."""
         total = torch.tensor(self.losses, dtype=torch.float64)
         dist.all_reduce(total)
         losses: list[float] = (total / self._parts).tolist()
@@ -140,7 +140,7 @@ class Steps:
 
 
 def compare(steps: int, say: Callable[[str], None]) -> list[Row]:
-    """Run all strategies for `steps` steps. Return a row for each. To be called by every rank."""
+    """Run all strategies for `steps` steps. Return a row for each. Must be called by every rank."""
     strategies = usable()
     sizes = {}
     for name, strategy in strategies.items():
@@ -168,12 +168,12 @@ def compare(steps: int, say: Callable[[str], None]) -> list[Row]:
 
 
 def difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest difference of two curves, in nats per byte."""
+    """Return the largest difference of two loss curves, in nats per byte."""
     return round(max(abs(one - other) for one, other in zip(losses, others, strict=True)), 6)
 
 
 def sent_bytes(strategy: Strategy) -> int:
-    """Return what the busiest rank sends in a step. To be called by every rank."""
+    """Return the bytes that the busiest rank sends in a step. Must be called by every rank."""
     with counted() as wire:
         steps, counting = Steps(strategy), 1 if strategy.is_same else AVERAGED_EVERY
         for _ in range(2):  # they also exchange what is exchanged once
@@ -185,7 +185,7 @@ def sent_bytes(strategy: Strategy) -> int:
 
 
 def memory(strategy: Strategy) -> Row:
-    """Return the bytes in tensors between two steps, and the most during one. To be called by every rank."""
+    """Return the bytes in tensors between two steps, and the most during one. Must be called by every rank."""
     gc.collect()
     with Meter[None]() as meter:
         before = meter.live
@@ -206,7 +206,7 @@ def _formula(strategy: Strategy) -> Row:
 
 
 def complaints(rows: Sequence[Row]) -> list[str]:
-    """Return what is wrong with the results, in sentences."""
+    """Return the errors in the results, in sentences."""
     found = []
     for row in rows:
         off = row.get("largest_difference", 0)
@@ -220,7 +220,7 @@ def complaints(rows: Sequence[Row]) -> list[str]:
 
 
 def larger_batches(say: Callable[[str], None]) -> list[Row]:
-    """Return the rows of training with larger batches. To be called by every rank."""
+    """Return the rows of training with larger batches. Must be called by every rank."""
     say("gradients of micro-batches and of the large batch")
     common = {"threads": torch.get_num_threads()} | machine()
     accumulation = {"bench": "strategies-accumulation"} | batch_size.accumulation() | common
@@ -243,7 +243,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
 
 
 def _report(rows: Sequence[Row], name: str, out: Path) -> None:
-    """Write and print rows, and paint them."""
+    """Write, print and plot rows."""
     report(rows, out / f"{name}.jsonl", render)
     for path in paint(rows, PICTURES if out == RESULTS else out):
         print(f"wrote {path}", flush=True)
@@ -262,6 +262,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
     options = _options(arguments)
     return on_ranks("bench.strategies", options.ranks, arguments, partial(_run_rank, options))

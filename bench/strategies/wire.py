@@ -1,4 +1,4 @@
-"""Count the bytes that this rank sends, by calls of `torch.distributed` and by ShardLite."""
+"""Count the bytes that this rank sends with `torch.distributed` and with ShardLite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SENT: dict[str, Callable[[int], float]] = {
     "reduce_scatter_single": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: ranks - 1,
 }
-"""How many times a call sends its smallest tensor: what it is given, or a shard. A collective sends as a ring would."""
+"""How many times a call sends its smallest tensor: its input, or a shard. Collectives count as rings."""
 
 
 @dataclass

@@ -1,16 +1,16 @@
-"""A system is timed only after its results were compared with those of data parallel.
+"""Compare the results of a system with those of data parallel before it is timed.
 
 All systems and an exact twin (the plain model in fp64, with gradients averaged over the ranks in fp64) take the same
 few steps. Any system may be twice as far from the exact result as `DistributedDataParallel` is, in the Euclidean norm:
 
     |got - exact| <= 2 |ddp - exact| + slack
 
-The systems round differently, and none is preferred; an error in scale, order, averaging or
-weight decay is larger by orders of magnitude. `slack` is what rounding the exact result once to the dtype of
-computation costs, for DDP may be exact by chance; for a loss, which is a mean of `n` terms, it is what adding them in
-pairs costs. Weights are in fp32 always. Adam divides by the gradient's size, so a few weights with tiny gradients carry
-most of the error of a small tensor: where DDP's error in a weight is less than in its weights on average, that counts.
-A format that stores other numbers than fp32 is compared by its losses alone, which may be off by `FORMAT_ERROR`.
+The systems round differently, and none is preferred; an error in scale, order, averaging or weight decay is larger by
+orders of magnitude. DDP may be exact by chance, so `slack` is the error of rounding the exact result once to the dtype
+of computation; for a loss, a mean of `n` terms, it is the error of adding them in pairs. Weights are always fp32.
+Adam divides by the size of the gradient, so a few weights with tiny gradients have most of the error of a small tensor.
+Where DDP's error in a weight is below its average over the weights, the average counts. Formats that store other
+numbers than fp32 are compared by their losses alone, within `FORMAT_ERROR`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from bench.support.workloads import Workload
 from shardlite.apps.memory.systems import OPTIONS
 
 STEPS = 3
-"""How many steps are compared: the last ones depend on the optimizer's state."""
+"""Compared steps. The last ones depend on the optimizer's state."""
 
 UNIT_ROUNDOFF = ROUNDOFF[None]
 """The largest relative error of rounding to fp32."""
 
 FORMAT_ERROR = 0.05
-"""By which the losses of a format may be off, as a part of the exact ones: that of `bench.gpu`."""
+"""Relative error that the losses of a format may have, as in `bench.gpu`."""
 
 
 class ResultError(Exception):
-    """A system computes something else than data parallel does."""
+    """The result of a system differs from that of data parallel."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a system computed in the first steps."""
+    """Results of a system in the first steps."""
 
     losses: list[Tensor]
-    """Of this rank's batches, one for each step, []."""
+    """Losses of this rank, one per step, []."""
 
     computed: dict[str, Tensor] = field(default_factory=dict)
     """The gradients of the first step, whole and flat, and their norm before clipping."""
@@ -67,9 +67,9 @@ def verify(
     group: dist.ProcessGroup,
     setting: Setting = Setting(),  # noqa: B008 (frozen)
 ) -> dict[str, float]:
-    """Return for each system how much of the tolerance it needs at most: 1 is as much as is allowed.
+    """Return the share of the tolerance that each system uses. Above 1 it fails.
 
-    To be called by every rank; `systems` must hold `ddp`, all built in `setting`, of which `workload` is.
+    Must be called by every rank. `systems` must include `ddp`; `workload` and all systems have this `setting`.
 
     Raises:
         ResultError: on every rank, if a system is out of tolerance on any.
@@ -90,7 +90,7 @@ def verify(
 
 
 def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Record:
-    """Take the first steps. The floor's model never moves, so only its first loss means anything."""
+    """Take the first steps. The floor's model is never updated, so only its first loss is comparable."""
     batches = [workload.batch(group.rank(), step) for step in range(STEPS)]
     first = trainer.backward(batches[0])
     if isinstance(trainer, Floor):
@@ -106,7 +106,7 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
 
 
 def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
-    """Build the twin in fp64, which takes a batch at once, and averages each gradient as it comes."""
+    """Build the twin in fp64, which takes all micro-batches at once."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None
@@ -126,13 +126,13 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _slack(workload: Workload, setting: Setting) -> tuple[float, float]:
-    """Return the relative errors that a loss and another result of the computation may have in any case."""
+    """Return the relative slack of a loss and of other results."""
     roundoff = ROUNDOFF[setting.compute]
     return max(1.0, math.log2(workload.terms)) * roundoff, roundoff
 
 
 def _shares(got: Record, ddp: Record, exact: Record, slack: tuple[float, float]) -> list[tuple[float, str]]:
-    """Return how much of the tolerance each result needs, and its name."""
+    """Return the share of the tolerance that each result uses, and its name."""
     if got.is_format:
         pairs = enumerate(zip(got.losses, exact.losses, strict=True))
         return [

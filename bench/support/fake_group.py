@@ -1,10 +1,10 @@
-"""Rank 0 of any number of ranks in one process: the others cost nothing, and say what rank 0 says.
+"""Simulate rank 0 of any number of ranks in one process. The others do not exist, and agree with it.
 
 The process group is PyTorch's own "fake" one. Its collectives move nothing, so weights and losses mean nothing; each is
-one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as over NCCL on a GPU that
-is never behind: collectives and batches of messages do not block the host, operations are launched by the program's
-thread, and each kernel of `shardlite_kernels` is one small operator instead. Not in it: what the launches of NCCL and
-Triton and messages between hosts cost.
+one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as with NCCL on a GPU that
+is never late: collectives and batches of messages do not block the host, the program's thread launches operations, and
+each kernel of `shardlite_kernels` is one small operator. The cost of launches of NCCL and Triton, and of messages
+between hosts, is left out.
 
 Legend: `W` ranks.
 """
@@ -35,7 +35,7 @@ from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.config import Route
 
 _STORAGE_ONLY = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_", "_unsafe_view"}
-"""Operators of PyTorch that launch nothing though they return no view."""
+"""Operators that launch nothing, although they do not return a view."""
 
 
 _COLLECTIVES = (
@@ -45,26 +45,26 @@ _COLLECTIVES = (
     "reduce_scatter_single",
     "alltoall_base",
 )
-"""Methods of a process group; what PyTorch calls some of them depends on its version."""
+"""Methods of a process group. Their names depend on the version of PyTorch."""
 
 _KERNELS = (hop, add_rows, stats, adamw, adamw_cpu, add_rows_adamw, reduce_adamw)
 _TOKEN = torch.zeros(1)
 
 
 def _launch(*_: Any, **__: Any) -> None:
-    """Cost the host about as much as an operator does."""
+    """Run one small operator, in place of a launch."""
     _TOKEN.zero_()
 
 
 Replacement = Callable[..., dist.Work | None]
-"""What a collective is replaced by: called with the name of its method, its target, its source, and the rest.
+"""Replacement of a collective. Its arguments are the name of the method and the arguments of the method.
 
-It returns what to wait for, or `None` if there is nothing.
+It returns the work to wait for, or `None`.
 """
 
 
 class HostMessages(GroupCollectives):
-    """Agreements of the hosts, in which all ranks say the same."""
+    """Host collectives in which all ranks have the values of this one."""
 
     blocking = False
 
@@ -80,7 +80,7 @@ class HostMessages(GroupCollectives):
 
 
 class _LaunchingQueue:
-    """Runs operations when they are submitted, on the thread of the program, as one that launches them on a stream."""
+    """A queue that runs operations at once, on the calling thread, as a queue that launches them on a stream."""
 
     on_stream = True
 
@@ -93,7 +93,7 @@ class _LaunchingQueue:
         return work
 
     def moment(self) -> object:
-        """Return a moment, which is over."""
+        """Return a moment that has passed."""
         return self
 
     def stream(self, behind: object = None) -> AbstractContextManager[None]:
@@ -109,7 +109,7 @@ def launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
 
 @contextmanager
 def fake_group(world_size: int, replacement: Replacement = _launch) -> Iterator[dist.ProcessGroup]:
-    """Be rank 0 of a fake default process group of `world_size` ranks."""
+    """Initialize a fake default process group of `world_size` ranks, as rank 0."""
     with ExitStack() as stack:
         group = stack.enter_context(default_group("fake", rank=0, world_size=world_size, store=dist.HashStore()))
         done = group.barrier()
@@ -127,14 +127,14 @@ def fake_group(world_size: int, replacement: Replacement = _launch) -> Iterator[
 
 @contextmanager
 def as_over_nccl() -> Iterator[None]:
-    """Within the block, ShardLite runs over a fake group, by the transport "collectives" or "p2p" (rings)."""
+    """Let ShardLite use a fake group, with the transport "collectives" or "p2p" (rings), within the block."""
 
     with as_one_rank(connect_as_over_nccl, launching_queue), replaced(dict.fromkeys(_KERNELS, _launch)):
         yield
 
 
 def connect_as_over_nccl(group: dist.ProcessGroup | None, route: Route) -> NcclTransport:
-    """Return what a route selects over NCCL."""
+    """Return the transport that a route selects with NCCL."""
     if route.transport == "collectives":
         transport = NcclCollectives(group)
         transport.fast = route.reduce == "fast"
@@ -148,7 +148,7 @@ def connect_as_over_nccl(group: dist.ProcessGroup | None, route: Route) -> NcclT
 def as_one_rank(
     connect: Callable[[dist.ProcessGroup | None, Route], Transport], make_queue: Callable[..., object]
 ) -> Iterator[None]:
-    """Within the block, ShardLite has transports and queues of these functions, and all hosts say what rank 0 says."""
+    """Let ShardLite use these transports and queues within the block, where all ranks agree with rank 0."""
 
     def connect_by(group: dist.ProcessGroup | None, *_: Any, route: Route, **__: Any) -> Transport:
         return connect(group, route)
@@ -170,7 +170,7 @@ def as_one_rank(
 
 @contextmanager
 def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Within the block, all modules of the library call other functions instead of their own."""
+    """Replace functions in all modules of the library within the block."""
     by_id = {id(function): other for function, other in functions.items()}
     with ExitStack() as patches:
         for module in [module for path, module in sys.modules.items() if path.startswith("shardlite.")]:
@@ -181,7 +181,7 @@ def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
 
 
 def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Reduce a bucket of DDP, as a communication hook: the fake group's own future is without a result."""
+    """Communication hook of DDP that reduces a bucket. The future of a fake group has no result."""
     dist.all_reduce(bucket.buffer(), async_op=True)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -189,7 +189,7 @@ def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 class _Launches(TorchDispatchMode):
-    """Counts operators that would launch a kernel, a copy or a collective on a GPU."""
+    """Count operators that launch a kernel, a copy or a collective on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,9 +204,9 @@ class _Launches(TorchDispatchMode):
 
 
 def launches(step: Callable[[], object]) -> int:
-    """Return how many kernels, copies and collectives a step would launch on a GPU.
+    """Return how many kernels, copies and collectives a step launches on a GPU.
 
-    An operator of PyTorch is one, also a fused optimizer step over all parameters, which launches some more.
+    An operator counts as one launch, although a fused optimizer step over all parameters has several.
     """
     with _Launches() as mode:
         step()

@@ -1,6 +1,6 @@
-"""Where ShardLite is slower or larger than something beside it: `python -m bench.support.losses` prints the table.
+"""Find where ShardLite is slower or larger than a peer: `python -m bench.support.losses` prints the table.
 
-Each line is the worst of the newest runs under `bench/results/`. `docs/measured.md` has the table, and a reason for
+Each line is the worst of the newest runs under `bench/results/`. `docs/measured.md` has the table, with a reason for
 each line.
 """
 
@@ -21,7 +21,7 @@ _SAME = ("ranks", "nbytes")
 
 
 class Loss(NamedTuple):
-    """A number of ShardLite's that is compared with another one of the same run; less is better."""
+    """A number of ShardLite that is compared with a peer of the same run; less is better."""
 
     what: str
     bench: str
@@ -59,7 +59,7 @@ def table(results: Path = RESULTS) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a line for each loss of which there are rows."""
+    """Return a line for each loss that has rows."""
     found = by_bench(rows)
     head = ["what", "worst in", "beside", "its", "ShardLite's", "times as much"]
     lines = [line for loss in LOSSES if (line := _line(loss, found.get(loss.bench, [])))]
@@ -67,7 +67,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _line(loss: Loss, rows: Sequence[Row]) -> list[str]:
-    """Return the line of the pair in which ShardLite does worst."""
+    """Return the line of the worst pair."""
     worst = max(_pairs(loss, rows), key=lambda pair: float(pair[0][loss.key] / pair[1][loss.key]), default=None)
     if worst is None:
         return []
@@ -78,7 +78,7 @@ def _line(loss: Loss, rows: Sequence[Row]) -> list[str]:
 
 
 def _pairs(loss: Loss, rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """Yield the rows that are compared, of the newest run of each setting."""
+    """Yield the pairs of rows to compare, from the newest run of each setting."""
     labels = bench_of(loss.bench, rows).labels if rows else ()
     for newest, *_ in by_setting(rows, labels):
         for ours in newest:
@@ -100,7 +100,7 @@ def _place(row: Row) -> str:
 
 
 def _sizes(row: Row) -> dict[str, tuple[float, str]]:
-    """Return by what and in which unit the size of a buffer is told."""
+    """Return the keys of a row's size, each with its unit."""
     known = {"nbytes": unit("nbytes", [row.get("nbytes", 0)]), "numel": (1e6, "million elements")}
     return {key: each for key, each in known.items() if key in row}
 

@@ -1,4 +1,4 @@
-"""Settings in which systems are compared: precision, accumulation and clipping, and the systems that each one has."""
+"""Settings of a comparison (precision, accumulation and clipping), and the systems that support each of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Setting:
     """Micro-batches in a step."""
 
     max_norm: float | None = None
-    """Norm to which gradients are clipped; `None`: they are not."""
+    """Norm to which gradients are clipped; `None` does not clip."""
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -67,11 +67,11 @@ class Setting:
         return "no clipping" if self.max_norm is None else f"clipping to {self.max_norm:g}"
 
     def row(self) -> dict[str, str | int | float | None]:
-        """Return what rows say of the setting."""
+        """Return the keys of the setting in a row."""
         return {"precision": self.precision, "accumulation": self.accumulation, "clip": self.max_norm}
 
     def workload(self, workload: Workload) -> Workload:
-        """Return the workload with the micro-batches of a step in one batch."""
+        """Return the workload with a batch that has all micro-batches of a step."""
         count = self.accumulation
         if count == 1:
             return workload
@@ -83,7 +83,7 @@ class Setting:
         return replace(workload, draw=draw, terms=count * workload.terms, items=count * workload.items)
 
     def build(self, build: Callable[..., Trainer]) -> Build:
-        """Return what builds a system in this setting, of what builds it with a dtype `compute`."""
+        """Return a function that builds a system in this setting, from one that builds it with a dtype `compute`."""
 
         def built(workload: Workload, group: dist.ProcessGroup) -> Trainer:
             trainer = build(workload, group, compute=self.compute)
@@ -95,7 +95,7 @@ class Setting:
 def settings(
     precisions: Sequence[PrecisionName], counts: Sequence[int], norms: Sequence[float | None]
 ) -> list[Setting]:
-    """Return all combinations."""
+    """Return all combinations of the values."""
     return [Setting(*each) for each in product(precisions, counts, norms)]
 
 
@@ -138,7 +138,7 @@ NAMES = (*_ALWAYS, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)
 
 
 def systems_in(setting: Setting) -> dict[str, Build]:
-    """Return the systems that can train in a setting."""
+    """Return the systems that support a setting."""
     narrow = setting.precision == "bf16"
     steps_in_backward = setting.accumulation == 1 and setting.max_norm is None
     builds = dict(_ALWAYS)

@@ -1,4 +1,4 @@
-"""Step times, taken in turn so that a busy machine is busy for all, and memory, taken one system at a time.
+"""Measure step times of all systems in turn, so that a busy machine affects all, and memory of one system at a time.
 
 Legend: `W` ranks.
 """
@@ -9,57 +9,59 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 
 import torch
 import torch.distributed as dist
 
-from bench.support.systems import Build
+from bench.support.systems import Build, Trainer
 from bench.support.workloads import Workload
 from shardlite.telemetry.meter import Meter
 
 WARM_UP = 3
-"""Steps that are not counted: by then optimizers have their state, and orders are recorded."""
+"""Steps that are not timed: they create optimizer state and record the gather order."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each step, on the rank that took longest."""
+    """Seconds of each step, on the slowest rank."""
 
     wall: list[float] = field(default_factory=list)
-    """From the common start to the end."""
+    """Wall time from the common start to the end."""
 
     cpu: list[float] = field(default_factory=list)
-    """That all threads of the process worked. Other programs on the machine hardly change it."""
+    """CPU time of all threads of the process. Other programs hardly affect it."""
+
+    main: list[float] = field(default_factory=list)
+    """CPU time of the main thread."""
 
 
 def time_steps(
-    workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup
+    workload: Workload, trainers: Mapping[str, Trainer], rounds: int, group: dist.ProcessGroup
 ) -> dict[str, Times]:
     """Take `rounds` steps of each system.
 
     Each round takes one step of every system, and the next round starts with the next system. All ranks start a step
     together.
     """
-    trainers = {name: build(workload, group) for name, build in systems.items()}
     taken = {name: Times() for name in trainers}
     for turn in range(WARM_UP + rounds):
         batch = workload.batch(group.rank(), turn)
         for name in rotated(list(trainers), turn):
             dist.barrier(group)
+            main = thread_time()
             wall, cpu = seconds(partial(trainers[name].step, batch), workload.device)
+            taken[name].main.append(thread_time() - main)
             taken[name].wall.append(wall)
             taken[name].cpu.append(cpu)
-    return {
-        name: Times(largest(times.wall[WARM_UP:], group), largest(times.cpu[WARM_UP:], group))
-        for name, times in taken.items()
-    }
+    counted = {name: [each[WARM_UP:] for each in (times.wall, times.cpu, times.main)] for name, times in taken.items()}
+    return {name: Times(*(largest(each, group) for each in lists)) for name, lists in counted.items()}
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the seconds that a call takes, and those that the threads of this process work in it.
+    """Return the wall time of a call and the CPU time of this process, in seconds.
 
-    On a GPU the former are those between two events on the current stream, launches included.
+    On a GPU, the wall time is that between two events on the current stream, launches included.
     """
     if device.type == "cpu":
         wall, cpu = perf_counter(), process_time()
@@ -77,9 +79,9 @@ def seconds(call: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> int:
-    """Return the most bytes in tensors during a step on the rank that holds most, above those there before.
+    """Return the peak of bytes in tensors during a step, above those before, on the rank with the highest peak.
 
-    On a GPU they are what PyTorch's allocator gave out.
+    On a GPU, they are the bytes that PyTorch's allocator handed out.
     """
     before = _live_bytes(workload.device)
     trainer = build(workload, group)
@@ -99,7 +101,7 @@ def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> in
 
 
 def activation_bytes(workload: Workload, compute: torch.dtype | None = None) -> int:
-    """Return what the forward of the plain model leaves behind for its backward, in a dtype of computation."""
+    """Return the bytes that the forward of the plain model saves for its backward."""
     model, batch = workload.model().to(compute), workload.batch(0, 0)
     batch = tuple(each.to(compute) if each.is_floating_point() else each for each in batch)
     gc.collect()
@@ -117,7 +119,7 @@ def activation_bytes(workload: Workload, compute: torch.dtype | None = None) -> 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` of all lie, interpolated."""
+    """Return a percentile, interpolated."""
     return torch.quantile(torch.tensor(values, dtype=torch.float64), percent / 100).item()
 
 
@@ -140,13 +142,13 @@ def _live_bytes(device: torch.device) -> int:
 
 
 def rotated(names: Sequence[str], turn: int) -> Sequence[str]:
-    """Return `names`, beginning with another one each turn."""
+    """Return `names`, rotated by `turn`."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """Return the largest of all ranks, one by one. To be called by every rank, with as many values."""
+    """Return the elementwise maximum over the ranks. Must be called by every rank, with the same number of values."""
     most = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     values_of_all: list[float] = most.tolist()

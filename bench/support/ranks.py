@@ -1,4 +1,4 @@
-"""Ranks of a bench: processes on this machine, one thread each; on GPUs, one rank for each GPU."""
+"""Start the ranks of a bench: processes on this machine, with one thread each, or one rank per GPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from bench.support.table import RESULTS, Row, write_rows
 from shardlite.apps.launch import place, torchrun
 
 _GRACE = 35.0
-"""Seconds between asking a group to end and killing it. `torchrun` kills ranks 30 s after it has asked them to end."""
+"""Seconds between SIGTERM and SIGKILL. `torchrun` kills its ranks 30 s after it terminated them."""
 
 
 def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: bool = False) -> int:
-    """Start a module once per rank, and return the exit status. If `quiet`, drop what ranks and launcher print."""
+    """Start a module once per rank, and return the exit status. If `quiet`, discard the output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.DEVNULL if quiet else None
     command = torchrun(ranks, arguments, module=module)
@@ -33,10 +33,10 @@ def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: boo
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the leader of a process group with all that it has started.
+    """Terminate a process group, and wait until all of its processes have ended.
 
-    Ranks are in sessions of their own, and only their launcher ends them: it is asked to, and waited for, even if the
-    leader has ended before it.
+    Ranks are in sessions of their own, and only their launcher can end them. So the launcher gets SIGTERM and the time
+    to react, even if the group's leader has already ended.
     """
     with suppress(ProcessLookupError):  # no process of the group is left
         os.killpg(process.pid, signal.SIGTERM)
@@ -83,7 +83,7 @@ def on_ranks(
 
 @contextmanager
 def one_of_them() -> Iterator[dist.ProcessGroup]:
-    """Join the group of all ranks, as one that `start_ranks` started. After an error the others are not waited for."""
+    """Initialize the process group in a process that `start_ranks` started. After an error, do not wait for peers."""
     torch.set_num_threads(1)
     device, backend = place(torch.cuda.device_count())
     if torch.cuda.is_available():
@@ -97,7 +97,7 @@ def one_of_them() -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
-    """Make the default process group, and destroy it at the end. `where` is for `init_process_group`."""
+    """Initialize the default process group, and destroy it at the end. `where` is passed to `init_process_group`."""
     dist.init_process_group(backend, **where)
     group = dist.group.WORLD
     assert group is not None
@@ -109,7 +109,7 @@ def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def only_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """Make a process group of one rank for tensors on a device, without a launcher."""
+    """Initialize a process group of one rank for tensors on a device, without a launcher."""
     _, backend = place(int(device.type == "cuda"), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     with (
         tempfile.NamedTemporaryFile() as store,
@@ -119,7 +119,7 @@ def only_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
 
 
 def device_of_rank() -> torch.device:
-    """Return the GPU of this rank, or the CPU without GPUs. Within `one_of_them`."""
+    """Return the GPU of this rank, or the CPU. Call it within `one_of_them`."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

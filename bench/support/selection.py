@@ -1,9 +1,9 @@
-"""Rows behind a table: those of the newest run of `python -m bench` that has such rows, else those of given files.
+"""Select the rows of a table: from the newest run of `python -m bench` that has such rows, else from given files.
 
     python -m bench.support.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
 
 prints the table of such rows. `python -m bench` writes the rows of all benches to one file, `MACHINE-DATE.jsonl`, so a
-page names a bench's own file only for what that file lacks. A term `clip=none` matches rows without clipping.
+page names a bench's own file only for rows that this file lacks. A term `clip=none` matches rows without clipping.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ RENDERERS = {
     "restart": "bench.faults.restart:render",
     **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
 }
-"""What makes a table of rows, by their `bench`."""
+"""Functions that make a table of rows, by `bench`."""
 
 _DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
 
 _DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
-"""Of rows that do not say so."""
+"""Values of rows that lack these keys."""
 
 
 class NoRowsError(ValueError):
-    """There is no row with such values."""
+    """No row has the requested values."""
 
 
 def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.parents[1]) -> list[Row]:
@@ -48,11 +48,11 @@ def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.
 
     Args:
         words: files end in `.jsonl`, and are relative to `root`; terms are `KEY=VALUE`; others are ignored.
-        folder: where the runs of `python -m bench` are.
-        root: of the repository.
+        folder: folder of the runs of `python -m bench`.
+        root: root of the repository.
 
     Raises:
-        NoRowsError: there are none.
+        NoRowsError: no row matches.
     """
     terms = dict(word.split("=", 1) for word in words if "=" in word)
     files = [root / word for word in words if word.endswith(".jsonl")]
@@ -64,7 +64,7 @@ def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.
 
 
 def gpu_has_run(folder: Path = RESULTS) -> bool:
-    """Return whether `bench.gpu` has a result of a GPU: the bits of a kernel, or a time."""
+    """Return whether there is a result of `bench.gpu`: the bits of a kernel, or a time."""
     rows = read_rows(folder.glob("gpu-*.jsonl"))
     return any("error" not in row and ("contract" in row or "ms_p50" in row) for row in rows)
 
@@ -76,7 +76,7 @@ def runs(folder: Path = RESULTS) -> list[Path]:
 
 
 def matches(row: Row, terms: dict[str, str]) -> bool:
-    """Return whether a row has these values, as text."""
+    """Return whether a row has these values. They are compared as text."""
     values = {**_DEFAULTS, **row}
     return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
 
@@ -85,7 +85,7 @@ def render(rows: Sequence[Row]) -> str:
     """Return the table of rows of one bench.
 
     Raises:
-        ValueError: they have none.
+        ValueError: rows of this bench have no table.
     """
     bench = rows[0]["bench"]
     if bench not in RENDERERS:
@@ -96,7 +96,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Print the tables of the files given, or of the rows selected, or of all steps."""
+    """Print the tables of the given files, of the selected rows, or of all steps."""
     parser = argparse.ArgumentParser(prog="python -m bench.support.table", description=main.__doc__)
     parser.add_argument("files", nargs="*", help="rows, one JSON object a line")
     parser.add_argument("--select", nargs="+", default=[], metavar="KEY=VALUE", help="of the newest run that has them")

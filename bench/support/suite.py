@@ -1,7 +1,7 @@
-"""All benches that this machine can run, one after the other, each with a limit, and their rows in one file.
+"""Run all benches one after the other, each with a time limit, and collect their rows in one file.
 
-A bench is a child process that writes its rows to a folder of its own. They are added to `MACHINE-DATE.jsonl` as soon
-as it has ended, together with a row `"suite"` that says how. One that fails, hangs or is missing costs no other.
+A bench is a child process that writes its rows to its own folder. When it ends, they are added to `MACHINE-DATE.jsonl`
+together with a row `"suite"` that has its status. A bench that fails, hangs or is missing does not affect the others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardlite.apps.memory.machine import machine
 ROOT = Path(__file__).parents[2]
 
 BUDGET = 19 * 60.0
-"""Seconds that all benches may take on a machine without a GPU. The tables are made after that."""
+"""Time limit in seconds for all benches on a machine without a GPU."""
 
 MISSING = "skipped: not in this checkout"
-"""Status of a bench that is not there, which is no failure."""
+"""Status of a bench that this checkout lacks; not a failure."""
 
 _SETTINGS = "--model small --steps 2 --precision fp32 bf16 --accumulation 1 4"
 
@@ -42,16 +42,16 @@ class Part:
 
     name: str
     command: str
-    """What follows `python`; `--out FOLDER` is added."""
+    """Arguments of `python`; `--out FOLDER` is appended."""
 
     seconds: float
-    """After as many it is ended."""
+    """Time limit."""
 
     dry: str
     """The command at toy size."""
 
     on_gpu: bool = False
-    """Whether it sees the GPUs. The others compare ranks on CPUs, on any machine."""
+    """Whether it uses the GPUs. The others run on CPUs on any machine."""
 
     @property
     def is_there(self) -> bool:
@@ -86,30 +86,30 @@ PARTS: Sequence[Part] = (
     Part("kernels", f"{_KERNELS} --numel 1e6 --rounds 8 --seconds 2", 90, f"{_KERNELS} --numel 1e4 --rounds 2"),
     Part("strategies", "-m bench.strategies", 180, "-m bench.strategies --help"),
 )
-"""In the order in which they matter: the budget may not suffice for the last ones on a busy machine."""
+"""Most important first: on a busy machine the budget may not suffice for the last ones."""
 
 ON_GPU: Sequence[Part] = (Part("gpu", "-m bench.gpu", 9 * 60, "-m bench.gpu --dry --only environment", on_gpu=True),)
-"""More on a machine with a GPU: kernels, and steps beside FSDP2's."""
+"""Additional parts on a machine with a GPU: kernels, and steps compared with FSDP2."""
 
 
 def parts() -> list[Part]:
-    """Return the parts that this machine can run."""
+    """Return the parts that this machine supports."""
     return [*PARTS, *(ON_GPU if torch.cuda.is_available() else ())]
 
 
 def file_name() -> str:
-    """Return the name of this machine and day."""
+    """Return the file name of this machine and day."""
     here = machine(torch.device("cuda") if torch.cuda.is_available() else None)
     return f"{re.sub(r'[^a-z0-9]+', '-', here['machine'].lower()).strip('-')}-{here['date']}.jsonl"
 
 
 def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list[Row]:
-    """Run the parts, add their rows to the file, and return a row on how each ended.
+    """Run the parts, add their rows to the file, and return a status row for each.
 
     Args:
-        chosen: to be run, in this order. Rows of an earlier run of them in `file` are replaced.
-        file: where all rows go.
-        budget: seconds for all of them.
+        chosen: parts to run, in order. Their earlier rows in `file` are replaced.
+        file: receives all rows.
+        budget: time limit in seconds for all of them.
         dry: whether to run at toy size.
     """
     began = perf_counter()
@@ -132,7 +132,7 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
 
 
 def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
-    """Run one part in a process group of its own, and say how it ended."""
+    """Run one part in a process group of its own, and return its status."""
     if not part.is_there:
         return MISSING
     limit = left if dry else min(part.seconds, left)

@@ -1,6 +1,6 @@
-"""The systems that are compared, each built from the same plain model and stepped by the same optimizer.
+"""Systems of a comparison, built from the same plain model and stepped by the same optimizer.
 
-| name | what it is |
+| name | meaning |
 |---|---|
 | `floor` | forward and backward of the plain model, then AdamW on `1/W` of the parameters: no communication |
 | `ddp`, `zero` | `DistributedDataParallel`, gradients as views of its buckets; with `ZeroRedundancyOptimizer` |
@@ -44,18 +44,18 @@ from shardlite.config import ReduceName, TransportName
 
 @dataclass(frozen=True)
 class Trainer:
-    """One system, ready to train: `model(x, y)` is the loss."""
+    """A system that is ready to train. `model(x, y)` returns the loss."""
 
     model: nn.Module
     optimizer: Optimizer
     whole: Callable[[Tensor], Tensor]
-    """Makes a parameter or a gradient of this rank whole and flat. To be called by every rank."""
+    """Return the full parameter or gradient of a shard, flat. Must be called by every rank."""
 
     accumulation: int = 1
-    """Micro-batches that a batch is cut into. Their gradients are reduced once, in the backward of the last one."""
+    """Micro-batches per batch. Gradients are reduced once, in the backward of the last one."""
 
     max_norm: float | None = None
-    """Norm to which the gradients are clipped; `None`: they are not clipped."""
+    """Norm to which gradients are clipped; `None` does not clip."""
 
     def backward(self, batch: Batch) -> Tensor:
         """Run forward and backward, and return the loss of this rank's batch, []."""
@@ -73,14 +73,14 @@ class Trainer:
         return loss
 
     def update(self) -> Tensor | None:
-        """Clip if that is asked for, step the parameters, drop the gradients. Return the norm before clipping, []."""
+        """Clip if `max_norm` is set, step, and free the gradients. Return the norm before clipping, []."""
         norm = None if self.max_norm is None else self.clip(self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients, by the model's own method where it has one. Return the norm before, []."""
+        """Clip the gradients, with the model's own method if it has one. Return the norm before clipping, []."""
         clip: Any = getattr(self.model, "clip_grad_norm_", None)
         norm = clip(max_norm) if clip else nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -100,7 +100,7 @@ class Trainer:
         return {name: self.whole(param.grad) for name, param in self._named() if param.grad is not None}
 
     def _backward(self, batch: Batch, parts: int) -> Tensor:
-        """Run forward and backward of one of `parts` micro-batches, and return its part of the loss, []."""
+        """Run forward and backward of one of `parts` micro-batches, and return its share of the loss, []."""
         loss = self.loss(batch) if parts == 1 else self.loss(batch) / parts
         torch.autograd.backward(loss)
         return loss.detach()
@@ -124,7 +124,7 @@ class Trainer:
 
 
 class Floor(Trainer):
-    """Takes the steps of one rank as if communication cost nothing: gradients that it steps by lie ready."""
+    """A rank for which communication costs nothing: the gradients of its shard are always ready."""
 
     def update(self) -> Tensor | None:
         """Step `1/W` of the parameters, and drop the gradients of the model."""
@@ -137,11 +137,11 @@ class Floor(Trainer):
 
 
 class Format(Trainer):
-    """Stores or steps in another format than fp32, so only its losses are near those of the others."""
+    """A system whose state is not fp32, so that only its losses are comparable."""
 
 
 class Fsdp1(Trainer):
-    """Has views of flat shards as parameters, which are whole only inside `summon_full_params`."""
+    """A model whose parameters are views of flat shards outside of `summon_full_params`."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters by their names in the plain model, whole and flat."""
@@ -158,7 +158,7 @@ class Fsdp1(Trainer):
 
 
 class Autocast(Trainer):
-    """Computes in bf16 where PyTorch deems that safe; weights are in fp32."""
+    """A model under autocast to bf16, with weights in fp32."""
 
     def loss(self, batch: Batch) -> Tensor:
         """Run the forward of one micro-batch, and return its loss, []."""
@@ -167,7 +167,7 @@ class Autocast(Trainer):
 
 
 class InParts(Trainer):
-    """Runs forward and backward in the loop that a sum in a tree takes. Each rank has one part."""
+    """A model with `order="tree"`, which needs the loop over `parts()`. Each rank has one part."""
 
     def backward(self, batch: Batch) -> Tensor:
         """Run forward and backward, and return the loss of this rank's batch, []."""
@@ -178,7 +178,7 @@ class InParts(Trainer):
 
 
 class Cast(nn.Module):
-    """Runs a model with its weights and inputs cast to `dtype`. The weights and their gradients stay as they are."""
+    """A model that runs with weights and inputs cast to `dtype`. Weights and gradients keep their dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Cast(nn.Module):
 
 
 def computing_in(model: nn.Module, compute: torch.dtype | None) -> nn.Module:
-    """Return the model, or one that casts its weights where `compute` is a dtype."""
+    """Return the model, wrapped in `Cast` if `compute` is a dtype."""
     return model if compute is None else Cast(model, compute)
 
 
@@ -202,20 +202,20 @@ Build = Callable[[Workload, dist.ProcessGroup], Trainer]
 
 
 def build_floor(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build the plain model, and one parameter [n/W] that stands for this rank's part of all."""
+    """Build the plain model, and one parameter [n/W] that stands for this rank's shard."""
     share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
     return Floor(computing_in(workload.model(), compute), torch_adamw([share]), flat)
 
 
 def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build PyTorch's data parallel: nothing is sharded."""
+    """Build `DistributedDataParallel`."""
     model = wrap_ddp(computing_in(workload.model(), compute), group)
     return Trainer(model, torch_adamw(model.parameters()), flat)
 
 
 def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build PyTorch's own full sharding. With `compute`, weights are gathered in it, gradients are reduced in fp32."""
+    """Build FSDP2. With `compute`, weights are gathered in it, and gradients are reduced in fp32."""
     model = workload.model()
     model = wrap_fsdp2(model, workload.units(model), group, Precision(compute=compute))
     return Trainer(model, torch_adamw(model.parameters()), _whole_of_dtensor)
@@ -244,24 +244,20 @@ def build_shardlite(
 
 
 def build_tree(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build ShardLite at stage 3, with gradients added in an order that does not depend on the number of ranks."""
-    model = ShardLite(
-        workload.model(),
-        group=group,
-        route=Route(order="tree", parts=group.size()),
-    )
+    """Build ShardLite at stage 3 with a sum of gradients that does not depend on the number of ranks."""
+    model = ShardLite(workload.model(), group=group, route=Route(order="tree", parts=group.size()))
     return InParts(model, AdamW(model.parameters(), **OPTIONS), partial(_join, group=group))
 
 
 def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build the plain model on each rank by itself."""
+    """Build the plain model on each rank, without communication."""
     del group
     model = workload.model()
     return Trainer(model, torch_adamw(model.parameters()), flat)
 
 
 def build_autocast(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build the plain model under autocast, on each rank by itself."""
+    """Build the plain model under autocast on each rank, without communication."""
     del group
     model = workload.model()
     return Autocast(model, torch_adamw(model.parameters()), flat)
@@ -274,7 +270,7 @@ def build_zero(workload: Workload, group: dist.ProcessGroup, *, compute: torch.d
 
 
 def build_fsdp1(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build PyTorch's older full sharding, which has flat parameters, too."""
+    """Build FSDP1, which also has flat parameters."""
     model = workload.model()
     model = wrap_fsdp1(model, workload.units(model), group, Precision(compute=compute))
     return Fsdp1(model, torch_adamw(model.parameters()), flat)
@@ -289,7 +285,7 @@ def build_format(
     in_backward: bool = False,
     transport: TransportName = "auto",
 ) -> Trainer:
-    """Build ShardLite at stage 3 in another format than the standard one."""
+    """Build ShardLite at stage 3 in one of its formats."""
     model = ShardLite(workload.model(), precision=precision, group=group, route=Route(transport=transport))
     return Format(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **OPTIONS), flat)
 
@@ -304,7 +300,7 @@ FORMATS: dict[str, Build] = {
     "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
     "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
 }
-"""What `bench.gpu` compares with a plain twin, by losses: stage 3 in other formats. `compact` has all of them."""
+"""Formats of stage 3 that `bench.gpu` compares with a plain twin by their losses. `compact` combines all."""
 
 MIXED: dict[str, Build] = {
     "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
@@ -326,14 +322,14 @@ TRANSPORTS: dict[str, Build] = {
     "p2p": partial(build_shardlite, stage=3, transport="p2p"),
     "collectives": partial(build_shardlite, stage=3, transport="collectives"),
 }
-"""Stage 3 over the process group, which carries the messages of the others, too."""
+"""Stage 3 over the process group, which the other systems use, too."""
 
 ORDERS: dict[str, Build] = {"tree": build_tree}
-"""Stage 3 with gradients added in another order."""
+"""Stage 3 with another order of addition."""
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, flat."""
+    """Return a flat copy of a tensor."""
     return tensor.detach().reshape(-1).clone()
 
 
@@ -343,7 +339,7 @@ def _whole_of_dtensor(tensor: Tensor) -> Tensor:
 
 
 def _join(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Put the shards [k] of all ranks, which follow each other in the order of ranks, into one tensor."""
+    """Concatenate the shards [k] of all ranks, in the order of ranks."""
     parts: list[Tensor] = [local] * group.size()
     dist.all_gather_object(parts, local.clone(), group=group)
     return torch.cat([part.reshape(-1) for part in parts])

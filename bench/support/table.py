@@ -1,8 +1,6 @@
-"""Tables made of rows: `python -m bench.support.table` prints those of steps, from all in `bench/results/`.
+"""Make tables of rows: `python -m bench.support.table` prints those of all steps under `bench/results/`.
 
-`bench.support.selection` says how it selects rows of other benches.
-
-Above is a step's time above the floor's, held is the peak without activations, as `bench.step` defines them.
+`bench.support.selection` describes how it selects the rows of other benches. `bench.step` defines the columns.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]) -> None:
-    """Put rows into a file by one rename, in place of those whose `key` is in `runs`."""
+    """Replace the rows of a file whose `key` is in `runs`, by one rename."""
     others = [row for row in read_rows([file]) if row.get(key) not in runs] if file.exists() else []
     beside = file.with_suffix(".new")
     write_rows([*others, *rows], beside)
@@ -56,9 +54,9 @@ def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]
 
 
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
-    """Return one table for each model and number of ranks, headed by what was measured and where.
+    """Return one table for each model and number of ranks, with a heading.
 
-    A run with several settings has a table of its throughput, with a column for each.
+    A run with several settings gets a table of its throughput, with a column for each.
     """
     runs = [list(run) for _, run in groupby(rows, key=_run)]
     return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run, markdown) for run in runs)
@@ -70,7 +68,7 @@ def where(row: Row) -> str:
 
 
 def _number(row: Row, key: str, digits: int) -> str:
-    """Format a number that not every run has: some are compared with a system that may be left out."""
+    """Format a number, or return an empty string if the row lacks it."""
     return "" if row.get(key) is None else f"{row[key]:.{digits}f}"
 
 
@@ -83,7 +81,7 @@ def _run(row: Row) -> tuple[object, ...]:
 
 
 def _settings(rows: Sequence[Row]) -> list[str]:
-    """Return the settings in rows, in words."""
+    """Return the settings of the rows in words."""
     return list(dict.fromkeys(map(_setting, rows)))
 
 
@@ -118,7 +116,7 @@ def _render_run(rows: list[Row], markdown: bool) -> str:
 
 
 def _heading(row: Row) -> str:
-    """Return what is common to all rows of a run."""
+    """Return the heading of a run."""
     count = row.get("accumulation", 1)
     batches = f" in each of {count} micro-batches" if count > 1 else ""
     compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
@@ -131,24 +129,24 @@ def _heading(row: Row) -> str:
 
 
 def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
-    """Return the names of the columns, and the cells of each row."""
+    """Return the header and the cells of each row."""
     return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
 
 
 def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Return a table whose header is the first line of cells. After `words` columns of words come numbers."""
+    """Return a Markdown table. The first line is the header; columns from `words` on are aligned right."""
     header, *body = cells
     rule = [*["---"] * words, *["---:"] * (len(header) - words)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
 
 
 def titled(words: str, columns: Columns, rows: Sequence[Row]) -> str:
-    """Return a table of rows under a line that says what was measured, and where."""
+    """Return a table of rows, headed by `words` and where they were measured."""
     return f"{words}; {where(rows[0])}.\n\n{markdown_table(cells_of(columns, rows))}"
 
 
 def differences(rows: Sequence[Row]) -> str:
-    """Return an aligned table of the keys in which rows differ: of any bench, for a terminal."""
+    """Return an aligned table of the keys in which rows of any bench differ."""
     keys = dict.fromkeys(key for row in rows for key in row)
     values = {key: [row.get(key) for row in rows] for key in keys}
     columns = [[heading(key, each), *texts(key, each)] for key, each in values.items() if len(set(map(str, each))) > 1]

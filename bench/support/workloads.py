@@ -1,4 +1,4 @@
-"""What is trained in the benches: models whose forward returns the loss, and their batches.
+"""Models that the benches train, whose forward returns the loss, and their batches.
 
 Legend: `b` sequences or examples per rank, `t` bytes in a sequence, `c` width.
 """
@@ -22,13 +22,13 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One model and its batches. Every system cuts the model at the same places: the children of its `blocks`."""
+    """A model and its batches. Every system shards the children of its `blocks` as units."""
 
     name: str
-    """As on the command line."""
+    """Name on the command line."""
 
     words: str
-    """Model and batch, for the reader of a table."""
+    """Description of model and batch."""
 
     make: Callable[[], nn.Module]
     """Builds the model on the default device, with the same weights each time."""
@@ -37,19 +37,19 @@ class Workload:
     """`draw(rank, step)` is a batch on the CPU, the same each time."""
 
     terms: int
-    """How many numbers the loss is a mean of."""
+    """Number of terms of which the loss is the mean."""
 
     items: int
-    """How many samples or tokens a batch has."""
+    """Samples or tokens in a batch."""
 
     item: str = "tokens"
-    """What these are: tokens or samples."""
+    """What `items` counts: tokens or samples."""
 
     blocks: str = "blocks"
-    """The path of the module whose children are the units."""
+    """Path of the module whose children are the units."""
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
-    """Where the model and its batches are."""
+    """Device of the model and its batches."""
 
     def on(self, device: torch.device) -> Workload:
         """Return the same workload on another device."""
@@ -66,7 +66,7 @@ class Workload:
         return x.to(self.device), y.to(self.device)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the units of a model that was built here."""
+        """Return the units of a model that `model()` built."""
         return [*model.get_submodule(self.blocks).children()]
 
     def row(self, bench: str, ranks: int, **more: Any) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Workload:
         return {**common, **more, **machine(self.device if self.device.type == "cuda" else None)}
 
     def parameters(self) -> int:
-        """Elements in all parameters."""
+        """Return the number of elements in all parameters."""
         with torch.device("meta"):
             return sum(param.numel() for param in self.make().parameters())
 
 
 class Perceptron(nn.Module):
-    """Adds to its input what two matrices make of it."""
+    """Residual perceptron: two matrices with a GELU between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Perceptrons(nn.Module):
 
 
 def perceptrons(name: str, *, blocks: int, width: int, batch: int) -> Workload:
-    """Residual perceptrons that learn noise."""
+    """Return a model of residual perceptrons that is trained on noise."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def perceptrons(name: str, *, blocks: int, width: int, batch: int) -> Workload:
 
 
 class Pieces(nn.Module):
-    """Many small parameters in one module; the loss is the mean square of the sum of all, each with its input."""
+    """Many small parameters in one module; the loss depends on their mean."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Pieces(nn.Module):
 
 
 def pieces(name: str, *, count: int, numel: int) -> Workload:
-    """Many small parameters, which make work for what handles each by itself."""
+    """Return a model of many small parameters, which are costly for systems that handle each separately."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -152,7 +152,7 @@ def pieces(name: str, *, count: int, numel: int) -> Workload:
 
 
 def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
-    """The demo's model, on random bytes."""
+    """Return the demo's model, trained on random bytes."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -181,7 +181,7 @@ class WithLoss(nn.Module):
 
 
 def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, context: int, batch: int) -> Workload:
-    """GPT-2 of transformers with activation checkpointing and without dropout, on random tokens."""
+    """Return GPT-2 of transformers with activation checkpointing and without dropout, on random tokens."""
 
     def make() -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -231,7 +231,7 @@ LLAMA_BLOCK_NUMEL = 218_112_000
 
 
 def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
-    """Blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each; they learn noise."""
+    """Return blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each, on noise."""
     width = 4096
     shape = {"hidden_size": width, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 
@@ -255,7 +255,7 @@ def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
 
 
 def compiled(workload: Workload, **options: Any) -> Workload:
-    """Return the workload with each block compiled by itself. `options` are those of `torch.compile`."""
+    """Return the workload with each block compiled separately. `options` are passed to `torch.compile`."""
 
     def make() -> nn.Module:
         model = workload.make()
@@ -268,7 +268,7 @@ def compiled(workload: Workload, **options: Any) -> Workload:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Make a model of transformers recompute its blocks in the backward; versions name the method differently."""
+    """Enable activation checkpointing of a model of transformers, whose method has another name in each version."""
     options = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -281,7 +281,7 @@ def _chance(rank: int, step: int) -> torch.Generator:
 
 
 MEASURED = ("mlp", "gpt")
-"""What `--model all` means."""
+"""Models of `--model all`."""
 
 WORKLOADS = {
     workload.name: workload
@@ -304,5 +304,5 @@ WORKLOADS = {
 }
 """By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` and Llama's
 blocks are for GPUs, and `pieces` is for checkpoints. Those of transformers need that package. `small` is for many
-settings in little time, `tiny` for trying out, `many` for what the host does around blocks that cost next to nothing.
+settings in little time, `tiny` for trying out, `many` for the host's work around blocks that compute next to nothing.
 """

@@ -153,7 +153,7 @@ def test_a_setting_is_verified_and_stands_in_its_rows(cluster, tmp_path):
     arguments = ["--model", "tiny", "--steps", "1", *SETTING, "--systems", *CHOSEN, "in_backward", "--out", tmp_path]
     first, _ = run_command(cluster, step.main, *arguments)
     assert first.status == 0
-    assert "cannot train so: in_backward" in first.err
+    assert "not supported by: in_backward" in first.err
     rows = read_rows(tmp_path.glob("*.jsonl"))
     assert [row["system"] for row in rows] == CHOSEN
     for row in rows:
