@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.build.partition import UnitPlan, applies
-from shardlite.build.plan import FlatPlan, Options, Plan
+from shardlite.build.plan import FlatPlan, Plan
+from shardlite.build.validate import Options
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas, zeros_on
 
 

@@ -15,7 +15,8 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbyt
 from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
-from shardlite.build.plan import Options, Plan
+from shardlite.build.plan import Plan
+from shardlite.build.validate import Options
 from shardlite.comm import BLOCK, rows_numel
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 

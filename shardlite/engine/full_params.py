@@ -19,7 +19,7 @@ from shardlite.comm import Context, all_gather
 from shardlite.engine.local_shards import gather_row
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
 from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
-from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
+from shardlite.weights import Calls, Gathering, differs, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
     "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
@@ -261,7 +261,8 @@ class FullParameters:
         """
         self._gatherer.settle()
         changed = {id(each.flat) for each in before if each.changed()}
-        written = [any(id(f) in changed or differs(f, full) for f, full in places(unit)) for unit in units]
+        fulls = [list(zip(unit.flats, unit.fulls(), strict=True)) for unit in units]
+        written = [any(id(flat) in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
         overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
         self._context.all_reduce_numbers(ranks, self._context.operation("what was written", "what was written"))
@@ -272,8 +273,8 @@ class FullParameters:
             )
         former = {id(each.flat): each for each in before}
         with torch.no_grad():
-            for unit, writers in zip(units, ranks.tolist(), strict=False):
-                for flat, full in places(unit) if writers else ():
+            for pairs, writers in zip(fulls, ranks.tolist(), strict=False):
+                for flat, full in pairs if writers else ():
                     if flat.in_place:
                         former[id(flat)].take_over()
                     else:

@@ -29,7 +29,15 @@ from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping
 from shardlite.grads.reducer import Reducer
-from shardlite.params import BUCKETS, Gradients, Unit
+from shardlite.params import Gradients, Unit
+
+BUCKETS = 2
+"""Maximum number of buckets on a CPU, not counting the root's: one is reduced while the other fills.
+
+It is 1 if shards are stepped in the backward on CPUs: such a program needs little memory, and reductions take the cores
+that would fill the next bucket. A backward waits for a reduction before it allocates another bucket, but not if a peer
+starts that reduction only after a gather that needs this rank: see `comm/control/progress.py`.
+"""
 
 _phase_of = attrgetter("phase")  # `map` reads it from all buckets without a Python call for each
 
@@ -244,9 +252,9 @@ class BackwardRun:
     def _fill(self, bucket: Bucket) -> None:
         """Allocate the bucket's memory, once fewer than `BUCKETS` others but the root's are in use."""
         progress, root = self._context.progress, bucket.unit.is_root
-        # After the last unit before the root no computation is left that a reduction could overlap.
-        waits_for_all = self._is_root_left() if root else self.saves_memory
-        while self.landed < len(self.started) and (waits_for_all or (not root and self._filled() >= BUCKETS)):
+        while self.landed < len(self.started):
+            if not must_land_first(self._filled(), root, self._is_root_left(), self.saves_memory):
+                break
             first = self.started[self.landed]
             with self._context.traffic.waiting("reduce", first.bucket.unit.name):
                 if not self._wait(first.work, self.landed):
@@ -402,6 +410,19 @@ class StreamRun(BackwardRun):
         """Let the program use memory that was allocated on the queue's stream."""
         for tensor in reduction.results():
             self._context.streams.take(tensor)
+
+
+def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory: bool) -> bool:
+    """Return whether the earliest reduction must end before a bucket is filled.
+
+    Args:
+        filled: number of buckets in use, without the root's.
+        is_root: whether it is the root's bucket.
+        is_root_left: whether all other units have started their reductions. No computation is left then that a
+            reduction could overlap.
+        saves_memory: whether low memory matters more than overlap.
+    """
+    return is_root_left if is_root else saves_memory or filled >= BUCKETS
 
 
 def open_run(reducer: Reducer, mode: Mode) -> BackwardRun:

@@ -4,7 +4,7 @@ In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out al
 """
 
 from shardlite.params.flat import Flat
-from shardlite.params.full_buffer import BUCKETS, Buffer, storage_key
+from shardlite.params.full_buffer import Buffer, storage_key
 from shardlite.params.layout import (
     ALIGN,
     Layout,

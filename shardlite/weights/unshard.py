@@ -33,7 +33,7 @@ class Gatherer(Passes):
         self.owners: dict[int, Unit] = {}
         """The unit whose full weights a buffer holds, by the buffer's storage key."""
 
-        self._policy: BufferPolicy[Buffer] = BufferPolicy(
+        self._policy = BufferPolicy(
             [UnitSize(unit.nbytes, unit.is_root, unit.keep_unsharded) for unit in units],
             self.order,
             partial(_allocate, context),
@@ -58,9 +58,7 @@ class Gatherer(Passes):
         if unit.users == 0:
             with isolated(self._streams):
                 if not unit.is_fresh:
-                    self._take_buffer(unit)
-                    queue, before, kind = self.turn(unit)
-                    queue.gather(unit, *before, during=kind)
+                    self._gather(unit)
                 self._policy.begin_use(unit.index)
                 self._prefetch_next()
                 if unit.phase is Weights.GATHERING:
@@ -120,6 +118,14 @@ class Gatherer(Passes):
             for index in list(self._policy.idle):
                 self._evict(self._units[index])
 
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Gather each unit again at its next use, because its full weights may have been written to."""
+        for unit in units:
+            unit.invalidate()
+
+    def expire(self) -> None:
+        """Record that shards have changed: units notice by their versions."""
+
     def spare(self) -> Iterator[Tensor]:
         """Yield memory that is kept for later gathers."""
         for buffer in self._policy.spare():
@@ -142,10 +148,13 @@ class Gatherer(Passes):
     def _prefetch_next(self) -> None:
         """Start the gathers that are expected next."""
         for index in self._policy.next_gathers(self._is_ready, self.comes_next):
-            unit = self._units[index]
-            self._take_buffer(unit)
-            queue, before, kind = self.turn(unit)
-            queue.gather(unit, *before, during=kind)
+            self._gather(self._units[index])
+
+    def _gather(self, unit: Unit) -> None:
+        """Start to gather a unit, into a buffer that it is given."""
+        self._take_buffer(unit)
+        queue, before, kind = self.turn(unit)
+        queue.gather(unit, *before, during=kind)
 
     def _is_ready(self, index: int) -> bool:
         unit = self._units[index]
