@@ -58,7 +58,9 @@ class Gatherer(Passes):
         if unit.users == 0:
             with isolated(self._streams):
                 if not unit.is_fresh:
-                    self._gather(unit)
+                    self._take_buffer(unit)
+                    queue, before, kind = self.turn(unit)
+                    queue.gather(unit, *before, during=kind)
                 self._policy.begin_use(unit.index)
                 self._prefetch_next()
                 if unit.phase is Weights.GATHERING:
@@ -148,13 +150,10 @@ class Gatherer(Passes):
     def _prefetch_next(self) -> None:
         """Start the gathers that are expected next."""
         for index in self._policy.next_gathers(self._is_ready, self.comes_next):
-            self._gather(self._units[index])
-
-    def _gather(self, unit: Unit) -> None:
-        """Start to gather a unit, into a buffer that it is given."""
-        self._take_buffer(unit)
-        queue, before, kind = self.turn(unit)
-        queue.gather(unit, *before, during=kind)
+            unit = self._units[index]
+            self._take_buffer(unit)
+            queue, before, kind = self.turn(unit)
+            queue.gather(unit, *before, during=kind)
 
     def _is_ready(self, index: int) -> bool:
         unit = self._units[index]

@@ -1,7 +1,6 @@
 """How deep the library is: the calls from a module's hook to the first message, and what a traceback shows."""
 
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +16,8 @@ from torch import nn
 
 import shardlite
 from shardlite import CommError, ShardLite
-from shardlite.comm.executor import Channel
-from shardlite.comm.streams import ThreadQueue
-from shardlite.grads import Skips
 from shardlite.grads.reduce import ReduceQueue
-from shardlite.optim import counts
+from shardlite.weights.all_gather import Gather
 from tests.support.patience import seconds
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
@@ -71,49 +67,46 @@ STORY = [
 ]
 
 
-def calls() -> list[str]:
-    """Return the running functions of the library, the innermost last, from a module's hook or a thread's start on."""
-    frames = traceback.extract_stack(sys._getframe(1))
-    # A list comprehension has no frame of its own from Python 3.12 on.
-    ours = [each for each in frames if each.filename.startswith(HOUSE) and each.name != "<listcomp>"]
-    names = [f"{each.filename.removeprefix(HOUSE)}: {each.name}" for each in ours]
-    hook = "engine/module_hooks.py: _enter"
-    return names[names.index(hook) :] if hook in names else names
-
-
 @contextmanager
-def watched(seen: dict[str, list[str]]) -> Iterator[None]:
-    """Note the calls that lead to the first submission from a hook, and to the first message of the queue."""
-    submit, send = ThreadQueue.submit, Channel.send
+def profiled(stacks: dict[str, list[str]], moments: dict[str, str]) -> Iterator[None]:
+    """Record the calls that lead to the first call of each function in `moments`, by its name, on this thread."""
 
-    def submitting(self: Any, *operations: Any, **options: Any) -> Any:
-        seen.setdefault("submit", [*calls(), "comm/streams.py: submit"])
-        return submit(self, *operations, **options)
+    def look(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_moment = event == "call" and moments.get(code.co_name, "nowhere") in code.co_filename
+        if is_moment and code.co_name not in stacks:
+            stacks[code.co_name] = library_frames(frame)
 
-    def sending(self: Any, chunk: Any, peer: Any) -> Any:
-        return send(self._replace(transport=Noting(self.transport, seen)), chunk, peer)
-
-    ThreadQueue.submit, Channel.send = submitting, sending  # type: ignore[method-assign]
+    sys.setprofile(look)
     try:
         yield
     finally:
-        ThreadQueue.submit, Channel.send = submit, send  # type: ignore[method-assign]
+        sys.setprofile(None)
 
 
-class Noting:
-    """A transport that notes who sends the first message of a gather. Rounds of negotiation run beside."""
+@contextmanager
+def profiled_on_the_queue(of: type, stacks: dict[str, list[str]], moments: dict[str, str]) -> Iterator[None]:
+    """Record the same on the queue's thread, which calls the method `run` of a class."""
+    run = of.run
 
-    def __init__(self, transport: Any, seen: dict[str, list[str]]) -> None:
-        self._transport = transport
-        self._seen = seen
+    def recording(*arguments: Any) -> None:
+        with profiled(stacks, moments):
+            run(*arguments)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    with mock.patch.object(of, "run", recording):
+        yield
 
-    def isend(self, *args: Any) -> Any:
-        if threading.current_thread().name == "shardlite-gather":
-            self._seen.setdefault("send", [*calls(), "the transport"])
-        return self._transport.isend(*args)
+
+def library_frames(frame: Any) -> list[str]:
+    """Return the functions of the library that run in `frame` and around it, the innermost last."""
+    names: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        # A list comprehension has no frame of its own from Python 3.12 on.
+        if code.co_filename.startswith(HOUSE) and code.co_name != "<listcomp>":
+            names.append(f"{code.co_filename.removeprefix(HOUSE)}: {code.co_name}")
+        frame = frame.f_back
+    return names[::-1]
 
 
 def net() -> nn.Module:
@@ -128,15 +121,17 @@ def stack_body(group: Any, stage: int) -> dict[str, list[str]]:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with watched(seen):
+    hook = "engine/module_hooks.py: _enter"
+    with profiled_on_the_queue(Gather, seen, {"isend": "comm/"}), profiled(seen, {"submit": "comm/streams"}):
         model(torch.ones(2, 4))
-    return seen
+    return {name: each[each.index(hook) :] if hook in each else each for name, each in seen.items()}
 
 
 @pytest.mark.parametrize("stage", TO_THE_QUEUE)
 def test_from_a_modules_hook_to_the_wire_are_eleven_calls(cluster, stage):
     for seen in cluster.run(stack_body, 2, stage):
-        assert seen == {"submit": TO_THE_QUEUE[stage], "send": TO_THE_WIRE}
+        assert seen["submit"] == TO_THE_QUEUE[stage]
+        assert seen["isend"][:-1] == TO_THE_WIRE[:-1]  # the last one is the transport's
     assert len(TO_THE_QUEUE[stage]) + len(TO_THE_WIRE) <= 11
     assert len({call.split(":")[0] for call in TO_THE_QUEUE[stage]}) <= 4
 
@@ -183,17 +178,7 @@ def step_body(group: Any, stage: int) -> dict[str, list[str]]:
     optimizer = shardlite.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     seen: dict[str, list[str]] = {}
-    check, kernel = Skips.before_step, counts.adamw_cpu
-
-    def checking(self: Any, *args: Any) -> None:
-        seen["before"] = calls()
-        check(self, *args)
-
-    def stepping(*args: Any, **options: Any) -> None:
-        seen["kernel"] = calls()
-        kernel(*args, **options)
-
-    with mock.patch.object(Skips, "before_step", checking), mock.patch.object(counts, "adamw_cpu", stepping):
+    with profiled(seen, {"before_step": "grads/skip_step", "adamw_cpu": ""}):
         optimizer.step()
     return seen
 
@@ -201,7 +186,7 @@ def step_body(group: Any, stage: int) -> dict[str, list[str]]:
 @pytest.mark.stages(2, 3)
 def test_from_a_step_to_the_kernel_are_six_calls_in_three_files(cluster, stage):
     for seen in cluster.run(step_body, 2, stage):
-        assert seen == {"before": BEFORE_A_STEP, "kernel": TO_THE_KERNEL}
+        assert seen == {"before_step": [*BEFORE_A_STEP, "grads/skip_step.py: before_step"], "adamw_cpu": TO_THE_KERNEL}
     assert len(BEFORE_A_STEP + TO_THE_KERNEL) <= 6
     assert len({call.split(":")[0] for call in BEFORE_A_STEP + TO_THE_KERNEL}) <= 3
 
@@ -235,52 +220,16 @@ TO_THE_SHARD = [
 ]
 
 
-@contextmanager
-def profiled(stacks: dict[str, list[str]], moments: dict[str, str]) -> Iterator[None]:
-    """Record the calls that lead to the first call of each function in `moments`, by its name, on this thread."""
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and (moment := moments.get(frame.f_code.co_name)) and moment in frame.f_code.co_filename:
-            stacks.setdefault(frame.f_code.co_name, [])
-            if not stacks[frame.f_code.co_name]:
-                stacks[frame.f_code.co_name] = library_frames(frame)
-
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def library_frames(frame: Any) -> list[str]:
-    """Return the functions of the library that run in `frame` and around it, the innermost last."""
-    names: list[str] = []
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith(HOUSE):
-            names.append(f"{code.co_filename.removeprefix(HOUSE)}: {code.co_name}")
-        frame = frame.f_back
-    return names[::-1]
-
-
 def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:
     model = ShardLite(net(), stage=stage, units=nn.Linear, group=group)
     stacks: dict[str, list[str]] = {}
     for _ in range(2):  # in the first backward the ranks agree on an order
         model(torch.ones(2, 4)).sum().backward()
         model.zero_grad()
-    run = ReduceQueue.run
-
-    def profiled_run(*arguments: Any) -> None:
-        with profiled(stacks, {"hop": "shardlite_kernels"}):
-            run(*arguments)
-
     loss = model(torch.ones(2, 4)).sum()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReduceQueue, "run", profiled_run)
-        moments = {"add": "grads/bucket", "submit": "comm/streams", "store": "grads/gradient_shards"}
-        with profiled(stacks, moments):
-            loss.backward()
+    moments = {"add": "grads/bucket", "submit": "comm/streams", "store": "grads/gradient_shards"}
+    with profiled_on_the_queue(ReduceQueue, stacks, {"hop": "shardlite_kernels"}), profiled(stacks, moments):
+        loss.backward()
     return stacks
 
 
