@@ -177,16 +177,13 @@ class Clipper:
             norms = reduced_norm.norm_of_blocks(flat) if reduced_norm is not None else None
             if reduced_norm is None and (part := _own_part(flat, context.transport.rank, only)) is not None:
                 norms = _norm_of_each_block(part, norm_type)
-            own.append(norms if norms is not None else self._no_norms(flat))
+            blocks = flat.layout.shard_numel // flat.layout.grain
+            own.append(torch.zeros(blocks, dtype=torch.float64, device=context.device) if norms is None else norms)
         mine = torch.cat(own)
         everyones = mine.new_empty(transport.world_size, len(mine))
         everyones[transport.rank] = mine
         all_gather(everyones.view(-1), transport, operation=context.operation("the norm of gradients", "norm"))
         return _norm_of_all(everyones.view(-1)[self._blocks_in_order], norm_type)
-
-    def _no_norms(self, flat: Flat) -> Tensor:
-        blocks = flat.layout.shard_numel // flat.layout.grain
-        return torch.zeros(blocks, dtype=torch.float64, device=self._context.device)
 
     @cached_property
     def _blocks_in_order(self) -> Tensor:
