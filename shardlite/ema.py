@@ -81,7 +81,7 @@ class EMA:
         self._runs: Sequence[tuple[Tensor, Tensor]] = ()
         self._split: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
         self._stepping.announce_change()
-        self._start(flat for flat in flats_of(self._state.units) if flat.rows_now())
+        self._start(flat for flat in flats_of(self._state.units) if flat.trainable_now())
         self._stepping.followers.add(self)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class EMA:
             PhaseError: inside `swapped()`.
         """
         self._refuse_if_swapped()
-        self._start(flat for flat in flats_of(self._state.units) if flat not in self._averages and flat.rows_now())
+        self._start(flat for flat in flats_of(self._state.units) if flat not in self._averages and flat.trainable_now())
 
     def _refuse_if_swapped(self) -> None:
         if self._swapped:

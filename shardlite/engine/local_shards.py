@@ -22,7 +22,7 @@ class _Entry:
     """A parameter and its shard, as they were at the latest check."""
 
     flat: Flat
-    row: int
+    index: int
     name: str
     param: nn.Parameter
     shard: nn.Parameter
@@ -32,7 +32,7 @@ class _Entry:
     @property
     def range(self) -> tuple[int, int]:
         """The elements of the parameter that the shard holds: the first, and one after the last."""
-        return self.flat.range_of(self.row)
+        return self.flat.range_of(self.index)
 
     def __str__(self) -> str:
         return f"the shard of parameter {self.name!r}"
@@ -51,9 +51,9 @@ class Shards:
         flats = [flat for unit in units for flat in unit.flats]
         self._trace = trace
         self._of: dict[Tensor, _Entry] = {
-            param: _Entry(flat, row, slot.name, param, shard, shard.data_ptr(), shard.requires_grad)
+            param: _Entry(flat, index, slot.name, param, shard, shard.data_ptr(), shard.requires_grad)
             for flat in flats
-            for row, (slot, param, shard) in enumerate(zip(flat.layout.slots, flat.params, flat.shards, strict=True))
+            for index, (slot, param, shard) in enumerate(zip(flat.layout.slots, flat.params, flat.shards, strict=True))
         }
         self._entries = list(self._of.values())
         self._by_shard = {id(each.shard): each for each in self._entries}  # the hash of a tensor is computed in Python
@@ -99,9 +99,9 @@ class Shards:
         return {
             each.shard: partial(
                 ShardTensor,
-                shape=each.flat.layout.slots[each.row].shape,
+                shape=each.flat.layout.slots[each.index].shape,
                 start=each.range[0],
-                gather=partial(gather_row, context, each.flat, each.row),
+                gather=partial(gather_param, context, each.flat, each.index),
             )
             for each in (self._entries if self.are_parts else ())
         }
@@ -158,9 +158,9 @@ class Shards:
             torch.autograd.graph.increment_version([param for param in shown if not isinstance(param, Placeholder)])
 
 
-def gather_row(context: Context, flat: Flat, row: int, local: Tensor) -> Tensor:
+def gather_param(context: Context, flat: Flat, index: int, local: Tensor) -> Tensor:
     """Gather a whole tensor like the parameter of a slot from the ranks' parts `local`, 1-D. Collective."""
-    slot, cuts = flat.layout.slots[row], flat.cuts_of(row)
+    slot, cuts = flat.layout.slots[index], flat.cuts_of(index)
     if flat.rank is None or slot.numel == 0:
         return local.reshape(slot.shape).clone()
     whole = context.empty(slot.numel, local.dtype)

@@ -245,7 +245,7 @@ class Bucket:
 
     def flags(self, flat: Flat) -> list[int]:
         """Return one flag per parameter of `flat` that may have a gradient: 1 if the bucket holds one, else 0."""
-        return [int(id(flat.params[row]) in self.used) for row in flat.rows]
+        return [int(id(flat.params[index]) in self.used) for index in flat.trainable_slots]
 
     def first_bad(self) -> int | None:
         """Return the index in `flags` of the first gradient with a NaN or an infinity, or `None`. The host waits."""
@@ -286,9 +286,9 @@ class Bucket:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
         self._slots: dict[int, tuple[int, Slot]] = {  # by `id` of the parameter: the index of its flat, and its slot
-            id(flat.params[row]): (i, slot)
+            id(flat.params[index]): (i, slot)
             for i, flat in enumerate(self.flats)
-            for row, slot in zip(flat.rows, flat.gradients.slots, strict=True)
+            for index, slot in zip(flat.trainable_slots, flat.gradients.slots, strict=True)
         }
         self.expected = len(self._slots)
 

@@ -125,7 +125,7 @@ class GradientShards:
         """Warn of the first gradient of each rank that is not finite."""
         context = self._context
         flats = [mean.flat for each in reductions for mean in each.means]
-        names = [flat.layout.slots[row].name for flat in flats for row in flat.rows]
+        names = [flat.layout.slots[index].name for flat in flats for index in flat.trainable_slots]
         is_first = [i == each.first_bad for each in reductions for i in range(len(each.used))]
         found = torch.zeros(context.world_size, dtype=torch.int32, device=context.device)
         found[context.rank] = is_first.index(True) + 1 if any(is_first) else 0

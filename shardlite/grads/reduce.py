@@ -133,7 +133,7 @@ class Reduction:
 
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
         """Return each shard with its part of the mean, a view, and whether this rank used its parameter."""
-        shards = [mean.flat.shards[row] for mean in self.means for row in mean.flat.rows]
+        shards = [mean.flat.shards[index] for mean in self.means for index in mean.flat.trainable_slots]
         views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
         return zip(shards, views, self.used, strict=True)
 
@@ -219,7 +219,7 @@ class ReduceQueue:
         if flat.full is None:
             unit.mark_stepped(flat)
         else:
-            torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
+            torch.autograd.graph.increment_version([flat.params[index] for index in flat.trainable_slots])
 
     def _place(self, flat: Flat, full: Tensor) -> Mean:
         """Return memory for a mean. It lives as long as a `.grad` views it."""

@@ -63,7 +63,7 @@ class Flat:
     placeholder: Tensor | None = None
     """Memory of placeholders: one element, NaN if the dtype has it."""
 
-    rows: tuple[int, ...] = field(init=False)
+    trainable_slots: tuple[int, ...] = field(init=False)
     """Indices of the slots that have gradients."""
 
     gradients: Layout = field(init=False)
@@ -78,15 +78,15 @@ class Flat:
     def __post_init__(self) -> None:
         self.follow_requires_grad()
 
-    def rows_now(self) -> tuple[int, ...]:
+    def trainable_now(self) -> tuple[int, ...]:
         """Return the indices of the slots whose parameters require gradients."""
         with as_they_are():
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
         """Update which slots have gradients: those whose parameters require them now."""
-        self.rows = self.rows_now()
-        self.gradients = self.layout.only(self.rows, self.reduce)
+        self.trainable_slots = self.trainable_now()
+        self.gradients = self.layout.only(self.trainable_slots, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
 
     @property
@@ -188,7 +188,7 @@ class Flat:
         return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
-        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `rows`."""
+        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `trainable_slots`."""
         return mark_padded(views(mean, self._own_gradients))
 
 

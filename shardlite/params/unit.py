@@ -282,7 +282,7 @@ class Unit:
     @property
     def trainable(self) -> list[Flat]:
         """The flats that have gradients now."""
-        return [flat for flat in self.flats if flat.rows]
+        return [flat for flat in self.flats if flat.trainable_slots]
 
     def params(self) -> Sequence[nn.Parameter]:
         """Return the module's own parameters."""
