@@ -113,8 +113,8 @@ class BackwardRun:
     def enter(self, unit: Unit) -> None:
         """Record that the backward continues with a unit."""
 
-    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> bool:
-        """Store the gradient of one parameter in its bucket. `is_watched`: hooks of the program see it.
+    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> bool:
+        """Store the gradient of one parameter in its bucket. `has_user_hooks`: hooks of the program see it.
 
         Returns:
             Whether each parameter of the unit may have as many gradients as all others.
@@ -122,7 +122,7 @@ class BackwardRun:
         Raises:
             PhaseError: the unit was already reduced in this backward.
         """
-        self.latest = (param, grad) if is_watched else None
+        self.latest = (param, grad) if has_user_hooks else None
         bucket = self._buckets[unit]
         if unit in self.reduced:
             raise PhaseError(
@@ -131,7 +131,7 @@ class BackwardRun:
                 "`checkpoint(..., use_reentrant=False)`"
             )
         self._before_gradient(bucket, param)
-        bucket.add(param, grad if self._reducer.counts else None, is_watched=is_watched)
+        bucket.add(param, grad if self._reducer.counts else None, has_user_hooks=has_user_hooks)
         self.arrivals[unit] += 1
         return self.arrivals[unit] % bucket.expected == 0
 

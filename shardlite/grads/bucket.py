@@ -164,13 +164,13 @@ class Bucket:
         self.early.clear()
         return partial(_copy_and_zero, places, early, self._gaps()), early
 
-    def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
+    def add(self, param: nn.Parameter, grad: Tensor | None, *, has_user_hooks: bool) -> None:
         """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
 
         Args:
             param: the module's parameter.
             grad: its gradient. `None`: it is excluded by `join` and contributes zero.
-            is_watched: whether other code may write to `grad`, so that it must be copied.
+            has_user_hooks: whether other code may write to `grad`, so that it must be copied.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
@@ -185,7 +185,7 @@ class Bucket:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
         if not self.full:
-            self.early[key] = early = dense.clone() if is_watched else dense
+            self.early[key] = early = dense.clone() if has_user_hooks else dense
             self.context.ledger.track(PURPOSE, early)
             if self.phase is Gradients.EMPTY:
                 self.move(Gradients.FILLING)

@@ -101,7 +101,7 @@ class Flat:
 
     def weights(self) -> Tensor:
         """Return this rank's weights in full precision: `local` itself, or a copy in fp32 if they are split."""
-        return self.local if self.low is None else _joined(self.local, self.low)
+        return self.local if self.low is None else join_halves(self.local, self.low)
 
     def write(self, weights: Tensor, begin: int = 0) -> None:
         """Overwrite elements of `local` from `begin` on with `weights` [n] (any float dtype)."""
@@ -132,7 +132,7 @@ class Flat:
             return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
-            lambda high, low: _joined(high, low).view(shape),
+            lambda high, low: join_halves(high, low).view(shape),
             slot.shape,
             self.range_of(index)[0],
             sources=(high, low),
@@ -192,8 +192,8 @@ class Flat:
         return mark_padded(views(mean, self._own_gradients))
 
 
-def _joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return split weights in fp32."""
+def join_halves(high: Tensor, low: Tensor) -> Tensor:
+    """Return split weights [n] in fp32, given their upper and lower parts."""
     whole = torch.empty_like(high, dtype=torch.float32)
     join(whole, high, low)
     return whole
