@@ -145,15 +145,11 @@ def born_body(group, stage, compute):
     assert_same(model.full_state_dict(), plain.full_state_dict())
 
 
-@pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("ranks", "compute"), [(2, None), (2, torch.bfloat16), (1, None), (3, None)], ids=str)
 @pytest.mark.stages(1, 3)
-def test_a_model_on_meta_becomes_the_plain_one(cluster, stage, compute):
-    cluster.check(born_body, 2, stage, compute)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_values_do_not_depend_on_the_number_of_ranks(cluster, ranks):
-    cluster.check(born_body, ranks, 3, None)
+def test_a_model_on_meta_becomes_the_plain_one(cluster, stage, ranks, compute):
+    """On any number of ranks."""
+    cluster.check(born_body, ranks, stage, compute)
 
 
 class Layers(nn.Sequential):
