@@ -72,7 +72,7 @@ def children_first(module: nn.Module) -> Iterator[nn.Module]:
     return visit(module)
 
 
-class Initializer:
+class _Initializer:
     """Initializes the tensors of a model that have no values yet. Does nothing on ranks that are not `first`.
 
     An error is stored, not raised, because other ranks wait for the values. Nothing is initialized after it.
@@ -148,9 +148,13 @@ class Initializer:
 
 
 def broadcast_init(
-    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, context: Context, initializer: Initializer
-) -> None:
-    """Set all ranks' parameters to rank 0's values, in their new memory."""
+    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, init: Init, context: Context
+) -> LayoutError | None:
+    """Set all ranks' parameters to rank 0's values, in their new memory. Return why one has no value, if so.
+
+    Tensors on the meta device are initialized by `init`. Parameters of other ranks' models may be on it, too.
+    """
+    initializer = _Initializer(module, init, context.device, first=context.rank == 0)
     by_name = {unit.name: unit for unit in units}
     ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
     for each in children_first(module):
@@ -164,6 +168,7 @@ def broadcast_init(
     for buffer in module.buffers():
         if buffer.device != context.device:
             buffer.data = buffer.to(context.device)
+    return initializer.error()
 
 
 def broadcast_values(
