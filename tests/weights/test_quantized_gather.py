@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from bench.formats.quantized import RUNS, Task, measure
 from shardlite import EMA, AdamW, Precision, ShardLite
+from shardlite.apps.demo.settings import GPTConfig
+from shardlite.apps.demo.text import read_corpus
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, slow
 from tests.weights.test_participation import WIDTH, Branching, layer_drop, loss_on, other_orders
@@ -334,6 +337,25 @@ def test_who_takes_part_passes_codes_on(cluster):
     for sent, row, staged in cluster.run(part_body, 2):
         assert sent == row
         assert staged >= 2 * row
+
+
+def bench_body(group: Any) -> dict[str, Any]:
+    config = GPTConfig(layers=2, width=32, heads=2, context=16)
+    return measure(Task(config, read_corpus(None, context=16, limit=1 << 16), 3, 0, group))
+
+
+@pytest.mark.slow
+def test_the_bench_compares_losses_and_bytes(cluster):
+    row, _ = cluster.run(bench_body, 2)
+    for loss in ("train_loss", "validation_loss"):
+        assert row[loss].keys() == set(RUNS)
+        assert row["difference"][loss] == pytest.approx(row[loss]["quantized"] - row[loss]["plain"], abs=2e-6)
+        assert abs(row["noise"][loss]) < abs(row["chance"][loss])
+    gathered = row["gather_bytes_per_step"]
+    assert 33 / 128 <= gathered["quantized"] / gathered["plain"] < 0.27  # rows are padded to 16 bytes
+    saved = gathered["plain"] - gathered["quantized"]
+    everything = row["bytes_per_step"]
+    assert everything["plain"] - everything["quantized"] == pytest.approx(saved, abs=1)  # each is rounded
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------
