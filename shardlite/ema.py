@@ -17,13 +17,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from shardlite_kernels import join, split
+from shardlite_kernels import split
 from torch import Tensor
 
 from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError, lacking
 from shardlite.model import ShardLite, state_of
-from shardlite.params import Flat, allocate_arenas, joined, zeros_on
+from shardlite.params import Flat, allocate_arenas, join_halves, merge_adjacent, zeros_on
 
 Decay = float | Callable[[int], float]
 
@@ -81,7 +81,7 @@ class EMA:
         self._runs: Sequence[tuple[Tensor, Tensor]] = ()
         self._split: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
         self._stepping.announce_change()
-        self._start(flat for flat in flats_of(self._state.units) if flat.rows_now())
+        self._start(flat for flat in flats_of(self._state.units) if flat.trainable_now())
         self._stepping.followers.add(self)
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class EMA:
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
         for chunk, high, low in self._split_chunks():
-            chunk.lerp_(_joined(high, low), 1 - decay)
+            chunk.lerp_(join_halves(high, low), 1 - decay)
         self.updates += 1
 
     @contextmanager
@@ -178,7 +178,7 @@ class EMA:
             PhaseError: inside `swapped()`.
         """
         self._refuse_if_swapped()
-        self._start(flat for flat in flats_of(self._state.units) if flat not in self._averages and flat.rows_now())
+        self._start(flat for flat in flats_of(self._state.units) if flat not in self._averages and flat.trainable_now())
 
     def _refuse_if_swapped(self) -> None:
         if self._swapped:
@@ -200,7 +200,7 @@ class EMA:
                 self._state.context.ledger.track("averages", average)
                 self._averages[flat] = average
             pairs = [(average, flat.local) for flat, average in self._averages.items() if flat.low is None]
-            self._runs = joined(pairs)
+            self._runs = merge_adjacent(pairs)
             self._split = [(a, flat.local, flat.low) for flat, a in self._averages.items() if flat.low is not None]
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ class EMA:
         for average, weights in self._runs:
             _exchange(average, weights)
         for chunk, high, low in self._split_chunks():
-            weights = _joined(high, low)
+            weights = join_halves(high, low)
             split(high, low, chunk)
             chunk.copy_(weights)
         self._swapped = not self._swapped
@@ -224,13 +224,6 @@ class EMA:
         """Describe which part of the weights this rank keeps."""
         shard, ranks = self._state.shard, self._state.context.transport.world_size
         return "all" if shard is None else f"part {shard} of {ranks}"
-
-
-def _joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 values of split weights, [n]."""
-    whole = torch.empty_like(high, dtype=torch.float32)
-    join(whole, high, low)
-    return whole
 
 
 def _exchange(first: Tensor, second: Tensor) -> None:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardlite.build import (
     Init,
-    Initializer,
     Options,
     Plan,
     UnitPolicy,
@@ -770,10 +769,9 @@ class ShardLite(nn.Module):
         context = self._context
         self.ledger, self.trace = context.ledger, context.trace
         units = build_units(plan, self._placement)
-        initializer = Initializer(self.module, init, plan.device, first=context.rank == 0)
-        broadcast_init(plan.units, units, self.module, context, initializer)
+        error = broadcast_init(plan.units, units, self.module, init, context)
         validate.mark_wrapped(units)
-        agree(self._groups, [], initializer.error(), what="initial values", timeout=context.timeout)
+        agree(self._groups, [], error, what="initial values", timeout=context.timeout)
         broadcast_buffers(self.module, context)
         for flat in flats_of(units):
             for memory in (flat.local, flat.low, flat.full):

@@ -7,9 +7,8 @@ first.
 from shardlite.build import validate
 from shardlite.build.allocate import build_units, flats_of, part_of, placement_of
 from shardlite.build.budget import HELD, Budget, Recipe, UnitBudget, budget_of
-from shardlite.build.init import Init, Initializer, broadcast_buffers, broadcast_init, broadcast_values
-from shardlite.build.limit import MOST_RANKS, check_memory_limit
+from shardlite.build.init import Init, broadcast_buffers, broadcast_init, broadcast_values
 from shardlite.build.partition import UnitPlan, UnitPolicy, UnitRule, needs, partition_module
-from shardlite.build.plan import Options, Plan, agree_on_plan, plan_flats, plan_units
-from shardlite.build.timeline import ACTIVATIONS, Course, Event, Kind, course_of
-from shardlite.build.validate import STAGES
+from shardlite.build.plan import Plan, agree_on_plan, plan_flats, plan_units
+from shardlite.build.timeline import ACTIVATIONS, MOST_RANKS, Course, Event, Kind, check_memory_limit, course_of
+from shardlite.build.validate import STAGES, Options

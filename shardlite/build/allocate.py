@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.build.partition import UnitPlan, applies
-from shardlite.build.plan import FlatPlan, Options, Plan
+from shardlite.build.plan import FlatPlan, Plan
+from shardlite.build.validate import Options
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas, zeros_on
 
 
@@ -134,9 +135,9 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
     """Return the shards of a flat, which the optimizer steps."""
     views, own = flat.shard_views(flat.local), flat.own_range(flat.layout)
     shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
-    for row, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
+    for index, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
         first, stop = slot.within(*own)
-        shard.__dict__.update(flat.params[row].__dict__)  # user attributes such as `_no_weight_decay`
+        shard.__dict__.update(flat.params[index].__dict__)  # user attributes such as `_no_weight_decay`
         ShardInfo(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
         if flat.low is not None:
             shard.grad_dtype = None  # gradients are fp32 sums, the upper part is bf16
@@ -145,11 +146,11 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
 
 def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return `part(param, tensor)`, which returns the shard's part of a tensor shaped like `param`."""
-    places = {param: (flat, row) for flat in flats_of(units) for row, param in enumerate(flat.params)}
+    places = {param: (flat, index) for flat in flats_of(units) for index, param in enumerate(flat.params)}
 
     def part(param: Tensor, tensor: Tensor) -> Tensor:
-        flat, row = places[param]  # type: ignore[index]
-        return flat.part_of(row, tensor)
+        flat, index = places[param]  # type: ignore[index]
+        return flat.part_of(index, tensor)
 
     return part
 

@@ -15,7 +15,8 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbyt
 from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
-from shardlite.build.plan import Options, Plan
+from shardlite.build.plan import Plan
+from shardlite.build.validate import Options
 from shardlite.comm import BLOCK, rows_numel
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 
@@ -127,7 +128,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
         "parameters": _storage_nbytes(flats),
         "optimizer state": sum(_state_nbytes(flats, recipe)),
         "buffers": buffers,
-        "staging": max((_staging_nbytes(flat, recipe) for flat in flats if flat.rows), default=0),
+        "staging": max((_staging_nbytes(flat, recipe) for flat in flats if flat.trainable_slots), default=0),
         "chunks of a step": 0 if recipe.on_gpu else _chunk_nbytes(flats, recipe),
     }
     return Budget(
@@ -150,7 +151,7 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
         sent=sum(_sent_by_gather(flat) for flat in unit.flats),
         gathers=unit.needs_gather and not placement.single_rank,
         flats=[_flat_budget(flat, recipe) for flat in unit.trainable],
-        params=sum(len(flat.rows) for flat in unit.trainable),
+        params=sum(len(flat.trainable_slots) for flat in unit.trainable),
         step=sum(_step_nbytes(flat, recipe) for flat in unit.trainable),
     )
 

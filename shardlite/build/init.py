@@ -47,7 +47,10 @@ def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: 
         for name, tensor in _own(owner):
             if tensor.is_meta:
                 what = f"{_kind(tensor)} {_join(path, name)!r} is on meta"
-                _check_tensor(what, tensor, ignored)
+                if tensor in ignored:
+                    raise LayoutError(f"{what} and ignored: give it memory and values before wrapping")
+                if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+                    raise LayoutError(f"{what} and has a hook, which would be lost: register hooks after wrapping")
                 if first and init is None and _method(owner) is None:
                     raise LayoutError(
                         f"{what}, and {_class(owner)} has no reset_parameters() to initialize it: pass init=, which "
@@ -69,7 +72,7 @@ def children_first(module: nn.Module) -> Iterator[nn.Module]:
     return visit(module)
 
 
-class Initializer:
+class _Initializer:
     """Initializes the tensors of a model that have no values yet. Does nothing on ranks that are not `first`.
 
     An error is stored, not raised, because other ranks wait for the values. Nothing is initialized after it.
@@ -138,14 +141,20 @@ class Initializer:
             if wrong is not None:
                 self._error = LayoutError(f"{who} left {_kind(tensor)} {self._names[tensor]!r} {wrong}")
                 return
-            if now is not tensor:
-                _put_back(module, name, tensor, now)
+            if now is not tensor:  # restore the tensor that was replaced, with the value of its replacement
+                registry = module._parameters if name in module._parameters else module._buffers
+                registry[name] = tensor  # type: ignore[assignment]
+                tensor.copy_(now)
 
 
 def broadcast_init(
-    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, context: Context, initializer: Initializer
-) -> None:
-    """Set all ranks' parameters to rank 0's values, in their new memory."""
+    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, init: Init, context: Context
+) -> LayoutError | None:
+    """Set all ranks' parameters to rank 0's values, in their new memory. Return why one has no value, if so.
+
+    Tensors on the meta device are initialized by `init`. Parameters of other ranks' models may be on it, too.
+    """
+    initializer = _Initializer(module, init, context.device, first=context.rank == 0)
     by_name = {unit.name: unit for unit in units}
     ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
     for each in children_first(module):
@@ -159,6 +168,7 @@ def broadcast_init(
     for buffer in module.buffers():
         if buffer.device != context.device:
             buffer.data = buffer.to(context.device)
+    return initializer.error()
 
 
 def broadcast_values(
@@ -293,13 +303,6 @@ def _leave_meta(tensor: Tensor, device: torch.device) -> None:
     torch._C._swap_tensor_impl(tensor, fresh)
 
 
-def _put_back(module: nn.Module, name: str, tensor: Tensor, value: Tensor) -> None:
-    """Restore a tensor that was replaced in the module, with the value of its replacement."""
-    registry = module._parameters if name in module._parameters else module._buffers
-    registry[name] = tensor  # type: ignore[assignment]
-    tensor.copy_(value)
-
-
 def _reset(module: nn.Module) -> None:
     method = _method(module)
     assert method is not None, "`check` ensures it"
@@ -320,13 +323,6 @@ def _described(module: nn.Module) -> list[str]:
     """Return descriptions of the parameters and buffers that the module itself owns."""
     unsaved = module._non_persistent_buffers_set
     return [f"{_kind(tensor)} {name}{' (not saved)' * (name in unsaved)}" for name, tensor in _own(module)]
-
-
-def _check_tensor(what: str, tensor: Tensor, ignored: Collection[Tensor]) -> None:
-    if tensor in ignored:
-        raise LayoutError(f"{what} and ignored: give it memory and values before wrapping")
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        raise LayoutError(f"{what} and has a hook, which would be lost with it: register hooks after wrapping")
 
 
 def _join(path: str, name: str) -> str:

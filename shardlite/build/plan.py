@@ -5,60 +5,25 @@ In: a module and the options. Out: a `Plan`. Knows nothing of values.
 Legend: `W` ranks that share a model.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from shardlite_kernels import stats_block
-from torch import Tensor, nn
+from torch import nn
 
 from shardlite.build import init, validate
-from shardlite.build.init import Init
-from shardlite.build.partition import UnitPlan, UnitPolicy, UnitRule, applies, partition_module
+from shardlite.build.partition import UnitPlan, applies, partition_module
+from shardlite.build.validate import Options
 from shardlite.comm import Ranks, agree
-from shardlite.config import QUANTIZABLE, MemoryLimit, Precision, Route, check_timeout
+from shardlite.config import QUANTIZABLE, Precision
 from shardlite.params import ALIGN, ROOT, Layout, lay_out
 
 _CPU = torch.device("cpu")
 
 _CUBLAS_BYTES = 256
 """Up to so many bytes cuBLAS looks at the alignment of a matrix when it chooses an algorithm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The arguments of `ShardLite`, which documents them, as one record."""
-
-    stage: int = 3
-    units: UnitPolicy = None
-    precision: Precision = field(default_factory=Precision)
-    reshard_after_forward: UnitRule = True
-    ignored: Collection[Tensor] = frozenset()
-    """Parameters that are not sharded."""
-
-    device: torch.device | str | None = None
-    init: Init = None
-    prefetch: int = 1
-    route: Route = field(default_factory=Route)
-    buffers: str = "rank0"
-    diagnose: bool = False
-    memory_limit: MemoryLimit | None = None
-    timeout: timedelta = timedelta(minutes=10)
-
-    def __post_init__(self) -> None:
-        """Check the types.
-
-        Raises:
-            TypeError, ValueError: an option has a wrong type or an invalid value.
-        """
-        check_timeout(self.timeout)
-        if self.init is not None and not callable(self.init):
-            raise TypeError(f"init takes a function of a module, as nn.Module.apply does, got {self.init!r}")
-        rule = self.reshard_after_forward
-        if not isinstance(rule, bool) and not callable(rule):
-            raise TypeError(f"reshard_after_forward must be a bool or callable(name, module) -> bool, got {rule!r}")
 
 
 @dataclass(frozen=True)
@@ -156,14 +121,9 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Ranks, wrapper: t
 
 
 def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module]) -> Plan:
-    validate.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
-    if not groups.single_rank:
-        validate.check_embeddings(module, options.ignored)
+    validate.check_module(module, options.precision, options.ignored, wrapper=wrapper)
+    validate.check_options(module, options, groups)
     validate.tie(module, options.ignored)
-    validate.check_buffers(options.buffers)
-    quantized = options.precision.quantized_gather is not False
-    validate.check_quantized_gather(quantized, options.stage)
-    validate.check_parts(options.route, groups, quantized=quantized)
     init.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))

@@ -9,17 +9,25 @@ less.
 
 Full weights follow the policy of the library itself. Buckets follow the rules of `grads/`, for ranks that have agreed
 on an order. A program's events may be recorded by a trace. `plain_events` are those of a chain of units without
-activations.
+activations. `check_memory_limit` refuses a model before it is allocated if such a step exceeds a limit.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from shardlite.build.budget import HELD, Budget
-from shardlite.params import BUCKETS
-from shardlite.weights import BufferPolicy, GatherOrder, Space, UnitSize
+import torch
+from torch import nn
+
+from shardlite.build.budget import HELD, Budget, Recipe, budget_of
+from shardlite.build.plan import Plan, plan_units
+from shardlite.build.validate import Options
+from shardlite.config import MemoryLimit
+from shardlite.errors import LayoutError
+from shardlite.grads import must_land_first
+from shardlite.params import Buffer
+from shardlite.weights import BufferPolicy, GatherOrder, UnitSize
 
 ACTIVATIONS = "activations"
 """The program's own tensors, gradients on their way included."""
@@ -90,9 +98,7 @@ def course_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) 
     With `prompt`, each reduction ends before the next gradient, else when something must wait for it.
     """
     timeline = _Timeline(budget, events, prompt)
-    for _ in range(_STEPS):
-        timeline.run()
-    return timeline.course
+    return [timeline.run() for _ in range(_STEPS)][-1]
 
 
 def plain_events(budget: Budget) -> Iterator[Event]:
@@ -116,7 +122,8 @@ class _Weights:
     def __init__(self, budget: Budget) -> None:
         recipe, order = budget.recipe, GatherOrder()
         sizes = [UnitSize(unit.full, unit.is_root, unit.keep_unsharded) for unit in budget.units]
-        self._policy = BufferPolicy(sizes, order, Space, prefetch=recipe.options.prefetch, keeps=recipe.on_gpu)
+        prefetch = recipe.options.prefetch
+        self._policy = BufferPolicy(sizes, order, _without_memory, prefetch=prefetch, keeps=recipe.on_gpu)
         self._order = order
         self._saves_memory = recipe.saves_memory
         self._users = [0] * len(sizes)
@@ -169,27 +176,32 @@ class _Weights:
             self._policy.give_back(unit, self._policy.evict(unit))
 
 
-class _Grads:
-    """Which buckets and gradients there are."""
+def _without_memory(nbytes: int, kept: bool) -> Buffer:
+    return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="meta"), kept=kept)
 
-    def __init__(self, budget: Budget, order: Sequence[int], prompt: bool) -> None:
+
+class _Grads:
+    """Which buckets and gradients there are. `record` is called whenever bytes have changed."""
+
+    def __init__(
+        self, budget: Budget, order: Sequence[int], prompt: bool, record: Callable[[Action | None], None]
+    ) -> None:
         recipe = budget.recipe
         self._prompt = prompt
-        self._units, self._order = budget.units, order
+        self._units, self._order, self._record = budget.units, order, record
         self._on_gpu = recipe.on_gpu
         self._saves_memory = recipe.saves_memory
         self._steps = recipe.in_backward
-        self._beside_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
-        self.gradients = 0
-        self.begin()
+        self._before_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
 
     def begin(self) -> None:
         """Begin a backward."""
         self.full: dict[int, int] = {}
         self.early = dict.fromkeys(range(len(self._units)), 0)
+        self.gradients = 0
+        self.arriving = 0  # bytes of a gradient that autograd still holds
         self._copied, self._last = 0, -1
-        self._arrived = dict.fromkeys(range(len(self._units)), 0)
-        self._ready: set[int] = set()
+        self._left = [unit.params for unit in self._units]
         self._started, self._landed = 0, 0
 
     @property
@@ -197,75 +209,74 @@ class _Grads:
         """Bytes of buckets, and of gradients that wait for one or are copied to one."""
         return sum(self.full.values()) + sum(self.early.values()) + self._copied
 
-    def arrive(self, unit: int, nbytes: int) -> Iterator[Action]:
-        """Take one gradient. Yields actions between which bytes change."""
-        if self.is_early(unit):
+    def arrive(self, unit: int, nbytes: int) -> None:
+        """Take one gradient."""
+        if self._on_gpu or self._units[unit].is_root:  # it waits for its bucket
             self.early[unit] += nbytes
-            yield Action("keep", unit)  # a moment with the gradient and all buckets
-            yield from self._free_what_is_copied(unit)
-        elif unit not in self.full:
-            self._land_what_is_done()
-            yield from self._fill(unit)
-        self._arrived[unit] += 1
-        if self._arrived[unit] == self._units[unit].params:
-            self._ready.add(unit)
-            self._land_what_is_done()
-            while self._started < len(self._order) and (turn := self._order[self._started]) in self._ready:
-                yield from self._reduce(turn)
+            self._record(None)
+            self._free_copied(unit)
+        else:
+            self.arriving = nbytes
+            if unit not in self.full:
+                self._land_finished()
+                self._fill(unit, nbytes)
+        self._left[unit] -= 1
+        if self._left[unit] == 0:
+            self._land_finished()
+            while self._started < len(self._order) and self._left[self._order[self._started]] <= 0:
+                self._reduce(nbytes)
+        self.arriving = 0
 
-    def is_early(self, unit: int) -> bool:
-        """Whether a unit's gradients wait for its bucket."""
-        return self._on_gpu or self._units[unit].is_root
-
-    def flush(self) -> Iterator[Action]:
+    def flush(self) -> None:
         """Reduce what is left, and wait for all."""
         while self._started < len(self._order):
-            yield from self._reduce(self._order[self._started])
+            self._reduce(0)
         while self._landed < self._started:
-            yield self._land()
+            self._land()
         self._copied = 0
 
-    def _reduce(self, unit: int) -> Iterator[Action]:
+    def _reduce(self, nbytes: int) -> None:
+        unit = self._order[self._started]
         if unit not in self.full:
-            yield from self._fill(unit)
-        flats = self._units[unit].flats
-        self.gradients += sum(flat.mean for flat in flats)
+            self._fill(unit, nbytes)
+        self.gradients += sum(flat.mean for flat in self._units[unit].flats)
         self._started += 1
-        yield Action("reduce", unit)
+        self._record(Action("reduce", unit))
         if self._on_gpu:  # a bucket that is no gradient serves the next unit, on the stream of reductions
             self._release(unit)
 
-    def _fill(self, unit: int) -> Iterator[Action]:
-        root = self._units[unit].is_root
-        waits_for_all = self._started >= self._beside_root if root else self._saves_memory
-        while not self._on_gpu and self._landed < self._started and (waits_for_all or self._is_full(root)):
-            yield self._land()
+    def _fill(self, unit: int, nbytes: int) -> None:
+        is_root, is_root_left = self._units[unit].is_root, self._started >= self._before_root
+        while not self._on_gpu and self._landed < self._started:
+            filled = sum(not self._units[each].is_root for each in self.full)
+            if not must_land_first(filled, is_root, is_root_left, self._saves_memory):
+                break
+            self._land()
         self.full[unit] = sum(flat.bucket for flat in self._units[unit].flats)
-        yield Action("fill", unit)  # a moment with the bucket and early gradients both
+        self._record(None)  # with the bucket and early gradients both
         self._copied += self.early[unit] * self._on_gpu
         self.early[unit] = 0
+        self.arriving = nbytes  # autograd keeps its gradient until the hook returns
 
-    def _is_full(self, root: bool) -> bool:
-        return not root and sum(not self._units[unit].is_root for unit in self.full) >= BUCKETS
-
-    def _free_what_is_copied(self, unit: int) -> Iterator[Action]:
+    def _free_copied(self, unit: int) -> None:
         """Wait, on a stream, for the copies of the last unit, and so for the reductions before it."""
         if self._on_gpu and unit != self._last:
             self._last, self._copied = unit, 0
             while self._landed < self._started - 1:
-                yield self._land()
+                self._land()
 
-    def _land_what_is_done(self) -> None:
+    def _land_finished(self) -> None:
         while self._prompt and not self._on_gpu and self._landed < self._started:
-            self._land()
+            self._land(recorded=False)
 
-    def _land(self) -> Action:
-        """End the first reduction."""
+    def _land(self, *, recorded: bool = True) -> None:
+        """End the earliest reduction."""
         unit = self._order[self._landed]
         self._landed += 1
         if not self._on_gpu:
             self._release(unit)
-        return Action("land", unit)
+        if recorded:
+            self._record(Action("land", unit))
 
     def _release(self, unit: int) -> None:
         """Free a bucket, or make it a gradient."""
@@ -283,88 +294,64 @@ class _Timeline:
     def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
         self._budget, self._events = budget, events
         self._weights = None if budget.permanent else _Weights(budget)
-        self._grads = _Grads(budget, _order(budget, events), prompt)
-        self._own_gradients = 0
-        self.course = Course()
+        self._grads = _Grads(budget, _order(budget, events), prompt, self._record)
 
-    def run(self) -> None:
+    def run(self) -> Course:
         """Replay one step."""
-        self.course = Course()
-        self._own_gradients = self._grads.gradients = 0
+        self._course = Course()
         self._grads.begin()
         if self._weights is not None:
             self._weights.begin(backward=False)
         else:
-            self._note_all_gathers()
+            self._gather(i for i, unit in enumerate(self._budget.units) if unit.gathers)
         for event in self._events:
-            self._note(event.most)
-            if event.flops:
-                self.course.actions.append(Action("compute", flops=event.flops))
+            self._own = event.most
+            self._record(Action("compute", flops=event.flops) if event.flops else None)
+            self._own = event.now
             self._apply(event)
-            self._note(event.now)
+            self._record(None)
+        return self._course
 
     def _apply(self, event: Event) -> None:
+        weights, grads = self._weights, self._grads
         if event.kind is Kind.ENTER:
-            self._enter(event.unit)
-        elif event.kind is Kind.LEAVE and self._weights is not None:
-            self._weights.leave(event.unit)
-        elif event.kind is Kind.GRADIENT:
-            self._take_gradient(event)
-        elif event.kind is Kind.BACKWARD and self._weights is not None:
-            self._weights.begin(backward=True)
+            self._gather(weights.enter(event.unit) if weights is not None else ())
+            self._course.actions.append(Action("need", event.unit))
+        elif event.kind is Kind.LEAVE and weights is not None:
+            weights.leave(event.unit)
+        elif event.kind is Kind.BACKWARD and weights is not None:
+            weights.begin(backward=True)
+        elif event.kind is Kind.GRADIENT and not self._budget.single_rank:
+            grads.arrive(event.unit, event.nbytes)
+        elif event.kind is Kind.GRADIENT and not self._budget.recipe.in_backward:
+            grads.gradients += event.nbytes
+        elif event.kind is Kind.GRADIENT:  # it is stepped by and dropped at once
+            self._own += event.nbytes
         elif event.kind is Kind.END:
-            self._end(event)
+            if not self._budget.single_rank:
+                grads.flush()
+            if weights is not None:
+                weights.end_backward()
+            self._own += self._budget.temporaries
+            self._record(Action("step"))
 
-    def _enter(self, unit: int) -> None:
-        if self._weights is not None:
-            self.course.actions += [Action("gather", each) for each in self._weights.enter(unit)]
-        self.course.actions.append(Action("need", unit))
+    def _gather(self, units: Iterable[int]) -> None:
+        self._course.actions += [Action("gather", unit) for unit in units]
 
-    def _note_all_gathers(self) -> None:
-        gathered = [i for i, unit in enumerate(self._budget.units) if unit.gathers]
-        self.course.actions += [Action("gather", unit) for unit in gathered]
-
-    def _take_gradient(self, event: Event) -> None:
-        if self._budget.single_rank:
-            if not self._budget.recipe.in_backward:  # else it is stepped by and dropped at once
-                self._own_gradients += event.nbytes
-            self._note(event.now + event.nbytes * self._budget.recipe.in_backward)
-            return
-        early = self._grads.is_early(event.unit)
-        for action in self._grads.arrive(event.unit, event.nbytes):
-            self._record(action, event.now + (0 if early else event.nbytes))
-            early &= action.name != "fill"  # autograd keeps its gradient until the hook returns
-
-    def _end(self, event: Event) -> None:
-        if not self._budget.single_rank:
-            for action in self._grads.flush():
-                self._record(action, event.now)
-        if self._weights is not None:
-            self._weights.end_backward()
-        self._note(event.now + self._budget.temporaries)
-        self.course.actions.append(Action("step"))
-
-    def _record(self, action: Action, now: int) -> None:
-        self._note(now)
-        if action.name not in ("fill", "keep"):
-            self.course.actions.append(action)
-
-    def _note(self, activations: int) -> None:
-        """Update the peaks."""
-        now = self._held_now()
-        now[ACTIVATIONS] = activations
-        course = self.course
+    def _record(self, action: Action | None) -> None:
+        """Append an action, and update the peaks."""
+        if action is not None:
+            self._course.actions.append(action)
+        now = {purpose: self._budget.held[purpose] for purpose in HELD}
+        now["gather buffers"] = 0 if self._weights is None else self._weights.nbytes
+        now["gradient buckets"] = self._grads.nbytes
+        now["gradients"] = self._grads.gradients
+        now[ACTIVATIONS] = self._own + self._grads.arriving
+        course = self._course
         for purpose, nbytes in now.items():
             course.most[purpose] = max(course.most.get(purpose, 0), nbytes)
         if sum(now.values()) > course.total:
             course.peak = now
-
-    def _held_now(self) -> dict[str, int]:
-        held = {purpose: self._budget.held[purpose] for purpose in HELD}
-        held["gather buffers"] = 0 if self._weights is None else self._weights.nbytes
-        held["gradient buckets"] = self._grads.nbytes
-        held["gradients"] = self._grads.gradients + self._own_gradients
-        return held
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
@@ -377,3 +364,83 @@ def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
             if left[event.unit] == 0:
                 order.append(event.unit)
     return [*order, *(unit for unit in left if unit not in order)]
+
+
+# ---- memory_limit: refuse a model that cannot fit, and say what would -----------------------------------------------
+
+MOST_RANKS = 4096
+"""Up to which more ranks are tried."""
+
+
+def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_size: int) -> None:
+    """Compare the memory of a rank with `options.memory_limit`, if there is one. Call it before allocation.
+
+    Counted are states and buffers at their joint peak, the module's own buffers, and the activations that the limit
+    names.
+
+    Raises:
+        LayoutError: they exceed the limit.
+    """
+    limit = options.memory_limit
+    if limit is None:
+        return
+    asked = Recipe(
+        options=options,
+        world_size=world_size,
+        device=plan.device,
+        state=limit.state,
+        in_backward=limit.in_backward,
+    )
+    course = _course(module, asked, plan)
+    total = course.total + limit.activations
+    if total <= limit.nbytes:
+        return
+    variants = [*_variants(asked), *_with_more_ranks(module, asked, limit)]
+    rows = [(words, _course(module, recipe).total + limit.activations) for words, recipe in variants]
+    rows.insert(0, ("as asked", total))
+    width = max(len(words) for words, _ in rows)
+    table = [f"  {words:<{width}}  {_gb(nbytes)}{', fits' * (nbytes <= limit.nbytes)}" for words, nbytes in rows]
+    parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in course.peak.items() if nbytes)
+    raise LayoutError(
+        f"memory_limit: a rank would hold {_gb(total)} of {_gb(limit.nbytes)}: {parts}"
+        f"{f', {ACTIVATIONS} {_gb(limit.activations)}' if limit.activations else ''}. What to change:\n"
+        + "\n".join(table)
+    )
+
+
+def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Yield one change after the other, and all together."""
+    options = asked.options
+    if options.stage < 3:
+        yield "stage=3", replace(asked, options=replace(options, stage=3))
+    if not asked.in_backward:
+        yield "AdamW(in_backward=True)", replace(asked, in_backward=True)
+    if asked.state != "int8":
+        yield 'AdamW(state="int8")', replace(asked, state="int8")
+    compact = replace(options.precision, compute=torch.bfloat16, master="split24")
+    if options.precision.master != "split24":
+        words = 'Precision(compute=torch.bfloat16, master="split24")'
+        yield words, replace(asked, options=replace(options, precision=compact))
+    all_options = replace(options, stage=3, precision=compact)
+    yield "all of these, at stage 3", replace(asked, options=all_options, state="int8", in_backward=True)
+
+
+def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> Iterator[tuple[str, Recipe]]:
+    """Yield the recipe with the smallest number of ranks that fits, or with the largest that is tried."""
+    recipe = asked
+    while 2 * recipe.world_size <= MOST_RANKS:
+        recipe = replace(recipe, world_size=2 * recipe.world_size)
+        if _course(module, recipe).total + limit.activations <= limit.nbytes or 2 * recipe.world_size > MOST_RANKS:
+            yield f"{recipe.world_size} ranks", recipe
+            return
+
+
+def _course(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> Course:
+    """Return the course of a step without activations."""
+    plan = plan or plan_units(module, recipe.options, recipe.world_size, recipe.device)
+    budget = budget_of(plan, recipe, buffers=sum(each.nbytes for each in module.buffers()))
+    return course_of(budget, list(plain_events(budget)))
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"

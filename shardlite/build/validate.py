@@ -1,7 +1,9 @@
-"""Checks of a module and of the options before it is wrapped, and the tying of parameters that share memory."""
+"""The options of a wrapped model, checks of them and of its module, and the tying of parameters that share memory."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardlite.build.init import Init
+from shardlite.build.partition import UnitPolicy, UnitRule
 from shardlite.comm import SUMMABLE, Ranks
-from shardlite.config import Precision, Route
+from shardlite.config import MemoryLimit, Precision, Route, check_timeout
 from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor, storage_key
 
@@ -21,6 +25,40 @@ _wrapped = WeakTensorKeyDictionary()
 """Parameters that were ever sharded: their values are elsewhere. Ranks that are threads share this table of the
 process, which is safe: entries are set and looked up singly, by identity, and each parameter belongs to one rank.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `ShardLite`, which documents them, as one record."""
+
+    stage: int = 3
+    units: UnitPolicy = None
+    precision: Precision = field(default_factory=Precision)
+    reshard_after_forward: UnitRule = True
+    ignored: Collection[Tensor] = frozenset()
+    """Parameters that are not sharded."""
+
+    device: torch.device | str | None = None
+    init: Init = None
+    prefetch: int = 1
+    route: Route = field(default_factory=Route)
+    buffers: str = "rank0"
+    diagnose: bool = False
+    memory_limit: MemoryLimit | None = None
+    timeout: timedelta = timedelta(minutes=10)
+
+    def __post_init__(self) -> None:
+        """Check the types.
+
+        Raises:
+            TypeError, ValueError: an option has a wrong type or an invalid value.
+        """
+        check_timeout(self.timeout)
+        if self.init is not None and not callable(self.init):
+            raise TypeError(f"init takes a function of a module, as nn.Module.apply does, got {self.init!r}")
+        rule = self.reshard_after_forward
+        if not isinstance(rule, bool) and not callable(rule):
+            raise TypeError(f"reshard_after_forward must be a bool or callable(name, module) -> bool, got {rule!r}")
 
 
 def mark_wrapped(units: Iterable[Unit]) -> None:
@@ -73,37 +111,20 @@ def device_for(module: nn.Module, device: torch.device | str | None, default: to
     return device
 
 
-def check(
-    module: nn.Module,
-    stage: int,
-    prefetch: int,
-    precision: Precision,
-    ignored: Collection[Tensor],
-    *,
-    wrapper: type[nn.Module],
+def check_module(
+    module: nn.Module, precision: Precision, ignored: Collection[Tensor] = (), *, wrapper: type[nn.Module]
 ) -> None:
-    """Check a module and options before the module is changed.
+    """Check a module before it is changed.
 
     Raises:
-        TypeError: `module` is not an `nn.Module`, or an option is of another type than it has to be.
-        LayoutError: the module or an option is invalid.
+        TypeError: `module` is not an `nn.Module`.
+        LayoutError: the module cannot be wrapped.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
-    if stage not in STAGES:
-        raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
-    if not isinstance(prefetch, int):
-        raise TypeError(f"prefetch counts units and must be an int, got {prefetch!r}")
-    if prefetch < 0:
-        raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
     lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedParameter)]
     if lazy:
         raise LayoutError(f"parameter {lazy[0]!r} has no shape yet: run the lazy module once before wrapping")
-    if isinstance(module, torch.jit.ScriptModule) and stage > 0:
-        raise LayoutError(
-            f"the model is one TorchScript module, which runs no hook before its forward, and stage {stage} needs one: "
-            "script its blocks instead, or call it from the forward of a plain nn.Module, and wrap that"
-        )
     inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, wrapper)]
     if inner:
         raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")
@@ -121,55 +142,52 @@ def check(
     _check_params(named, precision)
 
 
-def check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
-    """Refuse embeddings with `max_norm`: a forward would scale the rows of this rank's batch, and ranks would diverge.
+def check_options(module: nn.Module, options: Options, groups: Ranks) -> None:
+    """Check the options of a checked module against the module and the ranks.
 
     Raises:
-        LayoutError: there is one.
+        TypeError: an option has a wrong type.
+        LayoutError: an option is invalid, or does not go with another one.
     """
+    stage, prefetch, route = options.stage, options.prefetch, options.route
+    quantized = options.precision.quantized_gather is not False
+    if stage not in STAGES:
+        raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
+    if not isinstance(prefetch, int):
+        raise TypeError(f"prefetch counts units and must be an int, got {prefetch!r}")
+    if prefetch < 0:
+        raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
+    if isinstance(module, torch.jit.ScriptModule) and stage > 0:
+        raise LayoutError(
+            f"the model is one TorchScript module, which runs no hook before its forward, and stage {stage} needs one: "
+            "script its blocks instead, or call it from the forward of a plain nn.Module, and wrap that"
+        )
+    if options.buffers not in ("rank0", "own"):
+        raise LayoutError(f'buffers must be "rank0" or "own", got {options.buffers!r}')
+    if quantized and stage != 3:
+        raise LayoutError(
+            f"Precision(quantized_gather=...) requires stage 3, got stage {stage}: at stages 0 to 2 this rank's shard "
+            "is part of the full weights, so codes would replace the weights that the optimizer steps"
+        )
+    if not groups.single_rank:
+        _check_embeddings(module, options.ignored)
+    if route.parts is not None:
+        _check_parts(route.parts, groups, quantized=quantized)
+
+
+def _check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
+    """Refuse embeddings with `max_norm`: a forward scales the rows of this rank's batch only, so ranks would differ."""
     for name, each in module.named_modules():
-        if (
-            isinstance(each, nn.Embedding | nn.EmbeddingBag)
-            and each.max_norm is not None
-            and each.weight not in ignored
-        ):
+        scales = isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None
+        if scales and each.weight not in ignored:
             raise LayoutError(
                 f"{name or 'the module'!r} has max_norm={each.max_norm}: its forward scales the rows that this rank's "
                 "batch has, and other ranks scale others. Set max_norm to None, and scale rows inside `gathered()`"
             )
 
 
-def check_buffers(buffers: object) -> None:
-    """Check the option `buffers`: whose buffers ranks use.
-
-    Raises:
-        LayoutError: it is unknown.
-    """
-    if buffers not in ("rank0", "own"):
-        raise LayoutError(f'buffers must be "rank0" or "own", got {buffers!r}')
-
-
-def check_quantized_gather(quantized: bool, stage: int) -> None:
-    """Check `Precision(quantized_gather=...)`, which `quantized` says is set.
-
-    Raises:
-        LayoutError: it does not go with the stage.
-    """
-    if quantized and stage != 3:
-        raise LayoutError(
-            f"Precision(quantized_gather=...) requires stage 3, got stage {stage}: at stages 0 to 2 this rank's shard "
-            "is part of the full weights, so codes would replace the weights that the optimizer steps"
-        )
-
-
-def check_parts(route: Route, groups: Ranks, *, quantized: bool) -> None:
-    """Check `Route(order="tree", parts=P)` against the ranks.
-
-    Raises:
-        LayoutError: there is no balanced tree of so many parts over these ranks, or an option does not go with it.
-    """
-    if route.parts is None:
-        return
+def _check_parts(parts: int, groups: Ranks, *, quantized: bool) -> None:
+    """Check `Route(order="tree", parts=P)` against the ranks."""
     if groups.replicas is not None:
         raise LayoutError(
             "order='tree' adds over the ranks that share a model, and a two-dimensional group has replicas as well: "
@@ -182,10 +200,8 @@ def check_parts(route: Route, groups: Ranks, *, quantized: bool) -> None:
         )
     if groups.shards.bit_count() != 1:
         raise LayoutError(f"order='tree' requires a power of two of ranks, got {groups.shards}")
-    if route.parts < groups.shards:
-        raise LayoutError(
-            f"order='tree' requires at least as many parts as ranks, {groups.shards}; got parts={route.parts}"
-        )
+    if parts < groups.shards:
+        raise LayoutError(f"order='tree' requires at least as many parts as ranks, {groups.shards}; got parts={parts}")
 
 
 def _other_wrapper(module: nn.Module) -> str:

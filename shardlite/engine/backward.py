@@ -132,16 +132,16 @@ class Backward:
                     param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._caught.add(param)
 
-    def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> None:
+    def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> None:
         """Store a gradient that autograd has computed, and start reductions whose turn has come.
 
-        `is_watched`: hooks of the program see the gradient.
+        `has_user_hooks`: hooks of the program see the gradient.
         """
         run = self.open()
         if not run.has_gradients:
             self._begin_gradients(run)
         grad = grad.detach() if grad.requires_grad else grad  # it has a history
-        may_be_last = run.add(unit, param, grad, is_watched=is_watched)
+        may_be_last = run.add(unit, param, grad, has_user_hooks=has_user_hooks)
         if may_be_last and run.mode is not Mode.LOCAL and self._is_complete(run, unit):
             (run.keep_part if run.mode is Mode.PART else run.complete)(unit)
 
@@ -292,12 +292,12 @@ def _deliver(backward: "weakref.ref[Backward]", unit: "weakref.ref[Unit]", param
     there, home = backward(), unit()
     if there is None or home is None:
         return
-    grad, is_watched = take_grad(param)
+    grad, has_user_hooks = take_grad(param)
     assert grad is not None
     streams = there._streams
     if not streams.on_gpu or (other := streams.other()) is None:
-        there.add_gradient(home, param, grad, is_watched=is_watched)
+        there.add_gradient(home, param, grad, has_user_hooks=has_user_hooks)
         return
     streams.take(grad)
     with streams.across(other):
-        there.add_gradient(home, param, grad, is_watched=is_watched)
+        there.add_gradient(home, param, grad, has_user_hooks=has_user_hooks)

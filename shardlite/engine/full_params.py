@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlite.comm import Context, all_gather
-from shardlite.engine.local_shards import gather_row
+from shardlite.engine.local_shards import gather_param
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
 from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
-from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
+from shardlite.weights import Calls, Gathering, differs, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
     "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
@@ -46,6 +46,9 @@ class FullParameters:
         self._gatherer = gatherer
         self._calls = calls
         self._homes = {param: unit for unit in units for param in unit.params()}
+        self._places: dict[Tensor, tuple[Flat, int]] = {
+            param: (flat, i) for unit in units for flat in unit.flats for i, param in enumerate(flat.params)
+        }
         self._reading = False
         self._hooks: list[RemovableHandle] = []
         for each in set(module.modules()) - scripts(module):
@@ -141,32 +144,25 @@ class FullParameters:
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter, and persistent buffers, by all of their names, without copies."""
         mine: dict[Tensor, Tensor] = {
-            param: flat.shard_tensor(row, partial(gather_row, self._context, flat, row))
-            for flat, row, param in self._rows()
+            param: flat.shard_tensor(i, partial(gather_param, self._context, flat, i))
+            for param, (flat, i) in self._places.items()
         }
         return {name: mine[entry] if entry in mine else entry.detach() for name, entry in self.entries().items()}
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part of the parameters, and buffers, by shards of the same ranges or whole tensors."""
-        rows: dict[Tensor, tuple[Flat, int]] = {param: (flat, row) for flat, row, param in self._rows()}
         for name, entry in self.entries().items():
             if name not in state_dict:
                 continue
             value = state_dict[name]
-            if entry not in rows:
+            if entry not in self._places:
                 entry.copy_(value)
                 continue
-            flat, row = rows[entry]
-            given = value.read() if isinstance(value, ShardTensor) else flat.part_of(row, value.detach())
-            if flat.low is not None or given.data_ptr() != flat.shards[row].data_ptr():
-                flat.write_param(row, given)
-
-    def _rows(self) -> Iterator[tuple[Flat, int, nn.Parameter]]:
-        """Yield each parameter with its flat and its row there."""
-        for unit in self._units:
-            for flat in unit.flats:
-                yield from ((flat, row, param) for row, param in enumerate(flat.params))
+            flat, i = self._places[entry]
+            given = value.read() if isinstance(value, ShardTensor) else flat.part_of(i, value.detach())
+            if flat.low is not None or given.data_ptr() != flat.shards[i].data_ptr():
+                flat.write_param(i, given)
 
     def __deepcopy__(self, _: object) -> "FullParameters":
         """Raise: hooks of the module hold this object, so copying the module copies it."""
@@ -212,9 +208,9 @@ class FullParameters:
 
     def shard_misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
         """Return why a shard of a state dict is not this rank's, if one is not."""
-        ranges: dict[Tensor, tuple[int, int]] = {param: flat.range_of(row) for flat, row, param in self._rows()}
         for name, entry in self.entries().items():
-            value, own = state_dict.get(name), ranges.get(entry, (0, entry.numel()))
+            value, place = state_dict.get(name), self._places.get(entry)
+            own = (0, entry.numel()) if place is None else place[0].range_of(place[1])
             if isinstance(value, ShardTensor) and (value.start, value.stop) != own:
                 return LayoutError(
                     f"{name!r} is elements {value.start} to {value.stop} of {entry.numel()}, and this rank keeps "
@@ -261,7 +257,8 @@ class FullParameters:
         """
         self._gatherer.settle()
         changed = {id(each.flat) for each in before if each.changed()}
-        written = [any(id(f) in changed or differs(f, full) for f, full in places(unit)) for unit in units]
+        fulls = [list(zip(unit.flats, unit.fulls(), strict=True)) for unit in units]
+        written = [any(id(flat) in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
         overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
         self._context.all_reduce_numbers(ranks, self._context.operation("what was written", "what was written"))
@@ -272,8 +269,8 @@ class FullParameters:
             )
         former = {id(each.flat): each for each in before}
         with torch.no_grad():
-            for unit, writers in zip(units, ranks.tolist(), strict=False):
-                for flat, full in places(unit) if writers else ():
+            for pairs, writers in zip(fulls, ranks.tolist(), strict=False):
+                for flat, full in pairs if writers else ():
                     if flat.in_place:
                         former[id(flat)].take_over()
                     else:

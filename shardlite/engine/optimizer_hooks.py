@@ -91,7 +91,7 @@ class InBackwardOptimizer:
         own = flat.own_range(flat.gradients)
         starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
         step = self._optimizer().prepare_in_backward(
-            [(flat.shards[row], start) for row, start in zip(flat.rows, starts, strict=True)]
+            [(flat.shards[row], start) for row, start in zip(flat.trainable_slots, starts, strict=True)]
         )
         return Step(step.activate, step, step.fused, step.bad)
 

@@ -4,7 +4,7 @@ In: gradients as autograd delivers them. Out: gradient shards, divided, with the
 Read `reducer.py` first, then `backward_run.py`.
 """
 
-from shardlite.grads.backward_run import BackwardRun, Mode, open_run
+from shardlite.grads.backward_run import BackwardRun, Mode, must_land_first, open_run
 from shardlite.grads.flags import SoloGradientFlags
 from shardlite.grads.norm import Clipper
 from shardlite.grads.reduce import Step, Stepping

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from time import monotonic
 from typing import NamedTuple
@@ -29,7 +30,15 @@ from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping
 from shardlite.grads.reducer import Reducer
-from shardlite.params import BUCKETS, Gradients, Unit
+from shardlite.params import Gradients, Unit
+
+BUCKETS = 2
+"""Maximum number of buckets on a CPU, not counting the root's: one is reduced while the other fills.
+
+It is 1 if shards are stepped in the backward on CPUs: such a program needs little memory, and reductions take the cores
+that would fill the next bucket. A backward waits for a reduction before it allocates another bucket, but not if a peer
+starts that reduction only after a gather that needs this rank: see `comm/control/progress.py`.
+"""
 
 _phase_of = attrgetter("phase")  # `map` reads it from all buckets without a Python call for each
 
@@ -104,8 +113,8 @@ class BackwardRun:
     def enter(self, unit: Unit) -> None:
         """Record that the backward continues with a unit."""
 
-    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> bool:
-        """Store the gradient of one parameter in its bucket. `is_watched`: hooks of the program see it.
+    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> bool:
+        """Store the gradient of one parameter in its bucket. `has_user_hooks`: hooks of the program see it.
 
         Returns:
             Whether each parameter of the unit may have as many gradients as all others.
@@ -113,7 +122,7 @@ class BackwardRun:
         Raises:
             PhaseError: the unit was already reduced in this backward.
         """
-        self.latest = (param, grad) if is_watched else None
+        self.latest = (param, grad) if has_user_hooks else None
         bucket = self._buckets[unit]
         if unit in self.reduced:
             raise PhaseError(
@@ -122,7 +131,7 @@ class BackwardRun:
                 "`checkpoint(..., use_reentrant=False)`"
             )
         self._before_gradient(bucket, param)
-        bucket.add(param, grad if self._reducer.counts else None, is_watched=is_watched)
+        bucket.add(param, grad if self._reducer.counts else None, has_user_hooks=has_user_hooks)
         self.arrivals[unit] += 1
         return self.arrivals[unit] % bucket.expected == 0
 
@@ -244,9 +253,9 @@ class BackwardRun:
     def _fill(self, bucket: Bucket) -> None:
         """Allocate the bucket's memory, once fewer than `BUCKETS` others but the root's are in use."""
         progress, root = self._context.progress, bucket.unit.is_root
-        # After the last unit before the root no computation is left that a reduction could overlap.
-        waits_for_all = self._is_root_left() if root else self.saves_memory
-        while self.landed < len(self.started) and (waits_for_all or (not root and self._filled() >= BUCKETS)):
+        while self.landed < len(self.started):
+            if not must_land_first(self._filled(), root, self._is_root_left(), self.saves_memory):
+                break
             first = self.started[self.landed]
             with self._context.traffic.waiting("reduce", first.bucket.unit.name):
                 if not self._wait(first.work, self.landed):
@@ -379,8 +388,9 @@ class StreamRun(BackwardRun):
         with nullcontext() if behind is None else queue.operations.stream(behind):
             reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs), behind=behind)
-        if behind is not None:
-            self._hand_over(reduction)
+        if behind is not None:  # results are memory of the queue's stream, which the program uses
+            for tensor in chain(*(mean[1:] for mean in reduction.means), (step.bad for step in reduction.steps)):
+                self._context.streams.take(tensor)
         if is_queues:
             bucket.release()
         self._record(reduction)
@@ -398,10 +408,18 @@ class StreamRun(BackwardRun):
         work = self._queue.operations.submit(copy_in, behind=behind)
         self.copying.append(_Copies(gradients, work, len(self.started) - 1))
 
-    def _hand_over(self, reduction: Reduction) -> None:
-        """Let the program use memory that was allocated on the queue's stream."""
-        for tensor in reduction.results():
-            self._context.streams.take(tensor)
+
+def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory: bool) -> bool:
+    """Return whether the earliest reduction must end before a bucket is filled.
+
+    Args:
+        filled: number of buckets in use, without the root's.
+        is_root: whether it is the root's bucket.
+        is_root_left: whether all other units have started their reductions. No computation is left then that a
+            reduction could overlap.
+        saves_memory: whether low memory matters more than overlap.
+    """
+    return is_root_left if is_root else saves_memory or filled >= BUCKETS
 
 
 def open_run(reducer: Reducer, mode: Mode) -> BackwardRun:

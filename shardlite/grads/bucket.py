@@ -164,13 +164,13 @@ class Bucket:
         self.early.clear()
         return partial(_copy_and_zero, places, early, self._gaps()), early
 
-    def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
+    def add(self, param: nn.Parameter, grad: Tensor | None, *, has_user_hooks: bool) -> None:
         """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
 
         Args:
             param: the module's parameter.
             grad: its gradient. `None`: it is excluded by `join` and contributes zero.
-            is_watched: whether other code may write to `grad`, so that it must be copied.
+            has_user_hooks: whether other code may write to `grad`, so that it must be copied.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
@@ -185,7 +185,7 @@ class Bucket:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
         if not self.full:
-            self.early[key] = early = dense.clone() if is_watched else dense
+            self.early[key] = early = dense.clone() if has_user_hooks else dense
             self.context.ledger.track(PURPOSE, early)
             if self.phase is Gradients.EMPTY:
                 self.move(Gradients.FILLING)
@@ -245,7 +245,7 @@ class Bucket:
 
     def flags(self, flat: Flat) -> list[int]:
         """Return one flag per parameter of `flat` that may have a gradient: 1 if the bucket holds one, else 0."""
-        return [int(id(flat.params[row]) in self.used) for row in flat.rows]
+        return [int(id(flat.params[index]) in self.used) for index in flat.trainable_slots]
 
     def first_bad(self) -> int | None:
         """Return the index in `flags` of the first gradient with a NaN or an infinity, or `None`. The host waits."""
@@ -286,9 +286,9 @@ class Bucket:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
         self._slots: dict[int, tuple[int, Slot]] = {  # by `id` of the parameter: the index of its flat, and its slot
-            id(flat.params[row]): (i, slot)
+            id(flat.params[index]): (i, slot)
             for i, flat in enumerate(self.flats)
-            for row, slot in zip(flat.rows, flat.gradients.slots, strict=True)
+            for index, slot in zip(flat.trainable_slots, flat.gradients.slots, strict=True)
         }
         self.expected = len(self._slots)
 

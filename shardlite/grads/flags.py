@@ -1,8 +1,4 @@
-"""Exchange which parameters any rank used in a backward, and whether any gradient is not finite.
-
-Each rank contributes one flag per parameter, and one all-reduce sums them. The host reads the sums, and so waits, only
-for parameters that this rank has not used: the others have at least one user.
-"""
+"""Find gradients that are not finite, and name them."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -11,8 +7,7 @@ import torch
 from shardlite_kernels import send
 from torch import Tensor
 
-from shardlite.comm import Context
-from shardlite.errors import NonFiniteWarning, PhaseError
+from shardlite.errors import NonFiniteWarning
 from shardlite.params import Flat, as_they_are
 
 _MOST_SENT = 64
@@ -33,46 +28,6 @@ class SentNumbers:
                 self._sent.clear()
             self._sent[key] = send(key, torch.int32, self._device)
         return self._sent[key]
-
-
-class GradientFlags:
-    """Exchanges the gradient flags of one wrapped model."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._rows = SentNumbers(context.device)
-
-    def exchange(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
-        """Exchange flags of all ranks.
-
-        Args:
-            used: 1 for each parameter that this rank used, else 0.
-            bad: for each mean of this rank [], above 0 if it has a NaN or an infinity, else 0.
-
-        Returns:
-            A number above 0 for each parameter that any rank used; and [], 1 if anything is bad on any rank, else 0.
-
-        Raises:
-            PhaseError: this rank has not used a parameter while a CUDA graph is captured, when the host cannot wait.
-        """
-        if not all(used) and self._context.streams.captures():
-            raise PhaseError(
-                f"{list(used).count(0)} parameters got no gradient on rank {self._context.rank} while a CUDA graph is "
-                "captured, and the host cannot read whether other ranks used them: freeze them with "
-                "requires_grad_(False), or use them in every step"
-            )
-        flags = torch.cat([self._rows(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
-        self._context.all_reduce_numbers(flags, self._context.operation("gradient flags", "gradient flags"))
-        anything = (flags[-1] > 0).to(torch.float32)
-        return (used if all(used) else flags[:-1].tolist()), anything
-
-    def first_bad(self, index: int | None) -> list[tuple[int, int]]:
-        """Exchange `index`, of this rank's first bad gradient. Return (rank, index) of the ranks that have one."""
-        context = self._context
-        ranks = torch.zeros(context.world_size, dtype=torch.int32, device=context.device)
-        ranks[context.rank] = 0 if index is None else index + 1
-        context.all_reduce_numbers(ranks, context.operation("whose gradients are not finite", "gradient flags"))
-        return [(rank, found - 1) for rank, found in enumerate(ranks.tolist()) if found]
 
 
 class SoloGradientFlags:

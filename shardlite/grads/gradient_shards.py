@@ -1,7 +1,8 @@
 """Gradient shards: what a backward leaves in the `.grad` of the shards.
 
 A parameter that no rank used keeps its `.grad`. All ranks know whether any gradient is not finite, and the norm of what
-was just reduced.
+was just reduced. For that each rank contributes one flag per parameter, and one all-reduce sums them. The host reads
+the sums, and so waits, only for parameters that this rank has not used: the others have at least one user.
 
 In: finished reductions. Out: gradients, a flag for skipped steps, squares for clipping.
 """
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.comm import Context
-from shardlite.grads.flags import GradientFlags, any_bad, warn_of
+from shardlite.errors import PhaseError
+from shardlite.grads.flags import SentNumbers, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
 from shardlite.grads.reduce import Reduction
 from shardlite.params import Unit
@@ -31,8 +33,8 @@ class GradientShards:
     def __init__(self, units: Sequence[Unit], context: Context, *, by_blocks: bool, diagnose: bool) -> None:
         """With `by_blocks`, keep the norms of blocks; with `diagnose`, name gradients that are not finite."""
         self._shards = [shard for unit in units for flat in unit.flats for shard in flat.shards]
-        self._device = context.device
-        self._flags = GradientFlags(context)
+        self._context = context
+        self._sent = SentNumbers(context.device)
         self._by_blocks = by_blocks
         self._diagnose = diagnose
 
@@ -58,8 +60,8 @@ class GradientShards:
                 shard.grad = grad
         means = [mean for reduction in reductions for mean in reduction.means]
         bad = torch.stack([mean.total for mean in means])[:, 1]
-        flags = [*bad.unbind(), any_bad(sums, self._device).double()]
-        users, self._nonfinite = self._flags.exchange([used for _, _, used in parts], flags)
+        flags = [*bad.unbind(), any_bad(sums, self._context.device).double()]
+        users, self._nonfinite = self._exchange([used for _, _, used in parts], flags)
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
@@ -78,7 +80,7 @@ class GradientShards:
         """
         bad = [step.bad for reduction in reductions for step in reduction.steps]
         self._reduced_norm, self._judged = None, []
-        return self._flags.exchange([], bad)[1]
+        return self._exchange([], bad)[1]
 
     def reduced_norm(self) -> ReducedNorm | None:
         """Return the gradients of the last backward and their squares, or `None` if some accumulated before it."""
@@ -95,10 +97,37 @@ class GradientShards:
     def _graded(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [(shard, shard.grad) for shard in self._shards if shard.grad is not None]
 
+    def _exchange(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
+        """Exchange flags of all ranks.
+
+        Args:
+            used: 1 for each parameter that this rank used, else 0.
+            bad: for each mean of this rank [], above 0 if it has a NaN or an infinity, else 0.
+
+        Returns:
+            A number above 0 for each parameter that any rank used; and [], 1 if anything is bad on any rank, else 0.
+
+        Raises:
+            PhaseError: this rank has not used a parameter while a CUDA graph is captured, when the host cannot wait.
+        """
+        if not all(used) and self._context.streams.captures():
+            raise PhaseError(
+                f"{list(used).count(0)} parameters got no gradient on rank {self._context.rank} while a CUDA graph is "
+                "captured, and the host cannot read whether other ranks used them: freeze them with "
+                "requires_grad_(False), or use them in every step"
+            )
+        flags = torch.cat([self._sent(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
+        self._context.all_reduce_numbers(flags, self._context.operation("gradient flags", "gradient flags"))
+        anything = (flags[-1] > 0).to(torch.float32)
+        return (used if all(used) else flags[:-1].tolist()), anything
+
     def _name_bad(self, reductions: Sequence[Reduction]) -> None:
         """Warn of the first gradient of each rank that is not finite."""
+        context = self._context
         flats = [mean.flat for each in reductions for mean in each.means]
-        names = [flat.layout.slots[row].name for flat in flats for row in flat.rows]
+        names = [flat.layout.slots[index].name for flat in flats for index in flat.trainable_slots]
         is_first = [i == each.first_bad for each in reductions for i in range(len(each.used))]
-        found = self._flags.first_bad(is_first.index(True) if any(is_first) else None)
-        warn_of([(rank, names[index]) for rank, index in found])
+        found = torch.zeros(context.world_size, dtype=torch.int32, device=context.device)
+        found[context.rank] = is_first.index(True) + 1 if any(is_first) else 0
+        context.all_reduce_numbers(found, context.operation("whose gradients are not finite", "gradient flags"))
+        warn_of([(rank, names[index - 1]) for rank, index in enumerate(found.tolist()) if index])

@@ -142,24 +142,25 @@ class Clipper:
         context, transport = self._context, self._context.inline[0]
         doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
         dtype = torch.float64 if doubles else torch.float32
+        own = self._norms_of_blocks(norm_type, only) if self._by_blocks else self._partial(norm_type, only, dtype)
+        everyones = own.new_empty(transport.world_size, len(own))
+        everyones[transport.rank] = own
+        all_gather(everyones.view(-1), transport, operation=context.operation("the norm of gradients", "norm"))
         if self._by_blocks:
-            return self._norm_of_blocks(norm_type, only).to(dtype)
-        partials = torch.zeros(transport.world_size, dtype=dtype, device=context.device)
-        partials[transport.rank] = self._partial(norm_type, only, partials.dtype)
-        all_gather(partials, transport, operation=context.operation("the norm of gradients", "norm"))
-        total: Tensor = torch.linalg.vector_norm(partials, norm_type)
+            return _norm_of_all(everyones.view(-1)[self._blocks_in_order], norm_type).to(dtype)
+        total: Tensor = torch.linalg.vector_norm(everyones.view(-1), norm_type)
         return total
 
-    def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor | float:
-        """Return the norm of this rank's part of the gradients."""
+    def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor:
+        """Return the norm of this rank's part of the gradients, [1]."""
         if (reduced_norm := self._known(norm_type, only)) is not None:
-            return reduced_norm.squares(self._flats).sqrt()
+            return reduced_norm.squares(self._flats).sqrt().to(dtype).view(1)
         pieces = [piece for flat in self._flats for _, piece in _pieces(flat, self._context.transport.rank, only)]
         if not pieces:
-            return 0.0
+            return torch.zeros(1, dtype=dtype, device=self._context.device)
         norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
         partial: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        return partial
+        return partial.view(1)
 
     def _known(self, norm_type: float, only: Collection[Tensor] | None) -> ReducedNorm | None:
         """Return the norm that a reduction measured, if it describes these gradients as they are now."""
@@ -168,25 +169,19 @@ class Clipper:
         known = norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded)
         return reduced_norm if known else None
 
-    def _norm_of_blocks(self, norm_type: float, only: Collection[Tensor] | None) -> Tensor:
-        """Return the norm of the gradients of all ranks, [] in fp64, combined from the norms of all blocks."""
-        context, transport = self._context, self._context.inline[0]
+    def _norms_of_blocks(self, norm_type: float, only: Collection[Tensor] | None) -> Tensor:
+        """Return the norms of all blocks of this rank's part of the gradients, in fp64."""
         reduced_norm = self._known(norm_type, only)
         own = []
         for flat in self._flats:
             norms = reduced_norm.norm_of_blocks(flat) if reduced_norm is not None else None
-            if reduced_norm is None and (part := _own_part(flat, context.transport.rank, only)) is not None:
+            if reduced_norm is None and (part := _own_part(flat, self._context.transport.rank, only)) is not None:
                 norms = _norm_of_each_block(part, norm_type)
-            own.append(norms if norms is not None else self._no_norms(flat))
-        mine = torch.cat(own)
-        everyones = mine.new_empty(transport.world_size, len(mine))
-        everyones[transport.rank] = mine
-        all_gather(everyones.view(-1), transport, operation=context.operation("the norm of gradients", "norm"))
-        return _norm_of_all(everyones.view(-1)[self._blocks_in_order], norm_type)
-
-    def _no_norms(self, flat: Flat) -> Tensor:
-        blocks = flat.layout.shard_numel // flat.layout.grain
-        return torch.zeros(blocks, dtype=torch.float64, device=self._context.device)
+            if norms is None:
+                blocks = flat.layout.shard_numel // flat.layout.grain
+                norms = torch.zeros(blocks, dtype=torch.float64, device=self._context.device)
+            own.append(norms)
+        return torch.cat(own)
 
     @cached_property
     def _blocks_in_order(self) -> Tensor:

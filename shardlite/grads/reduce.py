@@ -87,8 +87,12 @@ class Stepping(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sink:
-    """What takes the mean of one flat's gradients: it is stored in `mean` or, with `step`, stepped by and dropped."""
+class FlatReduction:
+    """The reduction of one flat. Its mean is stored in `mean` or, with `step`, stepped by and dropped."""
+
+    flat: Flat
+    full: Tensor
+    """This rank's gradients [W*S], which are overwritten."""
 
     unit: str
     divisor: int
@@ -122,21 +126,16 @@ class Reduction:
     steps: Sequence[Step]
     """The steps that are taken instead of storing means."""
 
-    inputs: deque[tuple[Flat, Tensor, Sink]]
-    """The flats that are not reduced yet, each with its full buffer. It is emptied, so that the bucket can be freed."""
+    inputs: deque[FlatReduction]
+    """The flats that are not reduced yet. It is emptied, so that the bucket can be freed."""
 
     work: Work = field(init=False)
 
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
-        """Yield each shard with its part of the mean, a view, and whether this rank used its parameter."""
-        shards = [mean.flat.shards[row] for mean in self.means for row in mean.flat.rows]
+        """Return each shard with its part of the mean, a view, and whether this rank used its parameter."""
+        shards = [mean.flat.shards[index] for mean in self.means for index in mean.flat.trainable_slots]
         views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
         return zip(shards, views, self.used, strict=True)
-
-    def results(self) -> Iterable[Tensor]:
-        """Yield the memory of all results."""
-        yield from chain.from_iterable(mean[1:] for mean in self.means)
-        yield from (step.bad for step in self.steps)
 
 
 class ReduceQueue:
@@ -168,44 +167,45 @@ class ReduceQueue:
             died: whether the backward ended in an exception, so that no rank may step by the sum.
         """
         flags = [bucket.flags(flat) for flat in bucket.flats]
-        inputs: deque[tuple[Flat, Tensor, Sink]] = deque()
-        for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
-            used = [-self._context.world_size] * len(flat.rows) if died else flags[i]
-            inputs.append((flat, full, self._sink(bucket, i, divisor, stepping, used)))
-        means = [sink.mean for _, _, sink in inputs if sink.mean is not None]
-        steps = [sink.step for _, _, sink in inputs if sink.step is not None]
+        never = -self._context.world_size
+        used = [[never] * len(each) for each in flags] if died else flags
+        inputs = deque(self._prepare_flat(bucket, i, divisor, stepping, used[i]) for i in range(len(bucket.flats)))
+        means = [each.mean for each in inputs if each.mean is not None]
+        steps = [each.step for each in inputs if each.step is not None]
         return Reduction(bucket, [*chain.from_iterable(flags)], first_bad, means, steps, inputs)
 
-    def run(self, unit: str, inputs: deque[tuple[Flat, Tensor, Sink]]) -> None:
+    def _prepare_flat(
+        self, bucket: Bucket, i: int, divisor: int, stepping: Stepping | None, used: Sequence[int]
+    ) -> FlatReduction:
+        unit, flat, full = bucket.unit, bucket.flats[i], bucket.full[i]
+        operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
+        half = next((each[i] for each in bucket.earlier.summands()), None)
+        shared = flat, full, unit.name, divisor, operation, half
+        if stepping is None:
+            return FlatReduction(*shared, mean=self._place(flat, full))
+        self._before_step(unit, flat)
+        return FlatReduction(*shared, step=stepping.prepare(flat), used=used)
+
+    def run(self, unit: str, inputs: deque[FlatReduction]) -> None:
         """Reduce a unit flat by flat. Runs on the queue."""
         with self._context.traffic.running("reduce", unit):
             while inputs:
-                self.reduce_flat(*inputs.popleft())
+                self.reduce_flat(inputs.popleft())
 
-    def reduce_flat(self, flat: Flat, full: Tensor, sink: Sink) -> None:
-        """Average this rank's gradients `full` [W*S], which are overwritten, and pass the mean to `sink`.
+    def reduce_flat(self, given: FlatReduction) -> None:
+        """Average one flat's gradients.
 
         A step is fused with the last addition of a ring. If the mean is all-gathered or added once more (stage 0,
         replicas) the step follows.
         """
-        if sink.step is not None:
-            sink.step.activate(self._count_users(sink))
-            if self._step_in_last_hop(flat, full, sink, sink.step):
+        if given.step is not None:
+            given.step.activate(self._count_users(given))
+            if self._step_in_last_hop(given, given.step):
                 return
-        mean = sink.mean or self._place(flat, full)
-        self._average(full, sink, mean)
-        if sink.step is not None:
-            sink.step.update(0, None, mean.whole, 1, 0)
-
-    def _sink(self, bucket: Bucket, i: int, divisor: int, stepping: Stepping | None, used: Sequence[int]) -> Sink:
-        """Return the sink of the `i`-th flat of a bucket."""
-        unit, flat = bucket.unit, bucket.flats[i]
-        half = next((full[i] for full in bucket.earlier.summands()), None)
-        operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
-        if stepping is None:
-            return Sink(unit.name, divisor, operation, half, mean=self._place(flat, bucket.full[i]))
-        self._before_step(unit, flat)
-        return Sink(unit.name, divisor, operation, half, step=stepping.prepare(flat), used=used)
+        mean = given.mean or self._place(given.flat, given.full)
+        self._average(given, mean)
+        if given.step is not None:
+            given.step.update(0, None, mean.whole, 1, 0)
 
     def _before_step(self, unit: Unit, flat: Flat) -> None:
         """Wait until the weights of a flat may change, and mark them as changed.
@@ -219,7 +219,7 @@ class ReduceQueue:
         if flat.full is None:
             unit.mark_stepped(flat)
         else:
-            torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
+            torch.autograd.graph.increment_version([flat.params[index] for index in flat.trainable_slots])
 
     def _place(self, flat: Flat, full: Tensor) -> Mean:
         """Return memory for a mean. It lives as long as a `.grad` views it."""
@@ -235,61 +235,63 @@ class ReduceQueue:
         self._context.ledger.track("gradients", whole)
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
-    def _average(self, full: Tensor, sink: Sink, mean: Mean) -> None:
+    def _average(self, given: FlatReduction, mean: Mean) -> None:
         """Reduce gradients into `mean`."""
+        full = given.full
         cuts = mean.flat.gradients.uneven_cuts
         shard, replicas = self._context.reducing
-        in_place = sink.half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
-        if sink.half is not None:
-            hop(mean.own, sink.half, full, sink.divisor, mean.stats)
+        in_place = given.half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
+        if given.half is not None:
+            hop(mean.own, given.half, full, given.divisor, mean.stats)
         elif not in_place:
             reduce_scatter(
                 full,
                 shard,
                 cuts=cuts,
                 out=mean.own,
-                divisor=1 if replicas else sink.divisor,
+                divisor=1 if replicas else given.divisor,
                 stats=None if replicas else mean.stats,
                 staging=self._staging_for(full, mean),
-                operation=sink.operation,
+                operation=given.operation,
             )
         if replicas:
-            self._reduce_over_replicas(mean.own, replicas, sink)
+            self._reduce_over_replicas(mean.own, replicas, given)
         if in_place or replicas:
             stats(mean.own, mean.stats)
         if self._stage == 0:
-            all_gather(mean.whole, shard, operation=sink.operation, cuts=cuts)
+            all_gather(mean.whole, shard, operation=given.operation, cuts=cuts)
         stats_total(mean.stats, out=mean.total)
 
-    def _reduce_over_replicas(self, own: Tensor, replicas: Transport, sink: Sink) -> None:
+    def _reduce_over_replicas(self, own: Tensor, replicas: Transport, given: FlatReduction) -> None:
         """Sum this rank's segment [S] over the replicas, in place, and divide it."""
         staging = self._scratch(staging_numel(own.numel(), replicas, own.dtype), own.dtype)
-        operation = sink.operation._replace(tally=self._context.traffic.tally("reduce over replicas", sink.unit))
-        all_reduce(own, replicas, divisor=sink.divisor, staging=staging, operation=operation)
+        operation = given.operation._replace(tally=self._context.traffic.tally("reduce over replicas", given.unit))
+        all_reduce(own, replicas, divisor=given.divisor, staging=staging, operation=operation)
 
-    def _step_in_last_hop(self, flat: Flat, full: Tensor, sink: Sink, step: Step) -> bool:
+    def _step_in_last_hop(self, given: FlatReduction, step: Step) -> bool:
         """Step while the gradients are reduced, if the last addition yields the mean. Return whether it was done.
 
         A kernel that walks the ring steps only if one call can. Each rank does what its own shard allows.
         """
         shard, replicas = self._context.reducing
+        flat, full = given.flat, given.full
         cuts = flat.gradients.uneven_cuts
         if self._stage == 0 or replicas or shard.world_size == 1:
             return False
         if rings_in_kernel(full, shard, cuts):
             if (fused := step.fused(full.numel() // shard.world_size)) is not None:
-                ring_step(full, shard, fused, divisor=sink.divisor, operation=sink.operation)
+                ring_step(full, shard, fused, divisor=given.divisor, operation=given.operation)
             return fused is not None
         staging = self._staging_of(flat, full)
-        reduce_scatter(full, shard, cuts=cuts, last=sink.last_hop, staging=staging, operation=sink.operation)
+        reduce_scatter(full, shard, cuts=cuts, last=given.last_hop, staging=staging, operation=given.operation)
         return True
 
-    def _count_users(self, sink: Sink) -> Tensor:
+    def _count_users(self, given: FlatReduction) -> Tensor:
         """Return the number of ranks that used each parameter, [rows]: steps begin before their means are complete."""
-        users = self._sent(sink.used).clone()
+        users = self._sent(given.used).clone()
         for transport in self._context.reducing:
             if transport is not None:
-                operation = sink.operation._replace(tally=self._context.traffic.tally("used", sink.unit))
+                operation = given.operation._replace(tally=self._context.traffic.tally("used", given.unit))
                 all_reduce(users, transport, operation=operation)
         return users
 

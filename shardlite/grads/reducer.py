@@ -136,7 +136,7 @@ class Reducer:
             PhaseError: gradients are accumulated and not reduced yet.
             LayoutError: an unfrozen parameter is kept in a dtype too narrow to train.
         """
-        if all(flat.rows_now() == flat.rows for unit in self.buckets for flat in unit.flats):
+        if all(flat.trainable_now() == flat.trainable_slots for unit in self.buckets for flat in unit.flats):
             return False
         _check_precision(flat for unit in self.buckets for flat in unit.flats)
         for unit, bucket in self.buckets.items():
@@ -190,7 +190,7 @@ class Reducer:
 
 def _check_precision(flats: Iterable[Flat]) -> None:
     for flat in flats:
-        unfrozen = [row for row in flat.rows_now() if not flat.layout.trainable]
+        unfrozen = [index for index in flat.trainable_now() if not flat.layout.trainable]
         if unfrozen and flat.local.dtype.itemsize < torch.float32.itemsize:
             raise LayoutError(
                 f"parameter {flat.layout.slots[unfrozen[0]].name!r} was frozen when it was wrapped, and so is kept in "

@@ -65,7 +65,10 @@ class Skips:
         if is_here(flag):
             self._count(flag)
             if flag.item():
-                self._hide(optimizer)
+                params = [param for group in optimizer.param_groups for param in group["params"]]
+                self._hidden = [(param, param.grad) for param in params if param.grad is not None]
+                for param, _ in self._hidden:
+                    param.grad = None
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
             self._count(flag)
             optimizer.found_inf = flag  # type: ignore[attr-defined]
@@ -80,14 +83,12 @@ class Skips:
             del self._lent.found_inf  # type: ignore[attr-defined]
             self._lent = None
 
-    def _hide(self, optimizer: Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._hidden = [(param, param.grad) for param in params if param.grad is not None]
-        for param, _ in self._hidden:
-            param.grad = None
-
     def _count(self, flag: Tensor) -> None:
-        """Count once per backward, however many optimizers step."""
+        """Count once per backward, however many optimizers step.
+
+        On a GPU the counts of some earlier step are checked. The host waits for those of now only after many steps in a
+        row were skipped, so that all ranks reach the limit in the same step.
+        """
         if flag is self._counted:
             return
         self._counted = flag
@@ -96,24 +97,14 @@ class Skips:
         self._counts[2] += 1
         if is_here(flag):
             self._check(self._counts.tolist())
-        else:
-            self._check_later()
-
-    def _check_later(self) -> None:
-        """Check the counts that have arrived at the host, of some earlier step, and send those of now.
-
-        The host waits for them only after many steps in a row were skipped, so that all ranks reach the limit in the
-        same step.
-        """
-        if self._lagged is None:
-            self._lagged = LaggedNumbers(self._counts)
-        seen = self._lagged.read()
-        if seen is None:
             return
-        if seen[1] > LIMIT // 2:
-            seen = self._lagged.read(wait=True) or seen
-        self._check(seen)
-        self._lagged.send()
+        self._lagged = self._lagged or LaggedNumbers(self._counts)
+        seen = self._lagged.read()
+        if seen is not None:
+            if seen[1] > LIMIT // 2:
+                seen = self._lagged.read(wait=True) or seen
+            self._check(seen)
+            self._lagged.send()
 
     def _check(self, counts: Sequence[float]) -> None:
         """Warn of the first step that was skipped, and raise after too many."""

@@ -3,8 +3,8 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
-from shardlite.params.flat import Flat
-from shardlite.params.full_buffer import BUCKETS, Buffer, storage_key
+from shardlite.params.flat import Flat, join_halves
+from shardlite.params.full_buffer import Buffer, storage_key
 from shardlite.params.layout import (
     ALIGN,
     Layout,
@@ -12,8 +12,8 @@ from shardlite.params.layout import (
     Slot,
     allocate_arenas,
     is_padded,
-    joined,
     lay_out,
+    merge_adjacent,
     round_up,
     zeros_on,
 )

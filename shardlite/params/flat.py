@@ -63,7 +63,7 @@ class Flat:
     placeholder: Tensor | None = None
     """Memory of placeholders: one element, NaN if the dtype has it."""
 
-    rows: tuple[int, ...] = field(init=False)
+    trainable_slots: tuple[int, ...] = field(init=False)
     """Indices of the slots that have gradients."""
 
     gradients: Layout = field(init=False)
@@ -78,15 +78,15 @@ class Flat:
     def __post_init__(self) -> None:
         self.follow_requires_grad()
 
-    def rows_now(self) -> tuple[int, ...]:
+    def trainable_now(self) -> tuple[int, ...]:
         """Return the indices of the slots whose parameters require gradients."""
         with as_they_are():
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
         """Update which slots have gradients: those whose parameters require them now."""
-        self.rows = self.rows_now()
-        self.gradients = self.layout.only(self.rows, self.reduce)
+        self.trainable_slots = self.trainable_now()
+        self.gradients = self.layout.only(self.trainable_slots, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
 
     @property
@@ -101,7 +101,7 @@ class Flat:
 
     def weights(self) -> Tensor:
         """Return this rank's weights in full precision: `local` itself, or a copy in fp32 if they are split."""
-        return self.local if self.low is None else _joined(self.local, self.low)
+        return self.local if self.low is None else join_halves(self.local, self.low)
 
     def write(self, weights: Tensor, begin: int = 0) -> None:
         """Overwrite elements of `local` from `begin` on with `weights` [n] (any float dtype)."""
@@ -132,7 +132,7 @@ class Flat:
             return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
-            lambda high, low: _joined(high, low).view(shape),
+            lambda high, low: join_halves(high, low).view(shape),
             slot.shape,
             self.range_of(index)[0],
             sources=(high, low),
@@ -188,12 +188,12 @@ class Flat:
         return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
-        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `rows`."""
+        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `trainable_slots`."""
         return mark_padded(views(mean, self._own_gradients))
 
 
-def _joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return split weights in fp32."""
+def join_halves(high: Tensor, low: Tensor) -> Tensor:
+    """Return split weights [n] in fp32, given their upper and lower parts."""
     whole = torch.empty_like(high, dtype=torch.float32)
     join(whole, high, low)
     return whole

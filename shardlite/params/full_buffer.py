@@ -5,14 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-BUCKETS = 2
-"""Maximum number of buckets on a CPU, not counting the root's: one is reduced while the other fills.
-
-It is 1 if shards are stepped in the backward on CPUs: such a program needs little memory, and reductions take the cores
-that would fill the next bucket. A backward waits for a reduction before it allocates another bucket, but not if a peer
-starts that reduction only after a gather that needs this rank: see `comm/control/progress.py`.
-"""
-
 
 class Buffer:
     """Memory for one unit's full weights."""

@@ -264,7 +264,7 @@ def is_padded(grad: Tensor) -> bool:
     return getattr(grad, "shardlite_padded", False)
 
 
-def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def merge_adjacent(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Merge pairs of 1-D tensors, [n] each, whose first and whose second tensors are adjacent in memory."""
     runs: list[list[tuple[Tensor, Tensor]]] = []
     for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):

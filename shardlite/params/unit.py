@@ -69,25 +69,6 @@ def check_move(unit: str, now: Enum, to: Enum) -> None:
         raise PhaseError(f"unit {unit!r}: cannot go from {now.value} to {to.value}; allowed: {legal}")
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """What the latest gather of a unit has made."""
-
-    version: int = -1
-    """Version of the shards that were gathered."""
-
-    work: Work | None = None
-    in_flight: bool = False
-    bound: bool = False
-    """Whether the module's parameters are views of the full weights."""
-
-    invalid: bool = False
-    """Whether the full weights may have been written to."""
-
-    streams: set[torch.cuda.Stream] = field(default_factory=set)
-    """Streams other than the home stream that read the full weights."""
-
-
 @dataclass(eq=False)
 class Unit:
     """Parameters that are gathered together, and the state of their full weights. Only its methods change it.
@@ -134,7 +115,23 @@ class Unit:
     _touched: bool = field(init=False, default=False)
     """Whether `.data` of a full weight was handed out, so that a write may not be counted."""
 
-    _gathered: _Gathered = field(init=False, default_factory=_Gathered)
+    gathered_version: int = field(init=False, default=-1)
+    """Version of the shards that the full weights were gathered from."""
+
+    work: Work | None = field(init=False, default=None)
+    """The gather in flight."""
+
+    bound: bool = field(init=False, default=False)
+    """Whether the module's parameters are views of the full weights."""
+
+    _invalid: bool = field(init=False, default=False)
+    """Whether the full weights may have been written to since the latest gather."""
+
+    _latest: Work | None = field(init=False, default=None)
+    """The latest gather, which may be over."""
+
+    _streams: set[torch.cuda.Stream] = field(init=False, default_factory=set)
+    """Streams other than the home stream that read what the latest gather has made."""
 
     def __post_init__(self) -> None:
         self._params = tuple(param for flat in self.flats for param in flat.params)
@@ -152,11 +149,12 @@ class Unit:
     def begin_gather(self, work: Work) -> None:
         """Record that `work` gathers the current shards."""
         self._move(Weights.GATHERING)
-        self._gathered = _Gathered(self.version(), work, in_flight=True)
+        self.gathered_version, self.bound, self._invalid, self._streams = self.version(), False, False, set()
+        self.work = self._latest = work
 
     def landed(self) -> None:
         """Record that the gather in flight was waited for."""
-        self._gathered.in_flight = False
+        self.work = None
         self._move(Weights.FULL)
 
     def use(self) -> None:
@@ -172,7 +170,7 @@ class Unit:
 
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
-        self._gathered.bound = True
+        self.bound = True
         fulls = self.fulls()
 
         def cut(_: Tensor) -> list[Tensor]:
@@ -216,22 +214,22 @@ class Unit:
 
     def share(self, stream: torch.cuda.Stream) -> None:
         """Let another stream than the home stream read the full weights, behind their gather."""
-        if self._gathered.work is not None:
-            self._gathered.work.wait()
-            self._gathered.streams.add(stream)
+        if self._latest is not None:
+            self._latest.wait()
+            self._streams.add(stream)
 
     def take_streams(self) -> set[torch.cuda.Stream]:
         """Return the other streams that have read the full weights, and forget them."""
-        streams, self._gathered.streams = self._gathered.streams, set()
+        streams, self._streams = self._streams, set()
         return streams
 
     def invalidate(self) -> None:
         """Gather anew at the next use, because the full weights may have been written to."""
-        self._gathered.invalid = True
+        self._invalid = True
 
     def validate(self) -> None:
         """Count the full weights as gathered from the current shards: both were written alike."""
-        self._gathered.version = self.version()
+        self.gathered_version = self.version()
 
     def touch(self) -> None:
         """Record that `.data` of a full weight was handed out."""
@@ -260,7 +258,7 @@ class Unit:
         self.phase = to
 
     def _unbind(self) -> None:
-        self._gathered.bound = False
+        self.bound = False
         for flat in self.flats:
             flat.unbind()
 
@@ -279,28 +277,12 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """Whether the full weights are there, or being gathered, at the current version."""
-        state = self._gathered
-        return self.phase is not Weights.SHARDED and state.version == self.version() and not state.invalid
-
-    @property
-    def bound(self) -> bool:
-        """Whether the module's parameters are views of the full weights."""
-        return self._gathered.bound
-
-    @property
-    def work(self) -> Work | None:
-        """The gather in flight."""
-        return self._gathered.work if self._gathered.in_flight else None
-
-    @property
-    def gathered_version(self) -> int:
-        """Version of the shards that the full weights were gathered from."""
-        return self._gathered.version
+        return self.phase is not Weights.SHARDED and self.gathered_version == self.version() and not self._invalid
 
     @property
     def trainable(self) -> list[Flat]:
         """The flats that have gradients now."""
-        return [flat for flat in self.flats if flat.rows]
+        return [flat for flat in self.flats if flat.trainable_slots]
 
     def params(self) -> Sequence[nn.Parameter]:
         """Return the module's own parameters."""
@@ -352,15 +334,12 @@ class Unit:
             LayoutError: a parameter was given other memory.
         """
         with as_they_are():
-            self._check_addresses()
-
-    def _check_addresses(self) -> None:
-        for flat, start in zip(self.flats, self._starts, strict=True):
+            addresses = [[param.data_ptr() for param in flat.params] for flat in self.flats]
+        for flat, start, own in zip(self.flats, self._starts, addresses, strict=True):
             placeholder = None if flat.placeholder is None else flat.placeholder.data_ptr()
             full = None if flat.full is None else flat.full.data_ptr()
             lent = None if self.buffer is None else self.buffer.bytes.data_ptr() + start
-            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                address = param.data_ptr()
+            for slot, address in zip(flat.layout.slots, own, strict=True):
                 home = address - slot.start * flat.compute.itemsize
                 if address != placeholder and home not in (full, lent) and slot.numel:
                     raise LayoutError(

@@ -4,9 +4,9 @@ In: units, and when they are used. Out: the module's parameters as views of gath
 gather in one order, whatever branches each of them takes. Read `unshard.py` first.
 """
 
-from shardlite.weights.all_gather import Gathering, differs, places, take_over, take_over_all
+from shardlite.weights.all_gather import differs, take_over, take_over_all
 from shardlite.weights.gather_order import GatherOrder
-from shardlite.weights.policy import BufferPolicy, Space, UnitSize
-from shardlite.weights.resident import ResidentWeights
+from shardlite.weights.policy import BufferPolicy, UnitSize
+from shardlite.weights.resident import Gathering, ResidentWeights
 from shardlite.weights.saved_tensors import Call, Calls, are_innermost, pop_hooks, push_hooks
 from shardlite.weights.unshard import Gatherer

@@ -13,10 +13,9 @@ A shard that is a part of the full weights is not copied. A single rank gathers 
 Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -30,17 +29,6 @@ from shardlite.params import ALIGN, Flat, Unit, as_they_are
 
 TAKE_PART = "take part"
 """The purpose of a gather that only other ranks need."""
-
-
-def place_own(flat: Flat, full: Tensor) -> None:
-    """Cast this rank's shard into its place in the full weights [W*S], if it is not there already."""
-    if flat.in_place:
-        return
-    own = flat.own_part(full)
-    if own.dtype == flat.local.dtype:
-        own.copy_(flat.local)
-    else:
-        cast(own, flat.local)
 
 
 def pack(flat: Flat, empty: Callable[[int, torch.dtype], Tensor]) -> Tensor:
@@ -78,66 +66,6 @@ def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-
-
-class Gathering(ABC):
-    """Provides full weights when they are used: `Gatherer` gathers and evicts them, `ResidentWeights` keeps them.
-
-    What is not abstract here does nothing where full weights are permanent and every rank gathers every unit.
-    """
-
-    @abstractmethod
-    def unshard(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `reshard`. Calls nest. Call it within a pass."""
-
-    @abstractmethod
-    def reshard(self, unit: Unit) -> None:
-        """End one use."""
-
-    @abstractmethod
-    def begin_pass(self, kind: str) -> None:
-        """Start a forward pass. Passes of one kind are expected to need the same units."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait until no other rank needs this rank's part of the current weights."""
-
-    def forget(self, units: Sequence[Unit]) -> None:
-        """Gather each unit again at its next use, because its full weights may have been written to."""
-        for unit in units:
-            unit.invalidate()
-        self.expire()
-
-    def expire(self) -> None:  # noqa: B027
-        """Record that shards have changed."""
-
-    def begin_backward(self, *, final: bool) -> None:  # noqa: B027
-        """Start the pass of a backward. A `final` one is followed by a step, after which all weights are stale."""
-
-    def stop_prefetching(self) -> None:  # noqa: B027
-        """Gather nothing ahead in the rest of this pass, and keep at most one idle unit."""
-
-    def end_pass(self) -> None:  # noqa: B027
-        """End the pass in progress, if there is one: this rank needs no more weights in it."""
-
-    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
-        """Unshard in the pass in progress or, if there is none, in a new one."""
-        del kind
-        return nullcontext()
-
-    def after_backward(self, *, final: bool) -> None:  # noqa: B027
-        """Drop what is not used after a backward."""
-
-    def confirm_ends(self) -> None:  # noqa: B027
-        """Record that the current stream is behind the end of every pass on all ranks."""
-
-    def in_step(self) -> bool:
-        """Return whether all ranks have needed the same units since the last step."""
-        return True
-
-    def spare(self) -> Iterable[Tensor]:
-        """Return memory that is kept for later gathers."""
-        return ()
 
 
 @dataclass
@@ -190,7 +118,12 @@ class Gather:
         if full is None:
             full = self.context.empty(flat.layout.full_numel, flat.compute)
             self.context.ledger.track("gather buffers", full)
-        place_own(flat, full)
+        if not flat.in_place:
+            own = flat.own_part(full)
+            if own.dtype == flat.local.dtype:
+                own.copy_(flat.local)
+            else:
+                cast(own, flat.local)
         return full
 
 
@@ -221,17 +154,14 @@ class GatherQueue:
     def gather(self, unit: Unit, *before: Callable[[], None], during: str = "") -> None:
         """Start a gather of the unit's current weights into its memory, after the steps `before`."""
         self._context.trace.emit("gather", unit.name)
-        gather = self._gather(unit, unit.fulls(), "gather", during)
+        gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
         self._context.progress.asks()
         self._last = self._made().submit(*before, gather.run, self._context.progress.served)
         unit.begin_gather(self._last)
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
         """Return a gather that only other ranks need."""
-        return self._gather(unit, (), TAKE_PART, during)
-
-    def _gather(self, unit: Unit, fulls: Iterable[Tensor], purpose: str, during: str) -> Gather:
-        return Gather(self._context, unit, deque(fulls), purpose, during, self._by_hosts)
+        return Gather(self._context, unit, deque(), TAKE_PART, during, self._by_hosts)
 
     def submit(self, *steps: Callable[[], None], behind: Moment | None = None) -> Work:
         """Run `steps` in order after all that was submitted before.
@@ -297,15 +227,10 @@ def take_over_all(unit: Unit) -> None:
     Every rank writes the same values into full weights, so each rank takes its own part.
     """
     with torch.no_grad():
-        for flat, full in places(unit):
+        for flat, full in zip(unit.flats, unit.fulls(), strict=True):
             if differs(flat, full):
                 take_over(flat, full)
     unit.validate()
-
-
-def places(unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
-    """Yield each flat of a unit in use with its full weights [W*S]."""
-    return zip(unit.flats, unit.fulls(), strict=True)
 
 
 def differs(flat: Flat, full: Tensor) -> bool:

@@ -56,7 +56,7 @@ import torch
 from shardlite.comm import Context, Moment, Work, all_gather, are_equal
 from shardlite.errors import SAME_PASSES, CommError, DesyncError, PhaseError
 from shardlite.params import Unit
-from shardlite.weights.all_gather import Gathering, GatherQueue
+from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.gather_order import GatherOrder
 
 END = -1
@@ -192,41 +192,34 @@ class Negotiation:
         said: list[list[int]] = full.tolist()
         return said
 
-    def _compare(self, said: Sequence[Proposal], kind: str) -> None:
-        mine = said[self._context.transport.rank]
-        here = f"rank {self._context.transport.rank}, in {self._wish(mine, kind)},"
-        for rank, theirs in enumerate(said):
-            if theirs.step != mine.step:
-                self._fail(
-                    mine,
-                    kind,
-                    f"{here} has taken {mine.step} steps, but rank {rank} has taken {theirs.step}: a rank has left "
-                    f"one out. {SAME_PASSES}",
-                )
-            if theirs.kind != mine.kind:
-                self._fail(
-                    mine,
-                    kind,
-                    f"{here} at step {mine.step}, meets rank {rank} in {self._wish(theirs, 'another pass')}. All ranks "
-                    "must call the same modules, in one mode (train or eval, with or without gradients). "
-                    f"{SAME_PASSES}",
-                )
-
-    def _fail(self, mine: Proposal, kind: str, why: str) -> NoReturn:
+    def _compare(self, said: Sequence[Proposal], kind: str) -> NoReturn:
         """Raise, with what each rank does and where in its program. Each rank finds the same difference now.
 
         The program may wait in another operation, so the error is stored, too.
         """
-        reports = self._context.reports
-        others = reports.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
-        reports.verdict = DesyncError(f"{why}{others}")
-        raise reports.verdict
+        context, mine = self._context, said[self._context.transport.rank]
+        doing = self._wish(mine, kind)
+        here = f"rank {context.transport.rank}, in {doing},"
+        rank, theirs = next(each for each in enumerate(said) if (each[1].step, each[1].kind) != (mine.step, mine.kind))
+        if theirs.step != mine.step:
+            why = (
+                f"{here} has taken {mine.step} steps, but rank {rank} has taken {theirs.step}: a rank has left one "
+                f"out. {SAME_PASSES}"
+            )
+        else:
+            why = (
+                f"{here} at step {mine.step}, meets rank {rank} in {self._wish(theirs, 'another pass')}. All ranks "
+                f"must call the same modules, in one mode (train or eval, with or without gradients). {SAME_PASSES}"
+            )
+        others = context.reports.compare(f"{doing}, at step {mine.step}", why)
+        context.reports.verdict = DesyncError(f"{why}{others}")
+        raise context.reports.verdict
 
     def _wish(self, said: Proposal, kind: str) -> str:
         return f"the end of {kind}" if said.wants == END else f"{kind}, for unit {self._names[said.wants]!r}"
 
 
-class Passes(Gathering):
+class Passes:
     """The passes of one wrapped model, one at a time. Decides which unit all ranks gather when."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:

@@ -8,55 +8,37 @@ On a GPU a pool keeps these buffers for the life of the model. A unit then finds
 every step, which a CUDA graph needs, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
 transport reuses the pages.
 
-Units are numbers here and buffers are sizes. `unshard.py` follows the policy with memory, `build/timeline.py` without,
-to predict what a model will need.
+Units are numbers here. `unshard.py` follows the policy with memory, `build/timeline.py` with buffers on the meta
+device, to predict what a model will need.
 """
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import attrgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
+from shardlite.params import Buffer
 from shardlite.weights.gather_order import GatherOrder
-
-
-class Sized(Protocol):
-    """A buffer, as the policy sees it."""
-
-    nbytes: int
-    kept: bool
-    """Whether a pool keeps it for later gathers."""
-
-
-B = TypeVar("B", bound=Sized)
 
 _nbytes_of = attrgetter("nbytes")
 
 
-class Space:
-    """A buffer without memory."""
-
-    def __init__(self, nbytes: int, kept: bool = False) -> None:
-        self.nbytes = nbytes
-        self.kept = kept
-
-
-class BufferPool(Generic[B]):
+class BufferPool:
     """Buffers of which up to `most` are kept. Further ones are freed when they are given back.
 
     A pool orders no streams: who gives a buffer back has put the home stream behind all streams that use it, and who
     takes one writes to it behind the home stream.
     """
 
-    def __init__(self, make: Callable[[int, bool], B], most: int) -> None:
+    def __init__(self, make: Callable[[int, bool], Buffer], most: int) -> None:
         """`make(nbytes, kept)` allocates a buffer."""
         self._make = make
         self._most = most
-        self._free: list[B] = []
-        self._kept: weakref.WeakSet[B] = weakref.WeakSet()  # the free ones, and those in use that will be
-        self._last: dict[Hashable, weakref.ref[B]] = {}
+        self._free: list[Buffer] = []
+        self._kept: weakref.WeakSet[Buffer] = weakref.WeakSet()  # the free ones, and those in use that will be
+        self._last: dict[Hashable, weakref.ref[Buffer]] = {}
 
-    def take(self, owner: Hashable, nbytes: int) -> B:
+    def take(self, owner: Hashable, nbytes: int) -> Buffer:
         """Return a buffer of at least `nbytes`.
 
         It is the one that `owner` had last, else the smallest free one that is large enough, else a new one, for which
@@ -67,29 +49,29 @@ class BufferPool(Generic[B]):
             self._last[owner] = weakref.ref(buffer)
         return buffer
 
-    def give_back(self, buffer: B) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         """Make a buffer that is kept free for the next `take`."""
         if buffer.kept:
             self._free.append(buffer)
 
-    def last(self, owner: Hashable) -> B | None:
+    def last(self, owner: Hashable) -> Buffer | None:
         """Return the kept buffer that `owner` had last."""
         last = self._last.get(owner)
         return None if last is None else last()
 
-    def fits(self, buffer: B, nbytes: int) -> bool:
+    def fits(self, buffer: Buffer, nbytes: int) -> bool:
         """Return whether a buffer can serve for `nbytes`. One that is not kept must have exactly that size."""
         return buffer.nbytes >= nbytes if buffer.kept else buffer.nbytes == nbytes
 
-    def is_surplus(self, buffer: B) -> bool:
+    def is_surplus(self, buffer: Buffer) -> bool:
         """Return whether a buffer is one more than those that are kept."""
         return self._most > 0 and not buffer.kept
 
-    def spare(self) -> Sequence[B]:
+    def spare(self) -> Sequence[Buffer]:
         """Return the free buffers."""
         return self._free
 
-    def _find(self, owner: Hashable, nbytes: int) -> B | None:
+    def _find(self, owner: Hashable, nbytes: int) -> Buffer | None:
         fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
         if not fitting:
             return None
@@ -98,7 +80,7 @@ class BufferPool(Generic[B]):
         self._free.remove(found)
         return found
 
-    def _allocate(self, nbytes: int) -> B:
+    def _allocate(self, nbytes: int) -> Buffer:
         if self._free and len(self._kept) >= self._most:
             self._free.remove(min(self._free, key=_nbytes_of))  # before, not after, there is another one
         keeps = len(self._kept) < self._most
@@ -118,20 +100,20 @@ class UnitSize(NamedTuple):
     keep_unsharded: bool
 
 
-class BufferPolicy(Generic[B]):
+class BufferPolicy:
     """Decides which units are gathered ahead and which are evicted, by the order in which units are used."""
 
     def __init__(
         self,
         units: Sequence[UnitSize],
         order: GatherOrder,
-        make: Callable[[int, bool], B],
+        make: Callable[[int, bool], Buffer],
         *,
         prefetch: int,
         keeps: bool,
     ) -> None:
         """`keeps` says whether buffers are kept from step to step."""
-        self.buffers: dict[int, B] = {}
+        self.buffers: dict[int, Buffer] = {}
         """The buffer of each unit that has one."""
 
         self.idle: dict[int, None] = {}
@@ -157,7 +139,7 @@ class BufferPolicy(Generic[B]):
         while self._held() > 1 and (idle := self._evictable()):
             yield idle[0]
 
-    def take(self, unit: int, freed: B | None = None) -> B:
+    def take(self, unit: int, freed: Buffer | None = None) -> Buffer:
         """Give a unit a buffer: the one that was `freed` for it, if it fits, else one of its pool."""
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
         if freed is None or not pool.fits(freed, nbytes):
@@ -215,16 +197,16 @@ class BufferPolicy(Generic[B]):
             if unit in self.buffers or self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]:
                 yield unit
 
-    def evict(self, unit: int) -> B:
+    def evict(self, unit: int) -> Buffer:
         """Take a unit's buffer away and return it."""
         self.idle.pop(unit, None)
         return self.buffers.pop(unit)
 
-    def give_back(self, unit: int, buffer: B) -> None:
+    def give_back(self, unit: int, buffer: Buffer) -> None:
         """Return a buffer of a unit to its pool, which may keep it."""
         self._pools[unit].give_back(buffer)
 
-    def spare(self) -> Iterator[B]:
+    def spare(self) -> Iterator[Buffer]:
         """Yield the buffers that are kept and free."""
         for pool in set(self._pools):
             yield from pool.spare()

@@ -8,17 +8,20 @@ ranks whose forwards take different branches still gather the same units. At sta
 nothing is gathered; weights are cast if the master weights have another dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from shardlite.comm import Context
 from shardlite.errors import PhaseError
 from shardlite.params import Unit, Weights
-from shardlite.weights.all_gather import Gathering, GatherQueue, isolated, take_over_all
+from shardlite.weights.all_gather import GatherQueue, isolated, take_over_all
+from shardlite.weights.unshard import Gatherer
 
 
-class ResidentWeights(Gathering):
+class ResidentWeights:
     """Keeps the full weights of one wrapped model in memory."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
@@ -73,6 +76,41 @@ class ResidentWeights(Gathering):
                 with isolated():
                     unit.expire()
 
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Gather each unit again at its next use, because its full weights may have been written to."""
+        for unit in units:
+            unit.invalidate()
+        self.expire()
+
+    # ---- what only a `Gatherer` has to do: here every rank gathers every unit, and full weights stay -----------------
+
+    def begin_backward(self, *, final: bool) -> None:
+        """Gather nothing: the weights of the forward are still there."""
+
+    def after_backward(self, *, final: bool) -> None:
+        """Keep the weights until the step."""
+
+    def stop_prefetching(self) -> None:
+        """Gather nothing ahead, as always."""
+
+    def end_pass(self) -> None:
+        """Wait for nothing: no other rank may need more gathers."""
+
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
+        """Unshard without a pass."""
+        return nullcontext()
+
+    def confirm_ends(self) -> None:
+        """Confirm nothing: no pass has an end."""
+
+    def in_step(self) -> bool:
+        """Return `True`: all ranks gather the same units."""
+        return True
+
+    def spare(self) -> Iterable[Tensor]:
+        """Return no memory."""
+        return ()
+
     def _is_due(self, unit: Unit) -> bool:
         """Return whether a unit must be gathered, and prepare it."""
         if unit.is_fresh:
@@ -100,3 +138,7 @@ class ResidentWeights(Gathering):
         if unit.copied and unit.phase is Weights.IDLE and unit.writes() != self._writes.get(unit):
             take_over_all(unit)
             self._writes[unit] = unit.writes()
+
+
+Gathering = Gatherer | ResidentWeights
+"""Provides full weights while they are used."""

@@ -33,7 +33,7 @@ class Gatherer(Passes):
         self.owners: dict[int, Unit] = {}
         """The unit whose full weights a buffer holds, by the buffer's storage key."""
 
-        self._policy: BufferPolicy[Buffer] = BufferPolicy(
+        self._policy = BufferPolicy(
             [UnitSize(unit.nbytes, unit.is_root, unit.keep_unsharded) for unit in units],
             self.order,
             partial(_allocate, context),
@@ -119,6 +119,14 @@ class Gatherer(Passes):
             self.diverged = False
             for index in list(self._policy.idle):
                 self._evict(self._units[index])
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Gather each unit again at its next use, because its full weights may have been written to."""
+        for unit in units:
+            unit.invalidate()
+
+    def expire(self) -> None:
+        """Record that shards have changed: units notice by their versions."""
 
     def spare(self) -> Iterator[Tensor]:
         """Yield memory that is kept for later gathers."""

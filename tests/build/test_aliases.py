@@ -92,24 +92,13 @@ REFUSED = {
 def is_refused(group: Any, make: Any) -> None:
     with pytest.raises(LayoutError, match=REFUSED[make]):
         ShardLite(make(), group=group)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, weight in zip(module, torch.randn(2, 4, 4), strict=True):
+        layer.weight.data = weight  # neighbours in one buffer, as of a recurrent layer, do not overlap
+    full = ShardLite(module, group=group).full_state_dict()
+    assert not torch.equal(full["0.weight"], full["1.weight"])
 
 
 @pytest.mark.parametrize("make", REFUSED)
 def test_other_overlaps_are_refused(cluster, make):
     cluster.check(is_refused, 2, make)
-
-
-def neighbours(group: Any) -> None:
-    """Parameters that were cut from one buffer, as of a recurrent layer, do not overlap."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    both = torch.randn(2, 4, 4)
-    for layer, weight in zip(module, both, strict=True):
-        layer.weight.data = weight
-    model = ShardLite(module, group=group)
-    full = model.full_state_dict()
-    assert torch.equal(full["1.weight"], full["1.weight"])
-    assert not torch.equal(full["0.weight"], full["1.weight"])
-
-
-def test_neighbours_in_one_storage_are_fine(cluster):
-    cluster.check(neighbours, 2)

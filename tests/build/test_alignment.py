@@ -8,7 +8,8 @@ from torch import nn
 
 from shardlite import Precision
 from shardlite.build import plan as planning
-from shardlite.build.plan import Options, plan_units
+from shardlite.build.plan import plan_units
+from shardlite.build.validate import Options
 from tests.support.twins.sharded import Pair
 
 

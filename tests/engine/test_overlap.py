@@ -53,15 +53,8 @@ class Block(nn.Module):
         return x + Compute.apply(hidden, self.there, self.back) @ self.inner.weight
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def deep() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
 
 @contextmanager
@@ -75,7 +68,7 @@ def slow_links(**how: Any) -> Iterator[None]:
 
 
 def step(model, optimizer):
-    model(torch.ones(2, WIDTH)).backward()
+    model(torch.ones(2, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -88,16 +81,16 @@ def in_flight_or_there(unit):
 def gated(group):
     """Every block waits for its neighbour's gather; the first one's backward for reductions."""
     with slow_links():
-        model = ShardLite(Deep(), group=group, prefetch=1)
+        model = ShardLite(deep(), group=group, prefetch=1)
     optimizer = AdamW(model.parameters())
     step(model, optimizer)  # the order is recorded
     units = {unit.name: unit for unit in model._units}
-    blocks = list(model.module.blocks)
+    blocks = list(model.module)
     passed = []
 
     def after(other):
         def wait():
-            until(lambda: in_flight_or_there(units[f"blocks.{other}"]))
+            until(lambda: in_flight_or_there(units[str(other)]))
             passed.append(other)
 
         return wait
@@ -119,7 +112,7 @@ def test_the_next_gather_comes_while_a_block_computes(cluster):
 def reduced_meanwhile(group):
     """The backward of the first block does not end before the last one's gradients are reduced."""
     with slow_links():
-        model = ShardLite(Deep(), group=group, stage=2)
+        model = ShardLite(deep(), group=group, stage=2)
     optimizer = AdamW(model.parameters())
     step(model, optimizer)
     passed = []
@@ -128,7 +121,7 @@ def reduced_meanwhile(group):
         until(lambda: (started := model._backward._run.started) and started[0].work.done())
         passed.append("the last block")
 
-    model.module.blocks[0].back = wait
+    model.module[0].back = wait
     step(model, optimizer)
     return passed
 
@@ -164,13 +157,13 @@ def times(group, prefetch):
     """How long gathers ran and what of it computation waited for, in the forwards of some steps."""
     played = PlayedTime()
     with slow_links(sleep=played.sleep):
-        model = ShardLite(Deep(), group=group, prefetch=prefetch)
+        model = ShardLite(deep(), group=group, prefetch=prefetch)
     units = {unit.name: unit for unit in model._units}
     with torch.no_grad(), mock.patch.object(clock, "time", played):
         model(torch.ones(2, WIDTH))
         played.in_sight = prefetch == 0
-        for i, block in enumerate(list(model.module.blocks)[: -1 if prefetch else 0]):
-            block.there = partial(until, partial(in_flight_or_there, units[f"blocks.{i + 1}"]))
+        for i, block in enumerate(list(model.module)[: -1 if prefetch else 0]):
+            block.there = partial(until, partial(in_flight_or_there, units[str(i + 1)]))
         before = model.traffic()
         for _ in range(3):
             change(model)
@@ -178,7 +171,7 @@ def times(group, prefetch):
         after = model.traffic()
     ran = exposed = 0.0
     for i in range(1, BLOCKS):
-        now, then = (counts[f"blocks.{i}"]["gather"] for counts in (after, before))
+        now, then = (counts[str(i)]["gather"] for counts in (after, before))
         assert now.calls == then.calls + 3
         ran += now.seconds - then.seconds
         exposed += now.exposed - then.exposed

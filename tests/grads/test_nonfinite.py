@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,14 @@ def backward(model: ShardLite, group: Any, seed: int, poison: Poison | None = No
     with poisoned(model, poison) if here and poison.parameter else nullcontext():
         loss = model(x).square().mean()
         (loss * poison.value if here and poison.parameter is None else loss).backward()
+
+
+def stepped(
+    model: ShardLite, optimizer: optim.Optimizer, group: Any, poison: Poison | None = None, seed: int = 0
+) -> None:
+    backward(model, group, seed, poison)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @contextmanager
@@ -155,9 +164,7 @@ def replicas_body(group: Any) -> None:
         optimizer = OPTIMIZERS["ours"](model.parameters())
         for seed, bad in ((0, None), (1, poison)):
             before = state_of(model, optimizer)
-            backward(model, group, seed, bad)
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(model, optimizer, group, bad, seed)
         assert_same(f"{poison}", state_of(model, optimizer), before)
         assert model.skipped_steps == 1
 
@@ -182,14 +189,10 @@ def accumulates_body(group: Any, stages: Sequence[int]) -> None:
             optimizers = [OPTIMIZERS["ours"](each.parameters()) for each in (model, clean)]
             before = state_of(model, optimizers[0])
             for step, bad in enumerate((poison, None)):
-                for each, optimizer in zip((model, clean), optimizers, strict=True):
-                    if each is clean and bad is not None:
-                        continue
+                for each, optimizer in list(zip((model, clean), optimizers, strict=True))[: 2 if bad is None else 1]:
                     with mode_of(each, mode):
                         backward(each, group, 2 * step, bad)
-                    backward(each, group, 2 * step + 1)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    stepped(each, optimizer, group, seed=2 * step + 1)
                 if bad is not None:
                     assert_same(f"stage {stage}, {mode}", state_of(model, optimizers[0]), before)
             assert_same(f"stage {stage}, {mode}", *map(state_of, (model, clean), optimizers))
@@ -208,16 +211,11 @@ def test_what_was_accumulated_counts(cluster, world_size):
 def limit_body(group: Any, stage: int) -> None:
     model = wrap(tiny(), group, stage=stage)
     optimizer = OPTIMIZERS["ours"](model.parameters())
-
-    def step(poison: Poison | None) -> None:
-        backward(model, group, 0, poison)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(stepped, model, optimizer, group)
     for _ in range(2):
         for _ in range(LIMIT - 1):
             step(POISONS[0])
-        step(None)
+        step()
     for _ in range(LIMIT - 1):
         step(POISONS[1])
     before = state_of(model, optimizer)
@@ -226,7 +224,7 @@ def limit_body(group: Any, stage: int) -> None:
     assert_same("after the error", state_of(model, optimizer), before)
     assert model.skipped_steps == 3 * (LIMIT - 1) + 1
     optimizer.zero_grad()
-    step(None)
+    step()
     assert all(int(each["step"]) == 3 for each in optimizer.state.values())
 
 
@@ -361,9 +359,7 @@ def unfrozen_body(group: Any) -> None:
     model = wrap(module, group)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     for seed, poison in enumerate((None, POISONS[2], None, POISONS[2])):
-        backward(model, group, seed, poison)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, group, poison, seed)
         model.requires_grad_(False)
         module[4].requires_grad_()
     assert model.skipped_steps == 2
@@ -397,14 +393,8 @@ def test_looking_at_gradients_keeps_nothing_alive(cluster, world_size):
 def first_body(group: Any, stage: int) -> None:
     """Each rank hears of the first step that was left out, and of no later one."""
     model = wrap(net(), group, stage=stage)
-    optimizer = OPTIMIZERS["ours"](model.parameters())
-
-    def step(poison: Poison | None) -> None:
-        backward(model, group, 0, poison)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    assert warned(lambda: step(None)) == []
+    step = partial(stepped, model, OPTIMIZERS["ours"](model.parameters()), group)
+    assert warned(step) == []
     (message,) = warned(lambda: step(POISONS[0]))
     assert message.startswith(f"rank {dist.get_rank(group)}: step 2 since the model was wrapped was left out")
     assert "diagnose=True" in message
@@ -454,18 +444,12 @@ def diagnose_body(group: Any, stage: int) -> None:
     }
     model, silent = wrap(net(), group, stage=stage, diagnose=True), wrap(net(), group, stage=stage)
     for each in (model, silent):
-        optimizer = OPTIMIZERS["ours"](each.parameters())
-
-        def step(poison: Poison | None) -> None:
-            backward(each, group, 0, poison)  # noqa: B023 (called at once)
-            optimizer.step()  # noqa: B023
-            optimizer.zero_grad()  # noqa: B023
-
+        step = partial(stepped, each, OPTIMIZERS["ours"](each.parameters()), group)
         for poison, where in wheres.items():
             words = [f"gradients are not finite: {where}. The step is skipped"] if each is model else []
-            heard = warned(lambda poison=poison: step(poison))
+            heard = warned(partial(step, poison))
             assert [each for each in heard if not each.startswith("rank")] == words
-            assert warned(lambda: step(None)) == []
+            assert warned(step) == []
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (4, 3)])

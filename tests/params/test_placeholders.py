@@ -166,7 +166,10 @@ def test_former_data_keeps_its_values(cluster, of, stage):
 
 
 def refused(group: Any, stage: int) -> None:
-    model = ShardLite(net(), group=group, stage=stage)
+    plain = net()
+    plain[1].inner.bias._no_weight_decay = True
+    model = ShardLite(plain, group=group, stage=stage)
+    assert [name for name, each in model.named_parameters() if hasattr(each, "_no_weight_decay")] == ["1.inner.bias"]
     shard = next(model.parameters())
     before = shard.detach().clone()
     with pytest.raises(LayoutError, match=r"data of shape \[7, 7, 7\], but its shards keep their place: load"):
@@ -250,22 +253,6 @@ def test_a_model_that_is_one_torchscript_module(cluster, how, stage):
     cluster.check(one_script, 2, how, stage)
 
 
-def attributes(group: Any, stage: int) -> None:
-    plain = net()
-    plain[1].inner.bias._no_weight_decay = True
-    plain[2].inner.weight._optim = {"lr": 0.5}
-    model = ShardLite(plain, group=group, stage=stage)
-    shards = dict(model.named_parameters())
-    assert shards["1.inner.bias"]._no_weight_decay
-    assert shards["2.inner.weight"]._optim == {"lr": 0.5}
-    assert not hasattr(shards["0.inner.bias"], "_no_weight_decay")
-
-
-@pytest.mark.stages(1, 3)
-def test_attributes_of_parameters_are_on_shards(cluster, stage):
-    cluster.check(attributes, 2, stage)
-
-
 # ---- what programs for one process do ------------------------------------------------------------------------------
 
 
@@ -296,6 +283,8 @@ def configures(group: Any, kind: Any, stage: int) -> None:
     theirs, all_of_them = twin.configure_optimizers(torch.optim.AdamW)
     assert numel == all_of_them
     assert model.numel() == sum(p.numel() for p in twin.parameters())
+    with pytest.raises(ValueError, match=r"build the optimizer from parameters\(\) of the ShardLite model"):
+        model.configure_optimizers(AdamW)
     held = {param for each in ours.param_groups for param in each["params"]}
     assert held == set(model.parameters())
     for _ in range(3):
@@ -316,16 +305,6 @@ def configures(group: Any, kind: Any, stage: int) -> None:
 @pytest.mark.stages(1, 3)
 def test_a_model_may_build_its_optimizer(cluster, stage):
     cluster.check(configures, 2, torch.optim.AdamW, stage)
-
-
-def configures_ours(group: Any) -> None:
-    model = ShardLite(ConfiguresItself(), group=group)
-    with pytest.raises(ValueError, match=r"build the optimizer from parameters\(\) of the ShardLite model"):
-        model.configure_optimizers(AdamW)
-
-
-def test_ours_is_built_from_shards(cluster):
-    cluster.check(configures_ours, 2)
 
 
 # ---- gradients by way of the module's own parameters ----------------------------------------------------------------
@@ -356,6 +335,8 @@ def by_loop(model: ShardLite) -> None:
 
 def drops(group: Any, drop: Any, stage: int) -> None:
     model = ShardLite(net(), group=group, stage=stage)
+    with pytest.raises(LayoutError, match=r"give the gradient to the shard"):  # nothing steps by it
+        next(model.module.parameters()).grad = torch.zeros(WIDTH, WIDTH)
     for accumulated in (False, True):
         with model.no_sync() if accumulated else nullcontext():
             square(model).backward()
@@ -375,19 +356,6 @@ def drops(group: Any, drop: Any, stage: int) -> None:
 @pytest.mark.sample(2)
 def test_gradients_are_dropped(cluster, drop, stage):
     cluster.check(drops, 2, drop, stage)
-
-
-def gives_gradients(group: Any, stage: int) -> None:
-    """Nothing steps by the gradient of a parameter of the module itself."""
-    model = ShardLite(net(), group=group, stage=stage)
-    param = next(model.module.parameters())
-    with pytest.raises(LayoutError, match=r"give the gradient to the shard"):
-        param.grad = torch.zeros(WIDTH, WIDTH)
-
-
-@pytest.mark.stages(1, 3)
-def test_gradients_belong_to_shards(cluster, stage):
-    cluster.check(gives_gradients, 2, stage)
 
 
 # ---- functions of parameters ----------------------------------------------------------------------------------------

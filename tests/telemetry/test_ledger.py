@@ -54,15 +54,6 @@ def test_purposes_peak_at_different_moments():
     assert ledger.current() == {"gradients": 0, "gather buffers": 0}
 
 
-def test_a_replaced_buffer_is_subtracted_before_its_successor_is_added():
-    ledger = Ledger()
-    for _ in range(50):
-        buffer = torch.empty(KIB)
-        ledger.track("gradients", buffer)
-        del buffer
-    assert ledger.peak() == {"gradients": 1024}
-
-
 def test_tracking_again_moves_a_storage_or_takes_its_new_size():
     ledger = Ledger()
     bucket = torch.empty(KIB)

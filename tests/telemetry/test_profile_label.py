@@ -27,11 +27,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = (
-                block(x)
-                if self.contexts is None
-                else checkpoint(block, x, use_reentrant=False, context_fn=self.contexts)
-            )
+            if self.contexts is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=self.contexts)
         return x.square().mean()
 
 
@@ -41,11 +40,8 @@ def plain():
 
 def selective():
     def policy(context, operator, *args, **options):
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if operator is torch.ops.aten.addmm.default
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        saves = operator is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -98,44 +94,26 @@ def test_each_gather_reduction_and_forward_has_the_name_of_its_unit(cluster):
         assert set(waits) == set(of("wait for reduce", *UNITS))  # one that is looked at twice counts twice
 
 
-def test_stage_2_gathers_for_a_forward_too(cluster):
-    for names in cluster.run(names_body, 2, 2, None):
-        assert {name for name in names if name.startswith(("forward", "reduce"))} == {
+@pytest.mark.parametrize(("stage", "contexts"), [(3, plain), (3, selective), (2, None)])
+def test_a_recomputation_is_no_forward(cluster, stage, contexts):
+    again = () if contexts is None else UNITS[1:]
+    for names in cluster.run(names_body, 2, stage, contexts):
+        assert {name for name in names if name.startswith(("forward", "recompute", "reduce"))} == {
             *of("forward", *UNITS),
             *of("reduce", *UNITS),
+            *of("recompute", *again),
         }
-
-
-@pytest.mark.parametrize("contexts", [plain, selective])
-def test_a_recomputation_is_no_forward(cluster, contexts):
-    for names in cluster.run(names_body, 2, 3, contexts):
-        assert {name for name in names if name.startswith(("forward", "recompute"))} == {
-            *of("forward", *UNITS),
-            *of("recompute", "blocks.0", "blocks.1"),
-        }
-
-
-class Odd(nn.Module):
-    """Raises in the forward of a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.fails = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x if not self.fails else x[:, :3])
-        return x.square().mean()
 
 
 def exception_body(group):
-    model = ShardLite(Odd(), group=group)
+    model = ShardLite(Net(), group=group)
+    block = model.module.blocks[0].inner
     with profiling() as seen:
+        hook = block.register_forward_pre_hook(lambda _, args: (args[0][:, :3],))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.ones(2, WIDTH))
-        model.module.fails = False
-        model(torch.ones(2, WIDTH)).backward()
+            model(torch.ones(2, 4))
+        hook.remove()
+        model(torch.ones(2, 4)).backward()
     return {event.key: event.count for event in seen.key_averages()}["shardlite::forward blocks.0"]
 
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite.params import Buffer
 from shardlite.weights.gather_order import GatherOrder
-from shardlite.weights.policy import BufferPolicy, BufferPool, Space, UnitSize
+from shardlite.weights.policy import BufferPolicy, BufferPool, UnitSize
 
 
 def test_own_views_are_made_once_and_are_no_escape():
@@ -55,13 +55,18 @@ def test_views_that_may_be_of_another_kind_are_not_kept(what):
     assert buffer.views("a unit", whole) is later
 
 
+def meta(nbytes, kept=False):
+    """A buffer without memory."""
+    return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="meta"), kept=kept)
+
+
 def pool_of(most):
     """A pool, and the sizes that it has allocated."""
     allocated = []
 
     def make(nbytes, kept):
         allocated.append(nbytes)
-        return Space(nbytes, kept)
+        return meta(nbytes, kept)
 
     return BufferPool(make, most), allocated
 
@@ -92,7 +97,7 @@ def test_the_smallest_gives_way_to_a_larger_one():
 
     def make(nbytes, kept):
         assert sum(each.nbytes for each in alive) + nbytes <= 64 + 128  # never all three
-        alive.add(space := Space(nbytes, kept))
+        alive.add(space := meta(nbytes, kept))
         return space
 
     pool = BufferPool(make, 2)
@@ -142,7 +147,7 @@ def policy_of(*nbytes, prefetch=1, keeps=False, root=False):
     """A policy over units of these sizes, the first of which may be the root, and the order that it follows."""
     units = [UnitSize(size, root and i == 0, root and i == 0) for i, size in enumerate(nbytes)]
     order = GatherOrder()
-    return BufferPolicy(units, order, Space, prefetch=prefetch, keeps=keeps), order
+    return BufferPolicy(units, order, meta, prefetch=prefetch, keeps=keeps), order
 
 
 def use(policy, unit):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EscapedViewWarning, ShardLite
+from tests.support.models.residual import WIDTH, batch, square
 from tests.support.twins.sharded import WIDE, assert_gradients_equal, compare
-
-WIDTH = 16
 
 
 class Keeps(torch.autograd.Function):
@@ -42,25 +41,14 @@ class KeepingLayer(nn.Module):
         return torch.tanh(Keeps.apply(x, self.weight, self.view))
 
 
-class Keeping(nn.Module):
-    def __init__(self, view: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(KeepingLayer(view) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def batch() -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+def keeping(view: bool) -> nn.Sequential:
+    return nn.Sequential(*(KeepingLayer(view) for _ in range(4)))
 
 
 def kept_view_body(group):
     """A view kept as an attribute stays what it was: its buffer is given up, which is reported once."""
-    with pytest.warns(EscapedViewWarning, match=r"unit 'blocks\.\d'") as caught:
-        model, _ = compare(Keeping(view=True), lambda m: m(batch()).square().mean(), group, prefetch=0)
+    with pytest.warns(EscapedViewWarning, match=r"unit '\d'") as caught:
+        model, _ = compare(keeping(view=True), square, group, prefetch=0)
     return len(caught), len(model._hooks._calls.gatherer.owners)
 
 
@@ -72,7 +60,7 @@ def test_a_kept_view_is_right_and_reported_once(cluster):
 
 def kept_parameter_body(group):
     """The parameter itself, kept as an attribute, is gathered when the backward uses it."""
-    compare(Keeping(view=False), lambda m: m(batch()).square().mean(), group, prefetch=0)
+    compare(keeping(view=False), square, group, prefetch=0)
 
 
 @pytest.mark.parametrize("world_size", [2, WIDE])
@@ -103,7 +91,7 @@ class Queries(nn.Module):
 
 def returned_body(group):
     with pytest.warns(EscapedViewWarning, match="outlived"):
-        compare(Queries(), lambda m: m(batch()).square().mean(), group, prefetch=0)
+        compare(Queries(), square, group, prefetch=0)
 
 
 def test_a_block_that_returns_a_view_of_its_parameter_is_right(cluster):
@@ -128,20 +116,9 @@ def _same_version(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-class RawSaves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(RawSave() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def raw_save_body(group):
     """A weight saved around our hooks has another version after its release: PyTorch's own check tells."""
-    model = ShardLite(RawSaves(), group=group, prefetch=0)
+    model = ShardLite(nn.Sequential(*(RawSave() for _ in range(4))), group=group, prefetch=0)
     loss = model(batch()).square().mean()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

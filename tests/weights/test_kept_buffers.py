@@ -220,6 +220,9 @@ def test_a_bucket_that_is_dropped_before_it_is_zeroed_leaves_no_trace():
         training.step()
 
 
+KEEPS_PLACES = ("gathered()", "an evaluation", "a save", "a load", "no_sync")
+
+
 @pytest.mark.parametrize(
     ("event", "options"),
     [
@@ -232,9 +235,10 @@ def test_a_bucket_that_is_dropped_before_it_is_zeroed_leaves_no_trace():
 def test_weights_come_to_rest_again_after_anything_else(event, options):
     with Gpu().ranks(WORLD_SIZE), places() as now:
         training = Training(**options)
-        for _ in range(2):
+        for _ in range(3):
+            now.clear()
             training.step()
-        before = held(training.model, "gather buffers")
+        places_before, before = list(now), held(training.model, "gather buffers")
         EVENTS[event](training)
         training.step()
         steps = []
@@ -243,25 +247,9 @@ def test_weights_come_to_rest_again_after_anything_else(event, options):
             training.step()
             steps.append(list(now))
         assert steps[0] == steps[1] == steps[2]
+        assert event not in KEEPS_PLACES or steps[0] == places_before
         assert held(training.model, "gather buffers") == before
         assert held(training.model, "gradient buckets") == 0
-
-
-@pytest.mark.parametrize("event", ["gathered()", "an evaluation", "a save", "a load", "no_sync"])
-def test_weights_lie_after_it_where_they_lay_before(event):
-    with Gpu().ranks(WORLD_SIZE), places() as now:
-        training = Training()
-        steps = []
-        for _ in range(3):
-            now.clear()
-            training.step()
-            steps.append(list(now))
-        EVENTS[event](training)
-        for _ in range(2):
-            now.clear()
-            training.step()
-            steps.append(list(now))
-        assert steps[-1] == steps[2]
 
 
 def test_a_buffer_that_is_viewed_is_not_used_again():
@@ -296,15 +284,6 @@ def test_saved_weights_are_checked_again_once_no_view_of_a_kept_buffer_is_left()
         assert not any(unit.escapes for unit in training.model._units)
 
 
-def test_units_that_stay_until_their_backward_are_not_kept_afterwards():
-    with Gpu().ranks(WORLD_SIZE):
-        training = Training(reshard_after_forward=False)
-        for _ in range(2):
-            training.step()
-        root = next(unit.nbytes for unit in training.model._units if unit.is_root)
-        assert held(training.model, "gather buffers") == root
-
-
 def test_a_model_of_one_unit_keeps_nothing():
     with Gpu().ranks(WORLD_SIZE):
         model = ShardLite(nn.Linear(WIDTH, WIDTH))
@@ -315,13 +294,15 @@ def test_a_model_of_one_unit_keeps_nothing():
         assert held(model, "gather buffers") == held(model, "gradient buckets") == 0
 
 
-def test_what_is_kept_is_counted():
+@pytest.mark.parametrize(("options", "blocks"), [({"prefetch": 2}, 3), ({"reshard_after_forward": False}, 0)])
+def test_what_is_kept_is_counted(options, blocks):
+    """Units that stay until their backward are not kept afterwards."""
     with Gpu().ranks(WORLD_SIZE):
-        training = Training(prefetch=2)
-        training.step()
-        blocks = [unit for unit in training.model._units if not unit.is_root]
-        root = next(unit.nbytes for unit in training.model._units if unit.is_root)
-        assert held(training.model, "gather buffers") == 3 * blocks[0].nbytes + root
+        training = Training(**options)
+        for _ in range(2):
+            training.step()
+        root, block, *_ = sorted(training.model._units, key=lambda unit: not unit.is_root)
+        assert held(training.model, "gather buffers") == blocks * block.nbytes + root.nbytes
         assert held(training.model, "gradient buckets") == 0
 
 

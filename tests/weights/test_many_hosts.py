@@ -10,30 +10,7 @@ from shardlite import AdamW, Route, ShardLite
 from shardlite.comm import are_equal, context
 from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.weights.negotiation import Negotiation
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.last = nn.Linear(WIDTH, 1)
-        self.skipped = None
-
-    def forward(self, x):
-        for place, block in enumerate(self.blocks):
-            x = x if place == self.skipped else block(x)
-        return self.last(x)
+from tests.weights.test_participation import WIDTH, Branching
 
 
 def train(group, many, parts):
@@ -47,15 +24,15 @@ def train(group, many, parts):
 
     with mock.patch.object(context, "MANY", many), mock.patch.object(Negotiation, "_exchange", counted):
         torch.manual_seed(0)
-        net = Model()
-        model = ShardLite(net, units=Block, group=group, route=Route(transport="p2p"))
+        model = ShardLite(Branching(), group=group, route=Route(transport="p2p"))
         assert isinstance(model._context.hosts[0], GlooTransport)
         assert (model._context.rounds is None) == (many > group.size())
         optimizer = AdamW(model.parameters(), lr=0.1)
         for step in range(5):
             exchanges.append(0)
-            net.skipped = 2 if parts and step == 3 and group.rank() == group.size() - 1 else None
-            loss = model(torch.full((2, WIDTH), 0.1 * (1 + group.rank()))).square().mean()
+            leaves_out = parts and step == 3 and group.rank() == group.size() - 1
+            route = [0, 1, 3] if leaves_out else [0, 1, 2, 3]
+            loss = model(torch.full((2, WIDTH), 0.1 * (1 + group.rank())), route, False).square().mean()
             in_step.append(model._hooks._gatherer.in_step())
             loss.backward()
             optimizer.step()

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, Precision, ShardLite
@@ -13,7 +12,7 @@ from shardlite.comm.traffic import NO_UNIT
 from shardlite.weights.gather_order import MEMORY
 from tests.support.models.small import Residual
 from tests.support.patience import passes_over
-from tests.support.twins.sharded import WIDE, Pair, Turn, local_parts
+from tests.support.twins.sharded import WIDE, Pair, Turn
 
 WIDTH = 12
 
@@ -124,30 +123,6 @@ def hybrid_body(group):
 
 def test_in_a_hybrid(cluster):
     cluster.check(hybrid_body, 4)
-
-
-def ddp_body(group):
-    """The gradients of one step, and which parameters have one, are those of DDP with `find_unused_parameters`."""
-    rank = group.rank()
-    torch.manual_seed(0)
-    model = ShardLite(Branching(), group=group)
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Branching(), process_group=group, find_unused_parameters=True)
-    for step in range(2):
-        for each in (model, ddp):
-            each.zero_grad()
-            loss_on(early_exit)(each, Turn(step, rank, 0)).backward()
-        theirs = {name: param.grad for name, param in ddp.module.named_parameters() if param.grad is not None}
-        parts = local_parts(model, theirs)
-        assert {name for name, shard in model.named_parameters() if shard.grad is not None} == parts.keys()
-        assert len(parts) < len(list(model.parameters()))
-        for name, shard in model.named_parameters():
-            if name in parts:
-                torch.testing.assert_close(shard.grad, parts[name], rtol=1e-5, atol=1e-7)
-
-
-def test_gradients_are_those_of_ddp(cluster):
-    cluster.check(ddp_body, 2)
 
 
 def cost_body(group, steps):

@@ -186,17 +186,14 @@ def training_body(group: Any, name: str) -> None:
         same_bits(f"full_state_dict()[{key!r}]", kept[key], master)
 
 
-@pytest.mark.parametrize("name", [slow(n) if n in LIKE_OTHERS else n for n in TRAINED])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*(slow(n, 2) if n in LIKE_OTHERS else (n, 2) for n in TRAINED), ("fp32", 4), slow("bf16", 4)],
+)
 @pytest.mark.sample(2)
-def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(cluster, name):
+def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(cluster, name, world_size):
     """The gradient for quantized weights is applied to those that they were made of."""
-    cluster.check(training_body, 2, name)
-
-
-@pytest.mark.parametrize("name", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_training_on_four_ranks(cluster, name):
-    """Shards are cut elsewhere, and their codes are the same."""
-    cluster.check(training_body, 4, name)
+    cluster.check(training_body, world_size, name)
 
 
 def dtypes_body(group: Any) -> None:

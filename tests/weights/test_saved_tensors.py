@@ -13,19 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
+from tests.support.models.residual import WIDTH, Block, batch
 from tests.support.twins.sharded import assert_gradients_equal, compare
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(self.norm(x)))
 
 
 class Net(nn.Module):
@@ -40,10 +29,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def batch() -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
 def outside_body(group):
@@ -79,7 +64,7 @@ def offload_outside_body(group):
         return value
 
     compare(Net(), loss, group)
-    weights = 2 + 3 * 3  # the first layer and the head save a weight, a block a weight and its norm's two parameters
+    weights = 2 + 3  # of the first layer, the head and each block
     return counts, weights
 
 

@@ -6,31 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from shardlite import AdamW, ShardLite
-from tests.support.models.small import Residual
 from tests.support.patience import seconds
-
-WIDTH = 8
-
-
-class Blocks(nn.Module):
-    """Residual blocks; some of them may be left out, and something may be done between the first two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Residual(WIDTH, 12) for _ in range(4)])
-        self.skipped: set[int] = set()
-        self.between: Callable[[], None] = lambda: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for place, block in enumerate(self.blocks):
-            if place == 1:
-                self.between()
-            if place not in self.skipped:
-                x = block(x)
-        return x.square().mean()
+from tests.weights.test_participation import WIDTH, Branching
 
 
 class Trained:
@@ -39,7 +19,8 @@ class Trained:
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
         torch.manual_seed(0)
         self.rank = group.rank()
-        self.model = ShardLite(Blocks(), group=group, **options)
+        self.model = ShardLite(Branching(), group=group, **options)
+        self.route = [0, 1, 2, 3]
         self.optimizer = AdamW(self.model.parameters(), lr=0.1)
         self._store = dist.PrefixStore(
             f"signals of {self.model._context.instance}", dist.distributed_c10d._get_default_store()
@@ -51,8 +32,11 @@ class Trained:
     def wait_for(self, what: str) -> None:
         self._store.wait([what], timedelta(seconds=seconds(30)))
 
+    def loss(self) -> Tensor:
+        return self.model(torch.ones(2, WIDTH) + self.rank, self.route, False).square().mean()
+
     def step(self) -> None:
-        self.model(torch.ones(2, WIDTH) + self.rank).backward()
+        self.loss().backward()
         self.model.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -102,19 +86,21 @@ def behind_body(group: dist.ProcessGroup) -> None:
     gradients = []
     for stage in (3, 2):
         trained = Trained(group, stage=stage)
-        model = trained.model
-        model.module.skipped = {1, 2}
+        trained.route = [0, 3]
         for _ in range(2):
             trained.step()
         if group.rank() == 1:
-            model.module.skipped = set()
-            model.module.between = lambda: trained.wait_for("the backward")  # noqa: B023 (called before the next turn)
-            model(torch.ones(2, WIDTH)).backward()
+            trained.route = [0, 1, 2, 3]
+            first = trained.model.module.blocks[0]
+            first.register_forward_hook(lambda *_: trained.wait_for("the backward"))  # noqa: B023 (called before the next turn)
+            trained.loss().backward()
         else:
-            loss = model(torch.ones(2, WIDTH))
+            loss = trained.loss()
             trained.signal("the backward")
             loss.backward()
-        gradients.append({name: shard.grad for name, shard in model.named_parameters()})
+        gradients.append(
+            {name: shard.grad for name, shard in trained.model.named_parameters() if shard.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     assert any("blocks.1" in name and grad.numel() and grad.any() for name, grad in gradients[0].items())
     for name, grad in gradients[0].items():

@@ -146,7 +146,7 @@ class Planner:
         self._fake = FakeTensorMode()
         progress(f"making {source.name} of fake tensors")
         self._module = self._make()
-        validate.check(self._module, 3, 0, Precision(), (), wrapper=_Never)
+        validate.check_module(self._module, Precision(), wrapper=_Never)
         self.numel = sum(param.numel() for param in self._module.parameters())
         self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
