@@ -24,8 +24,7 @@ from torch import Tensor
 from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket, PartSums
-from shardlite.grads.gradient_shards import GradientShards
-from shardlite.grads.reduce import ReduceQueue
+from shardlite.grads.reduce import GradientShards, ReduceQueue
 from shardlite.params import Flat, Gradients, Unit
 
 

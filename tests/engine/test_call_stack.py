@@ -222,7 +222,7 @@ TO_THE_SUM = [
 TO_THE_SHARD = [
     "engine/backward.py: _close",
     "grads/backward_run.py: finish",
-    "grads/gradient_shards.py: store",
+    "grads/reduce.py: store",
 ]
 
 
@@ -233,7 +233,7 @@ def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:
         model(torch.ones(2, 4)).sum().backward()
         model.zero_grad()
     loss = model(torch.ones(2, 4)).sum()
-    moments = {"add": "grads/bucket", "submit": "comm/streams", "store": "grads/gradient_shards"}
+    moments = {"add": "grads/bucket", "submit": "comm/streams", "store": "grads/reduce"}
     with profiled_on_the_queue(ReduceQueue, stacks, {"hop": "shardlite_kernels"}), profiled(stacks, moments):
         loss.backward()
     return stacks
