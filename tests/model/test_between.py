@@ -34,7 +34,8 @@ class Scaled(nn.Module):
         return self.body(x) * self.scale
 
 
-def placeholder_body(group):
+@pytest.mark.ranks(2)
+def test_a_write_into_a_placeholder_of_one_element_is_refused(group):
     for stage, precision in (
         (1, Precision()),
         (2, Precision()),
@@ -50,11 +51,8 @@ def placeholder_body(group):
         model(ones())
 
 
-def test_a_write_into_a_placeholder_of_one_element_is_refused(cluster):
-    cluster.check(placeholder_body, 2)
-
-
-def unfreezing_body(group):
+@pytest.mark.ranks(2)
+def test_an_unfrozen_parameter_trains_however_it_is_used(group):
     """A forward without gradients may be that of reentrant checkpointing, and `gathered()` is no forward at all."""
     runs = {
         "checkpointed": lambda model, module: checkpoint(model, ones().requires_grad_(), use_reentrant=True).sum(),
@@ -73,11 +71,8 @@ def unfreezing_body(group):
             assert grad.any() or not grad.numel()
 
 
-def test_an_unfrozen_parameter_trains_however_it_is_used(cluster):
-    cluster.check(unfreezing_body, 2)
-
-
-def evaluating_body(group):
+@pytest.mark.ranks(2)
+def test_freezing_for_an_evaluation_between_micro_batches(group):
     """Freezing everything for an evaluation in the middle of an accumulation does no harm."""
     module = net()
     twin = copy.deepcopy(module)
@@ -93,10 +88,6 @@ def evaluating_body(group):
         twin(ones()).sum().backward()
     for (name, shard), whole in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.isin(shard.grad, whole.grad).all(), name
-
-
-def test_freezing_for_an_evaluation_between_micro_batches(cluster):
-    cluster.check(evaluating_body, 2)
 
 
 def older_graph_body(group, stage):
@@ -127,7 +118,8 @@ def test_a_step_between_forward_and_backward_is_right_or_an_error(cluster, stage
         assert stage > 0 or got is not None
 
 
-def gathered_steps_body(group):
+@pytest.mark.ranks(2)
+def test_a_step_inside_gathered_is_kept(group):
     """Steps inside `gathered(writeback=False)` are never undone in silence."""
     for stage in some_stages(0, 3):
         model = ShardLite(net(), group=group, stage=stage)
@@ -143,11 +135,8 @@ def gathered_steps_body(group):
         assert any(not torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
 
 
-def test_a_step_inside_gathered_is_kept(cluster):
-    cluster.check(gathered_steps_body, 2)
-
-
-def only_accumulated_body(group):
+@pytest.mark.ranks(2)
+def test_a_step_without_any_reduced_gradient_is_an_error(group):
     for stage in some_stages(1, 3):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = AdamW(model.parameters())
@@ -159,12 +148,9 @@ def only_accumulated_body(group):
         optimizer.step()
 
 
-def test_a_step_without_any_reduced_gradient_is_an_error(cluster):
-    cluster.check(only_accumulated_body, 2)
-
-
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def cleared_body(group):
+def test_a_flag_goes_with_its_gradients(group):
     """A bad gradient that is gone has no say any more, also over what shares an optimizer."""
     first, second = ShardLite(net(), group=group), ShardLite(net(), group=group)
     optimizer = optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
@@ -177,11 +163,6 @@ def cleared_body(group):
     after = second.full_state_dict()
     assert not torch.equal(before["0.0.weight"], after["0.0.weight"])
     assert (first.skipped_steps, second.skipped_steps) == (1, 0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_flag_goes_with_its_gradients(cluster, world_size):
-    cluster.check(cleared_body, world_size)
 
 
 def scaler_body(group):
@@ -207,7 +188,8 @@ def test_a_scaler_agrees_on_ignored_parameters_too(cluster):
     assert cluster.run(scaler_body, 2) == [[2.0] * len(some_stages(0, 3))] * 2
 
 
-def outside_body(group):
+@pytest.mark.ranks(2)
+def test_what_lists_the_wrong_parameters_is_told_so(group):
     """A module around a wrapped one lists parameters that have no gradients."""
     outer = nn.Sequential(ShardLite(net(), group=group))
     outer(ones()).sum().backward()
@@ -218,7 +200,3 @@ def outside_body(group):
     with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 20"):
         ShardLite(net(), group=group, timeout=20)
     ShardLite(net(), group=group, timeout=timedelta(seconds=20))
-
-
-def test_what_lists_the_wrong_parameters_is_told_so(cluster):
-    cluster.check(outside_body, 2)

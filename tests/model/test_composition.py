@@ -93,7 +93,9 @@ needs no weights in the backward; the last block is still there; what is recompu
 """
 
 
-def recomputes(group: Any, name: str, stage: int) -> None:
+@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.ways((2, 3))
+def test_ways_of_activation_checkpointing(group: Any, name: str, stage: int) -> None:
     """Body of a rank."""
     make, counts = CHECKPOINTED[name]
     options = {"prefetch": 0} if stage == 3 else {}
@@ -102,12 +104,6 @@ def recomputes(group: Any, name: str, stage: int) -> None:
         pair.model.trace.take()
         pair.step(on_rows)
     assert stage < 3 or gathers(pair.model) == dict(zip(pair.model.unit_names, counts, strict=True))
-
-
-@pytest.mark.parametrize("name", CHECKPOINTED)
-@pytest.mark.ways((2, 3))
-def test_ways_of_activation_checkpointing(cluster, name, world_size, stage):
-    cluster.check(recomputes, world_size, name, stage)
 
 
 SAVED: dict[str, Callable[[Any], bool]] = {
@@ -140,7 +136,11 @@ class Selective(nn.Module):
         return CheckpointPolicy.MUST_SAVE if self.saved(op) else CheckpointPolicy.MUST_RECOMPUTE
 
 
-def selects(group: Any, span: int, saved: str, stage: int) -> None:
+@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.ways((2, 3))
+@pytest.mark.sample(2)
+def test_selective_checkpointing(group: Any, span: int, saved: str, stage: int) -> None:
     """Body of a rank: gathers are hidden from a policy, which is asked about the same operators as without us.
 
     To save everything is to save views of weights too, which is right at stage 3, and reported. (Activations have the
@@ -156,14 +156,6 @@ def selects(group: Any, span: int, saved: str, stage: int) -> None:
     ours, theirs = inner(pair.model).asked, inner(pair.twin).asked
     assert ours["aten.addmm.default"] > 0
     assert ours == theirs
-
-
-@pytest.mark.parametrize("span", [1, 2])
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.ways((2, 3))
-@pytest.mark.sample(2)
-def test_selective_checkpointing(cluster, span, saved, world_size, stage):
-    cluster.check(selects, world_size, span, saved, stage)
 
 
 # ---- saved tensors on the CPU -------------------------------------------------------------------------------------
@@ -207,7 +199,8 @@ def counted_offloads() -> Iterator[list[torch.Size]]:
         yield shapes
 
 
-def offloads(group: Any, stage: int) -> None:
+@pytest.mark.ways((4, 3), (2, 2))
+def test_save_on_cpu_inside_and_around(group: Any, stage: int) -> None:
     """Body of a rank: inside the model, around it, and both. At stage 3 no weight is copied."""
 
     def around(model: Model, turn: Turn) -> Tensor:
@@ -222,11 +215,6 @@ def offloads(group: Any, stage: int) -> None:
             loss(pair.model, Turn(0, 0, 0))
             assert ((WIDTH, WIDTH) in shapes) == (stage < 3)
             assert (3, WIDTH) in shapes
-
-
-@pytest.mark.ways((4, 3), (2, 2))
-def test_save_on_cpu_inside_and_around(cluster, world_size, stage):
-    cluster.check(offloads, world_size, stage)
 
 
 # ---- several forwards, several backwards --------------------------------------------------------------------------
@@ -324,7 +312,19 @@ def test_dpo_with_a_frozen_reference(cluster, reentrant, world_size, stage):
             assert {name: count for name, count in counts.items() if name != "(root)"} == policy | reference
 
 
-def shares_a_graph(group: Any, first_mode: str, stage: int) -> None:
+class LayersThenHead(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = net(count)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+@pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
+@pytest.mark.ways((2, 3))
+def test_two_losses_with_retain_graph(group: Any, first_mode: str, stage: int) -> None:
     """Body of a rank: two losses of one output with a backward each; the first is reduced, or accumulated."""
 
     def first(y: Tensor) -> Tensor:
@@ -348,22 +348,6 @@ def shares_a_graph(group: Any, first_mode: str, stage: int) -> None:
         assert set(users(pair.model)) == {0}
         second(y).backward()
         pair.finish(clip=0.01)
-
-
-class LayersThenHead(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = net(count)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
-
-
-@pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
-@pytest.mark.ways((2, 3))
-def test_two_losses_with_retain_graph(cluster, first_mode, world_size, stage):
-    cluster.check(shares_a_graph, world_size, first_mode, stage)
 
 
 # ---- gradients by hand --------------------------------------------------------------------------------------------
@@ -397,7 +381,9 @@ def balanced(model: Model, turn: Turn) -> Tensor:
 LOSSES_BY_HAND = {"adversarial": adversarial, "backward-inputs": by_inputs, "weighed-by-gradients": balanced}
 
 
-def differentiates(group: Any, name: str, stage: int) -> None:
+@pytest.mark.parametrize("name", LOSSES_BY_HAND)
+@pytest.mark.ways((2, 3))
+def test_autograd_grad_of_inputs_within_a_step(group: Any, name: str, stage: int) -> None:
     """Body of a rank: what is differentiated by hand is not reduced, so every unit is reduced once per step."""
     pair = trained(partial(LayersThenHead, 3), LOSSES_BY_HAND[name], group, stage=stage)
     pair.model.trace.take()
@@ -405,12 +391,6 @@ def differentiates(group: Any, name: str, stage: int) -> None:
     reductions = [event for event in pair.model.trace.take() if event.startswith("reduce ")]
     assert sorted(reductions) == ["reduce (root)", *(f"reduce blocks.{i}" for i in range(3))]
     assert set(users(pair.model)) == {0}
-
-
-@pytest.mark.parametrize("name", LOSSES_BY_HAND)
-@pytest.mark.ways((2, 3))
-def test_autograd_grad_of_inputs_within_a_step(cluster, name, world_size, stage):
-    cluster.check(differentiates, world_size, name, stage)
 
 
 class Critic(nn.Module):
@@ -437,13 +417,9 @@ def penalised(model: Model, turn: Turn) -> Tensor:
     return model(fake).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-def penalises(group: Any, recomputed: bool, stage: int) -> None:
+@pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
+@pytest.mark.ways((2, 3))
+def test_gradient_penalty_with_create_graph(group: Any, recomputed: bool, stage: int) -> None:
     """Body of a rank."""
     pair = trained(partial(Critic, recomputed), penalised, group, stage=stage)
     assert set(users(pair.model)) == {0}
-
-
-@pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
-@pytest.mark.ways((2, 3))
-def test_gradient_penalty_with_create_graph(cluster, recomputed, world_size, stage):
-    cluster.check(penalises, world_size, recomputed, stage)

@@ -28,15 +28,13 @@ class SparseInput(nn.Module):
         return torch.sparse.mm(adjacency, x) @ self.weight
 
 
-def sparse_body(group):
+@pytest.mark.ranks(2)
+def test_saved_sparse_tensors_pass_through(group):
     compare(nn.Sequential(SparseInput(), SparseInput()), square, group)
 
 
-def test_saved_sparse_tensors_pass_through(cluster):
-    cluster.check(sparse_body, 2)
-
-
-def inference_body(group):
+@pytest.mark.ranks(2)
+def test_inference_then_training(group):
     """Buffers that were gathered for inference serve training afterwards."""
     plain = net()
     twin = copy.deepcopy(plain)
@@ -48,10 +46,6 @@ def inference_body(group):
     square(model).backward()
     square(twin).backward()
     assert_gradients_equal(model, twin)
-
-
-def test_inference_then_training(cluster):
-    cluster.check(inference_body, 2)
 
 
 def buffers_body(group):
@@ -69,14 +63,11 @@ def test_buffers_come_from_rank_0_and_are_updated_in_place(cluster):
     assert cluster.run(buffers_body, 2) == [(0.0, True)] * 2
 
 
-def gradients_by_hand_body(group):
+@pytest.mark.ranks(2)
+def test_shards_are_not_in_the_graph(group):
     model = ShardLite(net(), group=group)
     with pytest.raises(LayoutError, match="shards are not in the graph"):
         torch.autograd.grad(square(model), list(model.parameters()))
-
-
-def test_shards_are_not_in_the_graph(cluster):
-    cluster.check(gradients_by_hand_body, 2)
 
 
 def interrupted_body(group):
@@ -109,7 +100,9 @@ def test_a_forward_that_raises_leaves_the_model_usable(cluster):
         assert set(counts) == {0}
 
 
-def compiled_body(group):
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_compiling_the_whole_model(group):
     """The whole model compiled: each unit breaks the graph, and a retained graph can be walked twice."""
     warnings.filterwarnings("ignore", r"The \.grad attribute")  # the compiler looks at it when it meets module hooks
     plain = net()
@@ -122,8 +115,3 @@ def compiled_body(group):
         theirs.backward(retain_graph=True)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert_gradients_equal(model, twin)
-
-
-@pytest.mark.slow
-def test_compiling_the_whole_model(cluster):
-    cluster.check(compiled_body, 2)

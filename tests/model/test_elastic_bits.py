@@ -308,7 +308,8 @@ def test_gradient_scalers_and_averages(cluster):
     assert_equal("2 ranks", runs[1], runs[0])
 
 
-def leaves_a_step_out(group: Any) -> None:
+@pytest.mark.ranks(1, 2)
+def test_a_nan_in_any_part_leaves_the_step_out(group: Any) -> None:
     """Body of a rank: one part has a NaN."""
     run = Run(group, "adamw")
     before = run.model.full_state_dict()
@@ -320,28 +321,19 @@ def leaves_a_step_out(group: Any) -> None:
     assert_equal("a step that was left out", run.model.full_state_dict(), before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_nan_in_any_part_leaves_the_step_out(cluster, world_size):
-    cluster.check(leaves_a_step_out, world_size)
-
-
 def run_parts(model: ShardLite, run: Callable[[int], object]) -> None:
     for part in model.parts():
         run(part)
 
 
-def diagnoses(group: Any, bad: int) -> None:
+@pytest.mark.parametrize(("group", "bad"), [(1, 0), (1, 3), (2, 1)], indirect=["group"])
+def test_what_is_not_finite_is_named(group: Any, bad: int) -> None:
     """Body of a rank: the gradient that is not finite is named, in whichever part it came."""
     torch.manual_seed(0)
     model = ShardLite(nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), diagnose=True)
     rank = bad // (4 // dist.get_world_size(group))
     with pytest.warns(NonFiniteWarning, match=rf"not finite: of 'weight' on rank {rank}\."):
         run_parts(model, lambda part: (model(torch.ones(2, 4)).sum() * (inf if part == bad else 1.0)).backward())
-
-
-@pytest.mark.parametrize(("world_size", "bad"), [(1, 0), (1, 3), (2, 1)])
-def test_what_is_not_finite_is_named(cluster, world_size, bad):
-    cluster.check(diagnoses, world_size, bad)
 
 
 def freezes(group: Any) -> dict[str, Tensor] | None:
@@ -365,7 +357,8 @@ def held(model: ShardLite) -> Held:
     return model.memory().get("gradient buckets", Held(0, 0))
 
 
-def keeps_few_sums(group: Any, most: int) -> None:
+@pytest.mark.parametrize(("group", "most"), [(1, 5), (2, 4), (4, 3)], indirect=["group"])
+def test_sums_are_kept_as_a_binary_counter_keeps_digits(group: Any, most: int) -> None:
     """Body of a rank: before the backward of a part there are as many sums as its number has ones."""
     torch.manual_seed(0)
     model = ShardLite(
@@ -377,11 +370,6 @@ def keeps_few_sums(group: Any, most: int) -> None:
         assert held(model).now == nbytes * (part - first).bit_count()
         model(torch.ones(2, 64)).sum().backward()
     assert nbytes * (most - 1) < held(model).peak <= nbytes * most
-
-
-@pytest.mark.parametrize(("world_size", "most"), [(1, 5), (2, 4), (4, 3)])
-def test_sums_are_kept_as_a_binary_counter_keeps_digits(cluster, world_size, most):
-    cluster.check(keeps_few_sums, world_size, most)
 
 
 def draws_by_part(group: Any) -> list[tuple[int, float, float]]:

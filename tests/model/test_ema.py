@@ -91,32 +91,27 @@ CASES = {
 }
 
 
-def follows_body(group, stages, name):
+@pytest.mark.parametrize(
+    ("group", "stages"),
+    [(1, (0, 3)), (2, (0, 3)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)],
+    indirect=["group"],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_averages_are_those_of_the_plain_twin(group, stages, name):
     make, loss, precision = CASES[name]
     for stage in stages:
         follow(make, loss, group, stage=stage, precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stages"), [(1, (0, 3)), (2, (0, 3)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_averages_are_those_of_the_plain_twin(cluster, world_size, stages, name):
-    cluster.check(follows_body, world_size, stages, name)
-
-
-def hybrid_body(group):
-    del group
+@pytest.mark.ranks(4)
+def test_averages_of_hybrid_sharding(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for stage in (1, 3):
         follow(language_model, on_tokens, mesh, stage=stage, replicas=2)
 
 
-def test_averages_of_hybrid_sharding(cluster):
-    cluster.check(hybrid_body, 4)
-
-
-def warm_up_body(group):
+@pytest.mark.ranks(2)
+def test_decay_may_warm_up(group):
     """`decay` is asked for with the number of updates before this one."""
     asked = []
 
@@ -132,15 +127,8 @@ def warm_up_body(group):
     assert both.ema.updates == 3
 
 
-def test_decay_may_warm_up(cluster):
-    cluster.check(warm_up_body, 2)
-
-
-def test_a_decay_of_one_and_of_nothing(cluster):
-    cluster.check(extremes_body, 2)
-
-
-def extremes_body(group):
+@pytest.mark.ranks(2)
+def test_a_decay_of_one_and_of_nothing(group):
     """With 1 the averages stay, with 0 they are the weights."""
     model = ShardLite(net(), group=group)
     first = {name: shard.detach().clone() for name, shard in model.named_parameters()}
@@ -269,7 +257,9 @@ def test_whatever_is_done_inside_on_one_rank(cluster):
     cluster.check(uses_body, 1, 3)
 
 
-def exception_body(group, stage):
+@pytest.mark.stages(1, 3)
+@pytest.mark.ranks(2)
+def test_trained_weights_are_back_after_an_exception(group, stage):
     """After an exception, in a forward or elsewhere, the trained weights are there."""
     model = ShardLite(net(), group=group, stage=stage)
     optimizer, average = AdamW(model.parameters(), lr=0.1), EMA(model)
@@ -293,12 +283,8 @@ def exception_body(group, stage):
         pass
 
 
-@pytest.mark.stages(1, 3)
-def test_trained_weights_are_back_after_an_exception(cluster, stage):
-    cluster.check(exception_body, 2, stage)
-
-
-def interrupted_body(group, stage):
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 0), slow(1, 2), slow(4, 1), slow(2, 2)], indirect=["group"])
+def test_gradients_that_wait_are_not_touched(group, stage):
     """An evaluation between a backward that accumulates and the one that steps changes no bit of the step."""
     both = Averaged(Pair(language_model, group, stage=stage), on_tokens)
     both.step()
@@ -312,11 +298,6 @@ def interrupted_body(group, stage):
     both.loss = loss
     both.step("local", "local", "step")
     both.step("sharded", "sharded", "step")
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 0), slow(1, 2), slow(4, 1), slow(2, 2)])
-def test_gradients_that_wait_are_not_touched(cluster, world_size, stage):
-    cluster.check(interrupted_body, world_size, stage)
 
 
 class Skipping(nn.Module):
@@ -333,8 +314,10 @@ class Skipping(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("stage", [slow(1), 3])
+@pytest.mark.ranks(2)
 @torch.no_grad()
-def early_body(group, stage):
+def test_a_rank_that_is_done_early_waits(group, stage):
     """A rank that is done early must not change places while others gather: its part is theirs, too."""
     plain = Skipping()
     twin = copy.deepcopy(plain)
@@ -353,15 +336,12 @@ def early_body(group, stage):
             param.div_(2)
 
 
-@pytest.mark.parametrize("stage", [slow(1), 3])
-def test_a_rank_that_is_done_early_waits(cluster, stage):
-    cluster.check(early_body, 2, stage)
-
-
 CHANGED = r"modified by an inplace operation|was changed between its forward and its backward"
 
 
-def across_body(group, stage):
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(1, 2)
+def test_a_backward_across_is_an_error(group, stage):
     """A backward on the other side than its forward would use the wrong weights."""
     model = ShardLite(net(), group=group, stage=stage)
     average = EMA(model)
@@ -379,13 +359,8 @@ def across_body(group, stage):
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_backward_across_is_an_error(cluster, world_size, stage):
-    cluster.check(across_body, world_size, stage)
-
-
-def one_rank_body(group):
+@pytest.mark.ranks(1)
+def test_both_ways_count_as_changes(group):
     """Ranks of which one has averaged weights must not hear each other's messages."""
     model = ShardLite(net(), group=group)
     average, version = EMA(model), context(model).version
@@ -396,11 +371,9 @@ def one_rank_body(group):
     assert len(set(changes)) == 3
 
 
-def test_both_ways_count_as_changes(cluster):
-    cluster.check(one_rank_body, 1)
-
-
-def load_body(group, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.ranks(2)
+def test_averages_are_saved_and_loaded_as_whole_tensors(group, stage):
     """What is loaded inside are the averages."""
     model = ShardLite(net(), group=group, stage=stage)
     average = EMA(model, 0.5)
@@ -426,11 +399,6 @@ def load_body(group, stage):
                     same_bits(name, again[name], whole[name])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_averages_are_saved_and_loaded_as_whole_tensors(cluster, stage):
-    cluster.check(load_body, 2, stage)
-
-
 # ---- what is frozen -------------------------------------------------------------------------------------------------
 
 
@@ -447,7 +415,8 @@ def test_frozen_parameters_have_no_averages(cluster):
     assert cluster.run(lora_body, 2, 1) == [4096, 4096]
 
 
-def unfreezing_body(group, stage):
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 0), slow(1, 3), slow(4, 2)], indirect=["group"])
+def test_what_is_unfrozen_is_averaged_from_its_first_step_on(group, stage):
     """Blocks are unfrozen, and frozen again, between steps: the averages are those of all parameters."""
 
     def make() -> nn.Module:
@@ -479,15 +448,16 @@ def unfreezing_body(group, stage):
     assert set(both.ema.state_dict()["averages"]) == set(both.expected)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 0), slow(1, 3), slow(4, 2)])
-def test_what_is_unfrozen_is_averaged_from_its_first_step_on(cluster, world_size, stage):
-    cluster.check(unfreezing_body, world_size, stage)
-
-
 # ---- states ---------------------------------------------------------------------------------------------------------
 
 
-def resume_body(group, stage):
+def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
+    return {"optimizer": optimizer.state_dict(), "ema": average.state_dict()}
+
+
+@pytest.mark.stages(1, 3)
+@pytest.mark.ranks(2)
+def test_a_run_that_is_resumed_has_the_same_averages(group, stage):
     """Return what two runs end with: one that was interrupted after some steps, and one that was not."""
 
     def begin() -> tuple[ShardLite, optim.Optimizer, EMA]:
@@ -524,16 +494,8 @@ def resume_body(group, stage):
         same_bits(name, theirs[name], value)
 
 
-def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
-    return {"optimizer": optimizer.state_dict(), "ema": average.state_dict()}
-
-
-@pytest.mark.stages(1, 3)
-def test_a_run_that_is_resumed_has_the_same_averages(cluster, stage):
-    cluster.check(resume_body, 2, stage)
-
-
-def misfit_body(group):
+@pytest.mark.ranks(2)
+def test_a_state_that_does_not_fit_changes_nothing(group):
     model = ShardLite(net(), group=group)
     average = EMA(model)
     state = average.state_dict()
@@ -552,10 +514,6 @@ def misfit_body(group):
             average.load_state_dict(wrong)
     for name, value in average.state_dict()["averages"].items():
         same_bits(name, value, before[name])
-
-
-def test_a_state_that_does_not_fit_changes_nothing(cluster):
-    cluster.check(misfit_body, 2)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -622,10 +580,7 @@ def test_mistakes_are_errors(cluster, body):
     cluster.check(body, 2)
 
 
-def alone_body(group):
+@pytest.mark.ranks(1)
+def test_mistakes_are_errors_on_one_rank(group):
     inside_body(group)
     in_use_body(group)
-
-
-def test_mistakes_are_errors_on_one_rank(cluster):
-    cluster.check(alone_body, 1)

@@ -137,7 +137,9 @@ CALLS: dict[str, Callable[[ShardLite], object]] = {
 }
 
 
-def talks_body(group: Any, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+@pytest.mark.ranks(2)
+def test_a_child_that_takes_other_ranks_is_told(group: Any, transport: str) -> None:
     """Let a child do what takes other ranks, and go on."""
     torch.manual_seed(0)
     model = ShardLite(
@@ -156,8 +158,3 @@ def talks_body(group: Any, transport: str) -> None:
     optimizer.step()
     optimizer.zero_grad()
     step(model, optimizer)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
-def test_a_child_that_takes_other_ranks_is_told(cluster, transport):
-    cluster.check(talks_body, 2, transport)

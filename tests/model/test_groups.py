@@ -57,8 +57,16 @@ def train_beside(model: ShardLite, twin: Twin, rank: int, what: str) -> None:
             torch.testing.assert_close(shards[name], part, rtol=0, atol=0, msg=lambda m, n=message: f"{n}: {m}")
 
 
-def hybrid_body(group, shape, precision):
-    del group
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(),
+        pytest.param(Precision(compute=torch.bfloat16, reduce=torch.bfloat16), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.ranks(4)
+def test_hybrid_sharding_follows_its_twin_at_every_stage(group, shape, precision):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     rank = dist.get_rank()
     for stage in (0, 1, 2, 3):
@@ -71,20 +79,7 @@ def hybrid_body(group, shape, precision):
             torch.testing.assert_close(value, twin.masters[name].detach(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
-@pytest.mark.parametrize(
-    "precision",
-    [
-        Precision(),
-        pytest.param(Precision(compute=torch.bfloat16, reduce=torch.bfloat16), marks=pytest.mark.slow),
-    ],
-)
-def test_hybrid_sharding_follows_its_twin_at_every_stage(cluster, shape, precision):
-    cluster.check(hybrid_body, 4, shape, precision)
-
-
 def hybrid_bytes_body(group):
-    del group
     mesh = init_device_mesh("cpu", (2, 2))
     models = [ShardLite(net(), group=ranks) for ranks in (mesh, mesh.get_group(1))]
     return [sum(flat.local.nbytes for flat in flats(model)) for model in models]
@@ -97,7 +92,6 @@ def test_hybrid_sharding_holds_a_share_of_the_second_dimension(cluster):
 
 def used_on_one_rank_body(group):
     """A parameter that only one rank uses, and one that none does."""
-    del group
     mesh = init_device_mesh("cpu", (2, 2))
     module = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("all", "one", "none")})
     model = ShardLite(module, group=mesh, units=lambda name, _: False)
@@ -113,8 +107,8 @@ def test_who_used_what_is_counted_over_replicas_too(cluster):
         assert {name for name, grad in there.items() if grad} == {"all.weight", "all.bias", "one.weight", "one.bias"}
 
 
-def mesh_errors_body(group):
-    del group
+@pytest.mark.ranks(4)
+def test_a_mesh_has_one_dimension_or_two(group):
     with pytest.raises(LayoutError, match=r"one dimension \(shard\) or two \(replicate, shard\), got 3"):
         ShardLite(net(), group=init_device_mesh("cpu", (1, 2, 2)))
     twin = Twin(net(), 4)
@@ -122,13 +116,10 @@ def mesh_errors_body(group):
     train_beside(model, twin, dist.get_rank(), "a mesh of one dimension")
 
 
-def test_a_mesh_has_one_dimension_or_two(cluster):
-    cluster.check(mesh_errors_body, 4)
-
-
-def subgroup_body(group, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.ranks(4)
+def test_a_group_need_not_have_the_first_rank(group, stage):
     """Ranks 2 and 3 train a model of their own beside ranks 0 and 1."""
-    del group
     some = init_device_mesh("cpu", (2, 2)).get_group(1)
     first = dist.get_rank() - some.rank()
     twin = Twin(net(), 2)
@@ -141,19 +132,10 @@ def subgroup_body(group, stage):
     assert bool(model.full_state_dict(rank=1)) == (some.rank() == 1)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_group_need_not_have_the_first_rank(cluster, stage):
-    cluster.check(subgroup_body, 4, stage)
-
-
-def outsider_body(group):
-    del group
+@pytest.mark.ranks(2)
+def test_a_process_outside_the_group_is_told_so(group):
     with pytest.raises(LayoutError, match="not a member of the process group"):
         ShardLite(net(), group=dist.GroupMember.NON_GROUP_MEMBER)
-
-
-def test_a_process_outside_the_group_is_told_so(cluster):
-    cluster.check(outsider_body, 2)
 
 
 def resharding_body(group, rule):
@@ -201,7 +183,8 @@ class Routed(nn.Module):
         return self.expert(self.shared(x)) * self.scale
 
 
-def ignoring_body(group):
+@pytest.mark.ranks(2)
+def test_ignored_parameters_are_each_ranks_own(group):
     rank = group.rank()
     for stage in (0, 1, 2, 3):
         module = Routed(rank)
@@ -232,17 +215,10 @@ def ignoring_body(group):
         torch.testing.assert_close(after["expert.weight"], before["expert.weight"], rtol=0, atol=0)
 
 
-def test_ignored_parameters_are_each_ranks_own(cluster):
-    cluster.check(ignoring_body, 2)
-
-
-def ignoring_wrongly_body(group):
+@pytest.mark.ranks(2)
+def test_what_cannot_be_ignored(group):
     with pytest.raises(LayoutError, match="ignore takes modules and parameters, got str"):
         ShardLite(Routed(0), group=group, ignore=["expert"])
     module = Routed(0)
     with pytest.raises(LayoutError, match="nothing to shard"):
         ShardLite(module, group=group, ignore=[module])
-
-
-def test_what_cannot_be_ignored(cluster):
-    cluster.check(ignoring_wrongly_body, 2)

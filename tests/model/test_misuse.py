@@ -25,7 +25,9 @@ def watch(module: nn.Module) -> None:
         param.register_hook(lambda grad: None)
 
 
-def watched_body(group, stage):
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(2)
+def test_hooks_that_look_at_weights(group, stage):
     plain = net()
     model = ShardLite(plain, group=group, stage=stage)
     watch(plain)
@@ -37,12 +39,8 @@ def watched_body(group, stage):
     square(model).backward()
 
 
-@pytest.mark.stages(0, 3)
-def test_hooks_that_look_at_weights(cluster, stage):
-    cluster.check(watched_body, 2, stage)
-
-
-def idle_body(group):
+@pytest.mark.ranks(2)
+def test_weights_can_only_be_read_while_they_are_held(group):
     """Between uses a weight is a placeholder, whatever happens to lie in a buffer."""
     plain = net()
     model = ShardLite(plain, group=group)
@@ -57,10 +55,6 @@ def idle_body(group):
         plain[2].load_state_dict(state)
     full = model.full_state_dict()
     assert all(torch.equal(full[f"2.{name}"], value) for name, value in state.items())
-
-
-def test_weights_can_only_be_read_while_they_are_held(cluster):
-    cluster.check(idle_body, 2)
 
 
 def data_write_body(group):
@@ -197,7 +191,8 @@ def test_what_would_be_lost_is_an_error(cluster, body):
     cluster.check(body, 2)
 
 
-def reentrant_layers_body(group):
+@pytest.mark.ranks(2)
+def test_layers_of_an_entered_unit_under_reentrant_checkpointing(group):
     """Layers of the root, each under reentrant checkpointing, one of them three times."""
 
     class Root(nn.Module):
@@ -220,10 +215,6 @@ def reentrant_layers_body(group):
         assert_gradients_equal(model, twin)
         model.zero_grad()
         twin.zero_grad()
-
-
-def test_layers_of_an_entered_unit_under_reentrant_checkpointing(cluster):
-    cluster.check(reentrant_layers_body, 2)
 
 
 def quantised_body(group):
@@ -249,7 +240,8 @@ def test_frozen_integer_weights(cluster):
     assert cluster.run(quantised_body, 2) == [["torch.float32"]] * 2
 
 
-def mask_body(group):
+@pytest.mark.ranks(2)
+def test_expanded_buffers(group):
     """A buffer that is an expanded view."""
 
     class Masked(Block):
@@ -261,7 +253,3 @@ def mask_body(group):
             return super().forward(x) * self.mask
 
     compare(nn.Sequential(Masked(), Masked()), square, group)
-
-
-def test_expanded_buffers(cluster):
-    cluster.check(mask_body, 2)

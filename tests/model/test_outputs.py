@@ -126,7 +126,10 @@ class Carries(nn.Module):
         return self.kind.make(self.blocks(x), torch.arange(3))
 
 
-def carries(group: Any, name: str, stage: int) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FOREIGN if n == "ModelOutput" else ()) for n in KINDS])
+@pytest.mark.ways((2, 3))
+@pytest.mark.sample(2)
+def test_containers_of_inputs_and_outputs(group: Any, name: str, stage: int) -> None:
     """Body of a rank: without casts and with; a container keeps its class, and the caller's own keeps its dtypes."""
     kind = KINDS[name]
 
@@ -148,13 +151,6 @@ def carries(group: Any, name: str, stage: int) -> None:
         pair = Pair(lambda dtype=compute: Carries(kind, dtype), group, stage=stage, precision=precision)
         pair.step(loss)
         pair.step(loss, ("local", "step"), clip=0.01)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=FOREIGN if n == "ModelOutput" else ()) for n in KINDS])
-@pytest.mark.ways((2, 3))
-@pytest.mark.sample(2)
-def test_containers_of_inputs_and_outputs(cluster, name, world_size, stage):
-    cluster.check(carries, world_size, name, stage)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FOREIGN if n == "ModelOutput" else ()) for n in KINDS])

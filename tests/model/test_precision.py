@@ -111,7 +111,14 @@ class Reader(nn.Module):
         return Batch(self.layer(x), batch.ids, {"y": (self.layer(batch.rows), plain)})
 
 
-def casts(group: Any, compute: torch.dtype | None, output: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("compute", "output"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float16), (None, None)],
+)
+@pytest.mark.ranks(2)
+def test_inputs_and_outputs_are_cast_wherever_they_are(
+    group: Any, compute: torch.dtype | None, output: torch.dtype | None
+) -> None:
     """Body of a rank: only floating-point tensors are cast, wherever they are, and the caller's own stay."""
     model = ShardLite(Reader(), group=group, precision=Precision(compute=compute, output=output))
     batch = Batch(torch.randn(2, 4), torch.arange(3), {"nested": [(torch.randn(1).double(), torch.ones(1).int())]})
@@ -135,14 +142,6 @@ def casts(group: Any, compute: torch.dtype | None, output: torch.dtype | None) -
     result.rows.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("compute", "output"),
-    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float16), (None, None)],
-)
-def test_inputs_and_outputs_are_cast_wherever_they_are(cluster, compute, output):
-    cluster.check(casts, 2, compute, output)
 
 
 # ---- full parameters ------------------------------------------------------------------------------------------------
@@ -237,7 +236,8 @@ def test_wrong_dtypes_are_refused_by_name(options, message):
         Precision(**options)
 
 
-def refuses_doubles(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_fp64_parameters_are_not_made_less_in_silence(group: Any) -> None:
     """Body of a rank."""
     with pytest.raises(
         LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64.*\.float\(\).*do not set `compute`"
@@ -246,14 +246,16 @@ def refuses_doubles(group: Any) -> None:
     ShardLite(MixedDtypes().float(), group=group, precision=BF16)
 
 
-def test_fp64_parameters_are_not_made_less_in_silence(cluster):
-    cluster.check(refuses_doubles, 2)
-
-
 # ---- autocast -------------------------------------------------------------------------------------------------------
 
 
-def follows_under_autocast(group: Any, dtype: torch.dtype, reentrant: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "reentrant"), [(torch.bfloat16, None), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+@pytest.mark.ranks(2)
+def test_autocast_gives_the_bits_of_a_twin_under_autocast(
+    group: Any, dtype: torch.dtype, reentrant: bool | None
+) -> None:
     """Body of a rank: in one context around each forward, and in one around all passes."""
 
     def cast(model: Callable[..., Any], turn: Turn) -> Tensor:
@@ -267,10 +269,3 @@ def follows_under_autocast(group: Any, dtype: torch.dtype, reentrant: bool | Non
         with torch.autocast("cpu", dtype):
             pair.backward(on_tokens, ("sharded",))
         pair.step(cast, clip=0.01)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "reentrant"), [(torch.bfloat16, None), (torch.bfloat16, False), (torch.bfloat16, True)]
-)
-def test_autocast_gives_the_bits_of_a_twin_under_autocast(cluster, dtype, reentrant):
-    cluster.check(follows_under_autocast, 2, dtype, reentrant)

@@ -85,15 +85,12 @@ def test_codes_that_every_rank_has_are_trained_around_like_any_frozen_weight(clu
     assert cluster.run(adapted_body, 2, {"stage": options["stage"]}, ignore) == [0, 0]
 
 
-def kept_whole_body(group) -> None:
+@pytest.mark.ranks(2)
+def test_codes_may_be_kept_themselves(group) -> None:
     """Codes that are kept themselves are placeholders in the backward, and gathered when they are used."""
     net = nn.Sequential(*(AdaptedLayer(whole=True) for _ in range(BLOCKS)))
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     compare(net, lambda m: m(x).square().mean(), group, prefetch=0)
-
-
-def test_codes_may_be_kept_themselves(cluster):
-    cluster.check(kept_whole_body, 2)
 
 
 def sharded_body(group) -> int:

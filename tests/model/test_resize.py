@@ -79,7 +79,10 @@ def resize_and_run(model: Any, loss_of: Any) -> None:
 INSTEAD = r"load `full_state_dict\(\)` into a new model that is not wrapped, change that"
 
 
-def refused(group: Any, make: Make, loss_of: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize(("make", "loss_of"), CASES)
+@pytest.mark.ranks(2)
+def test_a_wrapped_model_says_how_to_resize(group: Any, make: Make, loss_of: Any, stage: int) -> None:
     """Body of a rank: resize where it does not work, then do what the error says."""
     torch.manual_seed(0)
     model = ShardLite(make(), group=group, stage=stage)
@@ -95,12 +98,6 @@ def refused(group: Any, make: Make, loss_of: Any, stage: int) -> None:
     assert max(len(value) for value in full.values() if value.ndim > 1) >= MORE
     for name, value in twin.state_dict().items():
         same_bits(name, full[name], value)
-
-
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize(("make", "loss_of"), CASES)
-def test_a_wrapped_model_says_how_to_resize(cluster, make, loss_of, stage):
-    cluster.check(refused, 2, make, loss_of, stage)
 
 
 def loads(group: Any, make: Make, loss_of: Any, folder: Path, stage: int) -> None:

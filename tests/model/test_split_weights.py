@@ -117,7 +117,9 @@ def test_states_depend_on_no_units(cluster):
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def bytes_of(group: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(2)
+def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage: int) -> None:
     """Body of a rank: the widths are such that only arenas are padded."""
     torch.manual_seed(0)
     model = ShardLite(MLP([64, 128, 64]), group=group, stage=stage, units=nn.Linear, precision=SPLIT)
@@ -134,11 +136,6 @@ def bytes_of(group: Any, stage: int) -> None:
     counts = 4 * len(list(model.parameters()))
     rows = mine / 16  # which parameter each 32 elements belong to
     assert held["optimizer state"].now == mine * (2 + 2 / 32) + rows + counts
-
-
-@pytest.mark.stages(0, 3)
-def test_weights_take_three_bytes_and_with_a_narrow_state_five(cluster, stage):
-    cluster.check(bytes_of, 2, stage)
 
 
 # ---- steps that are scaled, clipped, left out ------------------------------------------------------------------------
@@ -216,7 +213,8 @@ def test_other_masters_are_refused_by_name():
         Precision(compute=torch.bfloat16, master="split16")  # type: ignore[arg-type]
 
 
-def adopted(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
     """Body of a rank: an optimizer that has stepped the module before goes on with the shards, cut like weights."""
     results = []
     for early in (False, True):
@@ -231,17 +229,10 @@ def adopted(group: Any) -> None:
         same_bits(name, results[1][name], value)
 
 
-def test_an_optimizer_that_was_built_before_wrapping(cluster):
-    cluster.check(adopted, 2)
-
-
-def quantized(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_quantized_gathers(group: Any) -> None:
     """Body of a rank: codes are of the upper part, and weights keep all 24 bits."""
     model, _ = trained(group, precision=replace(SPLIT, quantized_gather=True))
     for value in model.full_state_dict().values():
         same_bits("24 bits", value, cut(value))
     assert any((value != value.bfloat16()).any() for value in model.full_state_dict().values())
-
-
-def test_quantized_gathers(cluster):
-    cluster.check(quantized, 2)

@@ -123,9 +123,10 @@ def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(cluster, w
     cluster.check(follows, world_size, STAGES, Precision(), ("local", "sharded", "step"))
 
 
-def follows_over_replicas(group: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(4)
+def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: int) -> None:
     """Body of a rank: two replicas of two ranks, with clipping, accumulation, and a unit that is frozen meanwhile."""
-    del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     pair = Pair(LanguageModel, mesh, replicas=2, stage=stage)
     for step in range(4):
@@ -135,15 +136,16 @@ def follows_over_replicas(group: Any, stage: int) -> None:
         pair.step(on_tokens, ("local", "step") if step > 1 else ("sharded", "step"), 0.01 if step else None)
 
 
-@pytest.mark.stages(0, 3)
-def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
-    cluster.check(follows_over_replicas, 4, stage)
-
-
 # ---- weights between steps ------------------------------------------------------------------------------------------
 
 
-def cannot_be_read_until_gathered(group: Any, stage: int, precision: Precision) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
+)
+@pytest.mark.ranks(2)
+def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
+    group: Any, stage: int, precision: Precision
+) -> None:
     """Body of a rank: after a step a rank has new weights in its own shard only, and a mixture must not be read."""
     pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
     own = dict(pair.model.module.named_parameters())
@@ -163,14 +165,9 @@ def cannot_be_read_until_gathered(group: Any, stage: int, precision: Precision) 
                 same_bits(f"{name} after a forward", param.detach(), pair.twin.masters[name].detach().to(param.dtype))
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
-)
-def test_weights_cannot_be_read_between_a_step_and_the_next_forward(cluster, stage, precision):
-    cluster.check(cannot_be_read_until_gathered, 2, stage, precision)
-
-
-def gathers_once(group: Any, stage: int, precision: Precision) -> None:
+@pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
+@pytest.mark.ranks(2)
+def test_stages_1_and_2_gather_each_unit_once_per_step(group: Any, stage: int, precision: Precision) -> None:
     """Body of a rank."""
     pair = Pair(LanguageModel, group, stage=stage, precision=precision)
     model, once = pair.model, dict.fromkeys(pair.model.unit_names, 1)
@@ -191,11 +188,6 @@ def gathers_once(group: Any, stage: int, precision: Precision) -> None:
         assert gathers(model) == {}
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
-def test_stages_1_and_2_gather_each_unit_once_per_step(cluster, stage, precision):
-    cluster.check(gathers_once, 2, stage, precision)
-
-
 # ---- what a forward may do ------------------------------------------------------------------------------------------
 
 
@@ -212,7 +204,9 @@ class Skipping(nn.Module):
         return x
 
 
-def skips_units(group: Any, stage: int) -> None:
+@pytest.mark.ranks(*WORLDS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_skip_units(group: Any, stage: int) -> None:
     """Body of a rank: ranks skip other blocks at each step, and all skip the last one at the first."""
 
     def loss(model: Callable[..., Any], turn: Turn) -> Tensor:
@@ -224,12 +218,6 @@ def skips_units(group: Any, stage: int) -> None:
         pair.step(loss, ("local", "step") if step % 2 else ("step",), clip=0.01)
         if pair.rank == 0 and step == 1:
             pair.model(torch.randn(1, 6), (0, 1, 2))  # gathers all the same, and the others take part later
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_ranks_may_skip_units(cluster, stage, world_size):
-    cluster.check(skips_units, world_size, stage)
 
 
 class Functional(nn.Module):
@@ -247,18 +235,15 @@ class Functional(nn.Module):
         return self.outer(tangents).flatten() + jacobians.square().sum(dim=(1, 2)) + slopes.sum(dim=1)
 
 
-def runs_transforms(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.ranks(2)
+def test_a_forward_may_use_function_transforms(group: Any, stage: int) -> None:
     """Body of a rank."""
     pair = Pair(Functional, group, stage=stage, units=nn.Linear)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit")  # PyTorch's own, where it makes tables for `jvp`
         for _ in range(3):
             pair.step(on_rows(6), clip=0.01)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_forward_may_use_function_transforms(cluster, stage):
-    cluster.check(runs_transforms, 2, stage)
 
 
 class Checkpointed(nn.Module):
@@ -282,7 +267,9 @@ def penalty(model: Callable[..., Any], turn: Turn) -> Tensor:
     return slope.square().sum()
 
 
-def recomputes(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.ranks(2)
+def test_double_backward_and_recomputation(group: Any, stage: int) -> None:
     """Body of a rank: double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
 
     def plain(model: Callable[..., Any], turn: Turn) -> Tensor:
@@ -292,8 +279,3 @@ def recomputes(group: Any, stage: int) -> None:
         pair = Pair(lambda kind=reentrant: Checkpointed(kind), group, stage=stage)
         for step in range(3):
             pair.step(losses[step % 2], ("local", "step") if step else ("sharded", "step"), clip=0.01)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_double_backward_and_recomputation(cluster, stage):
-    cluster.check(recomputes, 2, stage)

@@ -102,7 +102,9 @@ def test_a_plain_module_comes_back_on_one_rank(cluster):
     cluster.check(plain_body, 1, 3)
 
 
-def onwards_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.ranks(2)
+def test_what_follows(group: Any, stage: int) -> None:
     """What people do with the module next; training goes on as that of a module that was loaded."""
     model = wrapped(group, stage=stage)
     train(model, AdamW(model.parameters(), lr=0.1), 2)
@@ -133,12 +135,8 @@ def onwards_body(group: Any, stage: int) -> None:
     again.unwrap().double()
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_what_follows(cluster, stage):
-    cluster.check(onwards_body, 2, stage)
-
-
-def precise_body(group: Any) -> None:
+@pytest.mark.ranks(3)
+def test_split_weights(group: Any) -> None:
     """Weights come back with all digits in which they are kept."""
     precision = Precision(compute=torch.bfloat16, master="split24")
     model = ShardLite(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), group=group, precision=precision)
@@ -151,39 +149,10 @@ def precise_body(group: Any) -> None:
         same_bits(name, value, expected[name])
 
 
-def test_split_weights(cluster):
-    cluster.check(precise_body, 3)
-
-
-def spent_body(group: Any) -> None:
-    model = wrapped(group)
-    ema = EMA(model)
-    with pytest.raises(PhaseError, match=r"outside of EMA\.swapped"), ema.swapped():
-        model.unwrap()
-    with pytest.raises(PhaseError, match="gathered"), model.gathered():
-        model.unwrap()
-    if dist.get_rank(group) == 0:
-        units(model)[0].users += 1  # as an unfinished forward on this rank alone
-    with pytest.raises((PhaseError, Exception), match="outside of forwards"):
-        model.unwrap()
-    if dist.get_rank(group) == 0:
-        units(model)[0].users -= 1
-    train(model, AdamW(model.parameters(), lr=0.1), 1)
-    bridge = weakref.ref(bridge_of(model))
-    del ema
-    module = model.unwrap()
-    for call in (model.parameters, model.state_dict, model.full_state_dict, model.unwrap, model.memory, model.gathered):
-        with pytest.raises(PhaseError, match=r"was unwrapped: use the module that unwrap\(\) returned"):
-            list(call())
-    with pytest.raises(PhaseError, match="was unwrapped"):
-        model(tokens())
-    assert repr(model) == "ShardLite(unwrapped)"
-    gc.collect()
-    assert bridge() is None, "shards are freed even while the program keeps the wrapper"
-    module(tokens())
-
-
-def leftover_body(group: Any, ours: bool, stepped: bool) -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.ranks(2)
+def test_optimizers_of_before_are_refused(group: Any, ours: bool, stepped: bool) -> None:
     """An optimizer of before would train nothing: its step is an error, and it keeps nothing alive."""
     model = wrapped(group)
     optimizer = (AdamW if ours else optim.AdamW)(model.parameters(), lr=0.1)
@@ -197,12 +166,6 @@ def leftover_body(group: Any, ours: bool, stepped: bool) -> None:
     gc.collect()
     assert bridge() is None
     assert not hasattr(model, "anything")
-
-
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("ours", [False, True])
-def test_optimizers_of_before_are_refused(cluster, ours, stepped):
-    cluster.check(leftover_body, 2, ours, stepped)
 
 
 class Listed(nn.Module):
@@ -247,7 +210,8 @@ def test_parameters_are_the_same_objects(cluster, stage):
     cluster.check(same_objects_body, 1, stage)
 
 
-def accumulated_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_accumulated_gradients_are_not_lost(group: Any) -> None:
     """Gradients that would be lost are not, and the model goes on."""
     model = wrapped(group)
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -261,9 +225,30 @@ def accumulated_body(group: Any) -> None:
     model.unwrap()
 
 
-def test_accumulated_gradients_are_not_lost(cluster):
-    cluster.check(accumulated_body, 2)
-
-
-def test_the_wrapper_is_spent(cluster):
-    cluster.check(spent_body, 2)
+@pytest.mark.ranks(2)
+def test_the_wrapper_is_spent(group: Any) -> None:
+    model = wrapped(group)
+    ema = EMA(model)
+    with pytest.raises(PhaseError, match=r"outside of EMA\.swapped"), ema.swapped():
+        model.unwrap()
+    with pytest.raises(PhaseError, match="gathered"), model.gathered():
+        model.unwrap()
+    if dist.get_rank(group) == 0:
+        units(model)[0].users += 1  # as an unfinished forward on this rank alone
+    with pytest.raises((PhaseError, Exception), match="outside of forwards"):
+        model.unwrap()
+    if dist.get_rank(group) == 0:
+        units(model)[0].users -= 1
+    train(model, AdamW(model.parameters(), lr=0.1), 1)
+    bridge = weakref.ref(bridge_of(model))
+    del ema
+    module = model.unwrap()
+    for call in (model.parameters, model.state_dict, model.full_state_dict, model.unwrap, model.memory, model.gathered):
+        with pytest.raises(PhaseError, match=r"was unwrapped: use the module that unwrap\(\) returned"):
+            list(call())
+    with pytest.raises(PhaseError, match="was unwrapped"):
+        model(tokens())
+    assert repr(model) == "ShardLite(unwrapped)"
+    gc.collect()
+    assert bridge() is None, "shards are freed even while the program keeps the wrapper"
+    module(tokens())

@@ -262,7 +262,8 @@ def test_the_ledger_knows_what_is_sharded(cluster):
         assert after["gradients"] == after["gradient buckets"] == 0
 
 
-def two_models_body(group):
+@pytest.mark.ranks(2)
+def test_two_wrapped_models_in_one_graph(group):
     """Two wrapped models at once do not hear each other's messages."""
     plain = [Tied(), Tied()]
     twins = copy.deepcopy(plain)
@@ -271,10 +272,6 @@ def two_models_body(group):
     (twins[0](TOKENS) * twins[1](TOKENS)).backward()
     for model, twin in zip(models, twins, strict=True):
         assert_gradients_equal(model, twin)
-
-
-def test_two_wrapped_models_in_one_graph(cluster):
-    cluster.check(two_models_body, 2)
 
 
 def freed_body(group):
@@ -309,7 +306,8 @@ def test_a_step_inside_gathered_is_not_undone(cluster):
     assert cluster.run(step_inside_body, 2) == [False, False]
 
 
-def nested_body(group):
+@pytest.mark.ranks(2)
+def test_gathered_inside_gathered(group):
     """What an inner `gathered()` forgets is still there for the outer one, and for forwards inside it."""
     plain = Tied()
     twin = copy.deepcopy(plain)
@@ -320,10 +318,6 @@ def nested_body(group):
         model(TOKENS).backward()
     twin(TOKENS).backward()
     assert_gradients_equal(model, twin)
-
-
-def test_gathered_inside_gathered(cluster):
-    cluster.check(nested_body, 2)
 
 
 def history_body(group, stage):
