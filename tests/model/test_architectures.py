@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardlite import Precision
 from shardlite.build.partition import ROOT, partition_module
 from tests.support.models.hf import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
-from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, same_bits, trained
+from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, same_states, trained
 
 SIZES = (2, WIDE)
 
@@ -35,8 +35,7 @@ def follows_its_twin(make: Callable[[], nn.Module], loss: Loss, group: Any, **op
     pair = trained(make, loss, group, **options)
     full, expected = pair.model.full_state_dict(), pair.twin.state_dict()
     assert full.keys() == expected.keys()
-    for key, value in expected.items():
-        same_bits(f"full_state_dict()[{key!r}]", full[key], value)
+    same_states("full_state_dict()", full, expected)
     pair.evaluate(loss)
     return pair
 

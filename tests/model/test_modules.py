@@ -211,19 +211,15 @@ LAYERS = {
 }
 
 
-def trains(group: Any, name: str, stage: int) -> None:
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.ways((2, 3))
+def test_layers_train_and_evaluate_like_the_twins(group: Any, name: str, stage: int) -> None:
     """Body of a rank."""
     case = LAYERS[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
         pair = trained(case.make, case.loss, group, stage=stage)
         pair.evaluate(case.loss)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.ways((2, 3))
-def test_layers_train_and_evaluate_like_the_twins(cluster, name, world_size, stage):
-    cluster.check(trains, world_size, name, stage)
 
 
 # ---- fast paths of evaluation -------------------------------------------------------------------------------------

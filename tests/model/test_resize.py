@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardlite import AdamW, LayoutError, ShardLite, load, save
 from tests.support.models.hf import FOREIGN, gpt2, llama, on_next_tokens
 from tests.support.models.residual import WIDTH
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_bits, same_states
 
 ROWS, MORE = 53, 60
 
@@ -96,8 +96,7 @@ def test_a_wrapped_model_says_how_to_resize(group: Any, make: Make, loss_of: Any
     same_bits("loss", step(larger, loss_of, turn), step(twin, loss_of, turn))
     full = larger.full_state_dict()
     assert max(len(value) for value in full.values() if value.ndim > 1) >= MORE
-    for name, value in twin.state_dict().items():
-        same_bits(name, full[name], value)
+    same_states("state", full, twin.state_dict())
 
 
 def loads(group: Any, make: Make, loss_of: Any, folder: Path, stage: int) -> None:

@@ -17,7 +17,7 @@ from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel, MixedDtypes, frozen
-from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages, without_warnings
+from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages, without_warnings
 from tests.support.twins.split import SPLIT, SplitPair, cut, trained
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -31,7 +31,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 }
 
 
-def follows(group: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
+    ],
+    indirect=["group"],
+)
+@pytest.mark.sample(2)
+def test_training_follows_a_twin_in_24_bits(group: Any, name: str) -> None:
     """Body of a rank: with clipping and both kinds of accumulation."""
     make, loss = MODELS[name]
     for stage in some_stages(1, 3):
@@ -44,18 +53,9 @@ def follows(group: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
-    ],
+    ("kind", "group"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)], indirect=["group"]
 )
-@pytest.mark.sample(2)
-def test_training_follows_a_twin_in_24_bits(cluster, name, world_size):
-    cluster.check(follows, world_size, name)
-
-
-def alike(group: Any, kind: str) -> None:
+def test_all_stages_have_the_same_bits(group: Any, kind: str) -> None:
     """Body of a rank: all stages have the same bits, with options of stage 3 too."""
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
     for state in ("fp32", "bf16", "int8"):
@@ -63,13 +63,7 @@ def alike(group: Any, kind: str) -> None:
             trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages(0, 3)
         ]
         for other in weights[1:]:
-            for name, value in weights[0].items():
-                same_bits(f"{state}: {name}", other[name], value)
-
-
-@pytest.mark.parametrize(("kind", "world_size"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)])
-def test_all_stages_have_the_same_bits(cluster, kind, world_size):
-    cluster.check(alike, world_size, kind)
+            same_states(f"{state}", other, weights[0])
 
 
 def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit: bool = False) -> dict[str, Tensor]:
@@ -141,8 +135,10 @@ def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage
 # ---- steps that are scaled, clipped, left out ------------------------------------------------------------------------
 
 
+@pytest.mark.stages(2, 3)
+@pytest.mark.ranks(2)
 @without_warnings
-def scaled(group: Any, stage: int) -> None:
+def test_gradient_scalers_and_steps_that_are_left_out(group: Any, stage: int) -> None:
     """Body of a rank: a gradient scaler by a power of two changes no bit, and leaves out what overflows."""
     model = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
     twin = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
@@ -164,21 +160,17 @@ def scaled(group: Any, stage: int) -> None:
         optimizers[1].step()
         for each in optimizers:
             each.zero_grad()
-        for name, value in twin.full_state_dict().items():
-            same_bits(f"step {step}: {name}", model.full_state_dict()[name], value)
+        same_states(f"step {step}", model.full_state_dict(), twin.full_state_dict())
     assert twin.skipped_steps == 1
     assert scaler.get_scale() == 2.0**7
-
-
-@pytest.mark.stages(2, 3)
-def test_gradient_scalers_and_steps_that_are_left_out(cluster, stage):
-    cluster.check(scaled, 2, stage)
 
 
 # ---- what it does not go with ---------------------------------------------------------------------------------------
 
 
-def refuses(group: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(1, 2)
+def test_optimizers_that_know_nothing_of_it_are_refused(group: Any, stage: int) -> None:
     """Body of a rank."""
     model = ShardLite(_seeded(lambda: MLP([7, 33, 5])), group=group, stage=stage, precision=SPLIT)
     for make in (optim.AdamW, optim.SGD):
@@ -188,16 +180,9 @@ def refuses(group: Any, stage: int) -> None:
         with pytest.raises(LayoutError, match=rf"{make.__name__} would step only the upper part of split weights"):
             optimizer.step()
         model.zero_grad()
-        for name, value in model.full_state_dict().items():
-            same_bits(name, value, before[name])
+        same_states("state", model.full_state_dict(), before)
     with pytest.raises(LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64"):
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
-
-
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_that_know_nothing_of_it_are_refused(cluster, world_size, stage):
-    cluster.check(refuses, world_size, stage)
 
 
 @pytest.mark.parametrize("compute", [None, torch.float32, torch.float16])
@@ -225,8 +210,7 @@ def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
         on_rows(model, Turn(0, 0, 0)).backward()
         optimizer.step()
         results.append(model.full_state_dict())
-    for name, value in results[0].items():
-        same_bits(name, results[1][name], value)
+    same_states("state", results[1], results[0])
 
 
 @pytest.mark.ranks(2)

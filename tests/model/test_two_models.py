@@ -22,7 +22,7 @@ from shardlite import EMA, AdamW, LayoutError, Precision, ShardLite
 from tests.support.models.residual import net, square
 from tests.support.models.small import MLP, VOCABULARY, LanguageModel, Residual
 from tests.support.twins.plain import PaddedAdamW
-from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, slow
+from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, same_states, slow
 
 Models = Mapping[str, Callable[..., Any]]
 Loss = Callable[[Models, Turn], Tensor]
@@ -202,9 +202,9 @@ def test_teacher_that_is_the_average_of_its_student(group, stages):
         with torch.no_grad():
             torch._foreach_lerp_(list(teacher.model.parameters()), list(student.model.parameters()), 1 - 0.7)
             torch._foreach_lerp_(list(teacher.twin.masters.values()), list(student.twin.masters.values()), 1 - 0.7)
-    for name, shard in local_parts(teacher.model, teacher.twin.masters).items():
-        same_bits(name, average.state_dict()["averages"][name], shard)
-        same_bits(name, dict(teacher.model.named_parameters())[name].detach(), shard)
+    expected = local_parts(teacher.model, teacher.twin.masters)
+    same_states("averages", average.state_dict()["averages"], expected)
+    same_states("teacher", dict(teacher.model.named_parameters()), expected)
 
 
 # ---- policy and reference -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
 from shardlite.params import Sharded, ShardInfo
 from tests.support.internals import bridge as bridge_of
 from tests.support.internals import units
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states
 
 
 class Scale(nn.Parameter):
@@ -68,7 +68,8 @@ def wrapped(group: Any, **options: Any) -> ShardLite:
     return ShardLite(Net(), group=group, **options)
 
 
-def plain_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 2), (2, 0), (1, 3)], indirect=["group"])
+def test_a_plain_module_comes_back(group: Any, stage: int) -> None:
     model = wrapped(group, stage=stage)
     inner, seen = model.module, []
     inner.norm.register_forward_hook(lambda *_: seen.append("a hook of the program"))
@@ -76,8 +77,7 @@ def plain_body(group: Any, stage: int) -> None:
     expected = model.full_state_dict()
     module = model.unwrap()
     assert module is inner
-    for name, value in expected.items():
-        same_bits(name, module.state_dict()[name], value)
+    same_states("state", module.state_dict(), expected)
     assert module.head.weight is module.embedding.weight
     assert not module.head.bias.requires_grad
     assert (type(module.scale), module.scale.no_decay) == (Scale, True)
@@ -93,15 +93,6 @@ def plain_body(group: Any, stage: int) -> None:
     assert seen == ["a hook of the program"]
 
 
-@pytest.mark.parametrize("stage", [3, 2, 0])
-def test_a_plain_module_comes_back(cluster, stage):
-    cluster.check(plain_body, 2, stage)
-
-
-def test_a_plain_module_comes_back_on_one_rank(cluster):
-    cluster.check(plain_body, 1, 3)
-
-
 @pytest.mark.parametrize("stage", [3, 1])
 @pytest.mark.ranks(2)
 def test_what_follows(group: Any, stage: int) -> None:
@@ -114,8 +105,7 @@ def test_what_follows(group: Any, stage: int) -> None:
     module = model.unwrap()
     for each in (twin, module):
         train(each, optim.AdamW(each.parameters(), lr=0.1), 2)
-    for name, value in twin.state_dict().items():
-        same_bits(name, module.state_dict()[name], value)
+    same_states("state", module.state_dict(), twin.state_dict())
     averaged = optim.swa_utils.AveragedModel(module.blocks)
     averaged.update_parameters(module.blocks)
     torch.save(module.blocks, file := io.BytesIO())
@@ -130,8 +120,7 @@ def test_what_follows(group: Any, stage: int) -> None:
     again = ShardLite(module, group=group, stage=3 - stage)
     train(again, AdamW(again.parameters(), lr=0.1), 1)
     train(twin, AdamW(twin.parameters(), lr=0.1), 1)
-    for name, value in again.full_state_dict().items():
-        same_bits(name, value, twin.state_dict()[name])
+    same_states("state", again.full_state_dict(), twin.state_dict())
     again.unwrap().double()
 
 
@@ -185,7 +174,9 @@ class Listed(nn.Module):
         return x @ self.weights[0] + self.layer.bias
 
 
-def same_objects_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [3, 2, 0])
+@pytest.mark.ranks(1, 2)
+def test_parameters_are_the_same_objects(group: Any, stage: int) -> None:
     """Parameters are the same objects with the hooks of the program, whoever has references to them."""
     inner, seen = Listed(), []
     before = dict(inner.named_parameters())
@@ -202,12 +193,6 @@ def same_objects_body(group: Any, stage: int) -> None:
     optimizer.step()
     same_bits("masked", before["layer.weight"].detach(), weight)
     assert not any(ShardInfo.is_of(param) for param in module.parameters())
-
-
-@pytest.mark.parametrize("stage", [3, 2, 0])
-def test_parameters_are_the_same_objects(cluster, stage):
-    cluster.check(same_objects_body, 2, stage)
-    cluster.check(same_objects_body, 1, stage)
 
 
 @pytest.mark.ranks(2)

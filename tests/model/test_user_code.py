@@ -188,14 +188,10 @@ def test_a_function_that_keeps_a_view_of_a_weight_is_right_and_reported(group: A
         trained(lambda: nn.Sequential(*(Quantised() for _ in range(4))), on_rows, group, stage=stage)
 
 
-def saves(group: Any, stage: int) -> None:
+@pytest.mark.ways((2, 3))
+def test_a_function_that_saves_weights_for_backward(group: Any, stage: int) -> None:
     """Body of a rank."""
     trained(lambda: nn.Sequential(*(Saving() for _ in range(4))), on_rows, group, stage=stage)
-
-
-@pytest.mark.ways((2, 3))
-def test_a_function_that_saves_weights_for_backward(cluster, world_size, stage):
-    cluster.check(saves, world_size, stage)
 
 
 # ---- function transforms ------------------------------------------------------------------------------------------
@@ -237,7 +233,8 @@ def blocks(kind: type[nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(kind() for _ in range(3)))
 
 
-def transforms(group: Any, stage: int) -> None:
+@pytest.mark.ways((2, 3))
+def test_vmap_and_functional_call_inside_a_forward(group: Any, stage: int) -> None:
     """Body of a rank."""
     for kind in (ByRows, CallsFunctionally, Adapts):
         trained(blocks(kind), on_rows, group, stage=stage)
@@ -250,11 +247,7 @@ def transforms(group: Any, stage: int) -> None:
 
 
 @pytest.mark.ways((2, 3))
-def test_vmap_and_functional_call_inside_a_forward(cluster, world_size, stage):
-    cluster.check(transforms, world_size, stage)
-
-
-def replaces(group: Any, stage: int) -> None:
+def test_functional_call_of_a_unit_with_other_tensors_is_an_error(group: Any, stage: int) -> None:
     """Body of a rank: a unit that is called with other tensors would use those, and train nothing."""
     model = ShardLite(net(), group=group, stage=stage)
     x = rows(Turn(0, 0, 0))
@@ -264,11 +257,6 @@ def replaces(group: Any, stage: int) -> None:
             functional_call(module, doubled, (x,))
     on_rows(model, Turn(0, 0, 0)).backward()
     assert all(shard.grad is not None for shard in model.parameters())
-
-
-@pytest.mark.ways((2, 3))
-def test_functional_call_of_a_unit_with_other_tensors_is_an_error(cluster, world_size, stage):
-    cluster.check(replaces, world_size, stage)
 
 
 @pytest.mark.ways((2, 3))
