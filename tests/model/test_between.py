@@ -97,12 +97,11 @@ def test_a_step_between_forward_and_backward_is_right_or_an_error(group, stage):
         critic.step()
         try:
             actor.backward()
+            results.append(x.grad)
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            if each is twin or stage == 0 or "modified by an inplace operation" not in str(error):
                 raise
-        results.append(x.grad)
-    expected, got = results
-    assert torch.equal(got, expected) if got is not None else stage > 0
+    assert torch.equal(results[0], results[-1])
 
 
 @pytest.mark.ranks(2)

@@ -27,7 +27,7 @@ from shardlite import EscapedViewWarning
 from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, Nested, net, on_rows, rows
 from tests.support.models.small import VOCABULARY, LanguageModel, run_all
-from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, trained
+from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, slow, trained
 
 Model = Callable[..., Any]
 
@@ -231,8 +231,12 @@ def one_forward(model: Model, turn: Turn) -> Tensor:
     return -functional.logsigmoid(first - second).mean()
 
 
-def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Body of a rank: return how often units are gathered for a step of either loss."""
+@pytest.mark.ways((2, 3), (2, 2))
+def test_two_forwards_before_one_backward(group: Any, stage: int) -> None:
+    """Each forward and each backward gathers, but the last unit is still there when the backward begins.
+
+    The backward of the first layer needs no weights: its input requires no gradient.
+    """
     counts = []
     for loss in (one_forward, two_forwards):
         pair = Pair(partial(net, 4), group, stage=stage, **({"prefetch": 0} if stage == 3 else {}))
@@ -240,21 +244,12 @@ def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[
             pair.model.trace.take()
             pair.step(loss)
         counts.append(gathers(pair.model))
-    return counts[0], counts[1]
-
-
-@pytest.mark.ways((2, 3), (2, 2))
-def test_two_forwards_before_one_backward(cluster, world_size, stage):
-    """Each forward and each backward gathers, but the last unit is still there when the backward begins.
-
-    The backward of the first layer needs no weights: its input requires no gradient.
-    """
-    for once, twice in cluster.run(costs_of_two_forwards, world_size, stage):
-        if stage == 3:
-            assert once == {"0": 1, "1": 2, "2": 2, "3": 1}
-            assert twice == {"0": 2, "1": 4, "2": 4, "3": 3}
-        else:
-            assert once == twice
+    once, twice = counts
+    if stage == 3:
+        assert once == {"0": 1, "1": 2, "2": 2, "3": 1}
+        assert twice == {"0": 2, "1": 4, "2": 4, "3": 3}
+    else:
+        assert once == twice
 
 
 class Preference(nn.Module):
@@ -287,29 +282,21 @@ def preferences(model: Model, turn: Turn) -> Tensor:
     return model(chosen, rejected)
 
 
-def prefers(group: Any, reentrant: bool | None, stage: int) -> dict[str, int]:
-    """Body of a rank: return how often units are gathered for a step."""
+@pytest.mark.parametrize("reentrant", [None, False, slow(True)], ids=["plain", "nonreentrant", "reentrant"])
+@pytest.mark.ways((2, 3))
+def test_dpo_with_a_frozen_reference(group: Any, reentrant: bool | None, stage: int) -> None:
+    """Body of a rank: compare, and count how often units are gathered for a step."""
     options = {"prefetch": 0} if stage == 3 else {}
     pair = Pair(partial(Preference, reentrant), group, stage=stage, **options)
     pair.step(preferences, ("local", "step"))
     pair.step(preferences, clip=0.01)
     pair.model.trace.take()
     pair.step(preferences)
-    return gathers(pair.model)
-
-
-@pytest.mark.parametrize(
-    "reentrant",
-    [None, False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["plain", "nonreentrant", "reentrant"],
-)
-@pytest.mark.ways((2, 3))
-def test_dpo_with_a_frozen_reference(cluster, reentrant, world_size, stage):
-    for counts in cluster.run(prefers, world_size, reentrant, stage):
-        if stage == 3:
-            policy = {"policy.blocks.0": 4, "policy.blocks.1": 3}
-            reference = {"reference.blocks.0": 2, "reference.blocks.1": 2}
-            assert {name: count for name, count in counts.items() if name != "(root)"} == policy | reference
+    if stage == 3:
+        policy = {"policy.blocks.0": 4, "policy.blocks.1": 3}
+        reference = {"reference.blocks.0": 2, "reference.blocks.1": 2}
+        counts = gathers(pair.model)
+        assert {name: count for name, count in counts.items() if name != "(root)"} == policy | reference
 
 
 class LayersThenHead(nn.Module):
@@ -327,26 +314,19 @@ class LayersThenHead(nn.Module):
 def test_two_losses_with_retain_graph(group: Any, first_mode: str, stage: int) -> None:
     """Body of a rank: two losses of one output with a backward each; the first is reduced, or accumulated."""
 
-    def first(y: Tensor) -> Tensor:
-        return y.square().mean()
-
-    def second(y: Tensor) -> Tensor:
-        return y.sin().mean()
-
-    def separate(model: Model, turn: Turn, parts: tuple[Callable[[Tensor], Tensor], ...]) -> None:
+    def separate(turn: Turn, parts: tuple[Callable[[Tensor], Tensor], ...]) -> None:
         for part in parts:
-            part(model(rows(turn))).backward()
+            part(pair.twin(rows(turn))).mean().backward()
 
     pair = Pair(partial(LayersThenHead, 3), group, stage=stage)
     for step in range(2):
-        together = [(first, second)] if first_mode == "local" else [(first,), (second,)]
-        for parts in together:
-            pair.twin.backward(lambda _, rank, p=parts, s=step: separate(pair.twin, Turn(s, rank, 0), p))
+        for parts in [(torch.square, torch.sin)] if first_mode == "local" else [(torch.square,), (torch.sin,)]:
+            pair.twin.backward(lambda _, rank, p=parts, s=step: separate(Turn(s, rank, 0), p))
         y = pair.model(rows(Turn(step, pair.rank, 0)))
         with accumulating(pair.model, first_mode):
-            first(y).backward(retain_graph=True)
+            torch.square(y).mean().backward(retain_graph=True)
         assert set(users(pair.model)) == {0}
-        second(y).backward()
+        torch.sin(y).mean().backward()
         pair.finish(clip=0.01)
 
 
@@ -393,19 +373,9 @@ def test_autograd_grad_of_inputs_within_a_step(group: Any, name: str, stage: int
     assert set(users(pair.model)) == {0}
 
 
-class Critic(nn.Module):
+def critic(recomputed: bool) -> nn.Module:
     """[B, D] -> [B, 1], recomputed or not."""
-
-    def __init__(self, recomputed: bool) -> None:
-        super().__init__()
-        self.blocks = net(3)
-        self.head = nn.Linear(WIDTH, 1)
-        self.recomputed = recomputed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
-        return self.head(x)
+    return nn.Sequential(*((Layer if recomputed else Block)() for _ in range(3)), nn.Linear(WIDTH, 1))
 
 
 def penalised(model: Model, turn: Turn) -> Tensor:
@@ -421,5 +391,5 @@ def penalised(model: Model, turn: Turn) -> Tensor:
 @pytest.mark.ways((2, 3))
 def test_gradient_penalty_with_create_graph(group: Any, recomputed: bool, stage: int) -> None:
     """Body of a rank."""
-    pair = trained(partial(Critic, recomputed), penalised, group, stage=stage)
+    pair = trained(partial(critic, recomputed), penalised, group, stage=stage)
     assert set(users(pair.model)) == {0}

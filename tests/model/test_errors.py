@@ -184,7 +184,7 @@ def test_options_are_checked_on_every_rank(group, module, options, words):
         (frozen_on_one_rank_body, "ranks wrapped different models: rank 0 has"),
         (gradient_body, "parameter '0.0.weight' has a gradient, which would be lost: call zero_grad() before wrapping"),
         (convert_body, "before wrapping"),
-        (assigned_state_dict_body, "shards are views of arenas, which keep their place"),
+        (assigned_state_dict_body, "shards are views of one block of memory: leave assign=False"),
         (state_dict_of_other_shards_body, "is elements 5 to 8 of 64, and this rank keeps"),
         (sum_of_a_shard_body, "take to_local() for this rank's elements"),
         (inner_state_dict_body, "use full_state_dict()"),

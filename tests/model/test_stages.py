@@ -51,9 +51,19 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def keeps(group: Any, stage: int, precision: Precision) -> dict[str, int]:
-    """Body of a rank: return its bytes after a backward, and those of the optimizer after a step."""
-    model = ShardLite(Stack(), stage=stage, units=nn.Linear, precision=precision, group=group)
+@pytest.mark.ranks(*WORLDS)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
+)
+@pytest.mark.sample(2)
+def test_a_rank_keeps_what_zero_says(group: Any, compute: torch.dtype | None, stage: int, sharded: str) -> None:
+    """Body of a rank: check its bytes after a backward, and those of the optimizer after a step."""
+
+    def share(what: str, nbytes: int) -> int:
+        return nbytes // group.size() if what in sharded else nbytes
+
+    model = ShardLite(Stack(), stage=stage, units=nn.Linear, precision=Precision(compute=compute), group=group)
     optimizer = AdamW(model.parameters())
     model(torch.randn(3, 64)).float().square().mean().backward()
     found = {purpose: nbytes for purpose, nbytes in model.ledger.current().items() if nbytes}
@@ -62,31 +72,19 @@ def keeps(group: Any, stage: int, precision: Precision) -> dict[str, int]:
     found["moments"] = bytes_of(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
     optimizer.zero_grad()
     assert model.ledger.current()["gradients"] == 0
-    return found
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
-)
-@pytest.mark.sample(2)
-def test_a_rank_keeps_what_zero_says(cluster, world_size, compute, stage, sharded):
-    def share(what: str, nbytes: int) -> int:
-        return nbytes // world_size if what in sharded else nbytes
-
     expected = {"moments": share("moments", 8 * P), "gradients": share("gradients", 4 * P)}
     if compute is None:
         expected["parameters"] = share("parameters", 4 * P)
     else:  # masters are the optimizer's, and bf16 weights are what is computed with
         expected["parameters"] = share("moments", 4 * P) + (2 * P if stage < 3 else 0)
-    for found in cluster.run(keeps, world_size, stage, Precision(compute=compute)):
-        assert {what: found[what] for what in expected} == expected
-        assert "gradient buckets" not in found
-        assert "gather buffers" not in found
+    assert {what: found[what] for what in expected} == expected
+    assert "gradient buckets" not in found
+    assert "gather buffers" not in found
 
 
-def keeps_with_padding(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(3)
+def test_padding_is_all_that_odd_shapes_cost(group: Any, stage: int) -> None:
     """Body of a rank: the same of a model of odd shapes. Units and parameters are padded by up to 32 elements."""
     world_size = torch.distributed.get_world_size(group)
     module = LanguageModel()
@@ -101,26 +99,16 @@ def keeps_with_padding(group: Any, stage: int) -> None:
         assert sum(numels) // parts <= found[what] / 4 <= (sum(numels) + padding) / parts + arena, what
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_padding_is_all_that_odd_shapes_cost(cluster, world_size):
-    for stage in STAGES:
-        cluster.check(keeps_with_padding, world_size, stage)
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
-def follows(group: Any, stages: Iterable[int], precision: Precision, modes: tuple[str, ...]) -> None:
+@pytest.mark.ranks(*WORLDS)
+def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(group: Any) -> None:
     """Body of a rank."""
-    for stage in stages:
-        pair = Pair(LanguageModel, group, stage=stage, precision=precision)
+    for stage in STAGES:
+        pair = Pair(LanguageModel, group, stage=stage)
         for clip in (None, 0.01, 0.01):
-            pair.step(on_tokens, modes, clip)
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(cluster, world_size):
-    cluster.check(follows, world_size, STAGES, Precision(), ("local", "sharded", "step"))
+            pair.step(on_tokens, ("local", "sharded", "step"), clip)
 
 
 @pytest.mark.stages(0, 3)
@@ -246,16 +234,15 @@ def test_a_forward_may_use_function_transforms(group: Any, stage: int) -> None:
             pair.step(on_rows(6), clip=0.01)
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(nn.Sequential):
     """Blocks that are recomputed in the backward. [B, WIDTH] -> [B, WIDTH]."""
 
     def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Residual(WIDTH, 33) for _ in range(3)])
+        super().__init__(*(Residual(WIDTH, 33) for _ in range(3)))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
