@@ -10,9 +10,6 @@ from shardlite.optim.adamw import AdamW
 from tests.kernels.bits import assert_same_bits
 from tests.support.optim_cases import HYPER, SCENARIOS, Alone, by_reference, flags, make_arena, small_model
 
-# The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
-
 
 @pytest.fixture
 def launches(monkeypatch):
