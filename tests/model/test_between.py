@@ -1,6 +1,7 @@
 """What people do between a forward, its backward and a step, at every stage: right, or a clear error."""
 
 import math
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -106,15 +107,16 @@ def test_a_step_between_forward_and_backward_is_right_or_an_error(group, stage):
 
 @pytest.mark.ranks(2)
 def test_a_step_inside_gathered_is_kept(group):
-    """Steps inside `gathered(writeback=False)` are never undone in silence."""
-    for stage in some_stages(0, 3):
+    """Steps inside `gathered()` are never undone in silence: writing back is an error."""
+    for stage, writeback in product(some_stages(0, 3), (False, True)):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         model(ones()).sum().backward()
         before = model.full_state_dict()
-        with model.gathered(writeback=False):
+        refused = pytest.raises(PhaseError, match="changed inside it") if writeback else nullcontext()
+        with refused, model.gathered(writeback=writeback):
             optimizer.step()
-            if stage:
+            if stage and not writeback:
                 with pytest.raises((PhaseError, RuntimeError)):
                     model(ones()).sum().backward()
         after = model.full_state_dict()

@@ -96,7 +96,6 @@ needs no weights in the backward; the last block is still there; what is recompu
 @pytest.mark.parametrize("name", CHECKPOINTED)
 @pytest.mark.ways((2, 3))
 def test_ways_of_activation_checkpointing(group: Any, name: str, stage: int) -> None:
-    """Body of a rank."""
     make, counts = CHECKPOINTED[name]
     options = {"prefetch": 0} if stage == 3 else {}
     pair = trained(make, on_rows, group, stage=stage, **options)
@@ -141,7 +140,7 @@ class Selective(nn.Module):
 @pytest.mark.ways((2, 3))
 @pytest.mark.sample(2)
 def test_selective_checkpointing(group: Any, span: int, saved: str, stage: int) -> None:
-    """Body of a rank: gathers are hidden from a policy, which is asked about the same operators as without us.
+    """Gathers are hidden from a policy, which is asked about the same operators as without us.
 
     To save everything is to save views of weights too, which is right at stage 3, and reported. (Activations have the
     shape of weights here, so taking the one for the other would not be an error.)
@@ -201,7 +200,7 @@ def counted_offloads() -> Iterator[list[torch.Size]]:
 
 @pytest.mark.ways((4, 3), (2, 2))
 def test_save_on_cpu_inside_and_around(group: Any, stage: int) -> None:
-    """Body of a rank: inside the model, around it, and both. At stage 3 no weight is copied."""
+    """Inside the model, around it, and both. At stage 3 no weight is copied."""
 
     def around(model: Model, turn: Turn) -> Tensor:
         with save_on_cpu():
@@ -285,7 +284,7 @@ def preferences(model: Model, turn: Turn) -> Tensor:
 @pytest.mark.parametrize("reentrant", [None, False, slow(True)], ids=["plain", "nonreentrant", "reentrant"])
 @pytest.mark.ways((2, 3))
 def test_dpo_with_a_frozen_reference(group: Any, reentrant: bool | None, stage: int) -> None:
-    """Body of a rank: compare, and count how often units are gathered for a step."""
+    """Compare, and count how often units are gathered for a step."""
     options = {"prefetch": 0} if stage == 3 else {}
     pair = Pair(partial(Preference, reentrant), group, stage=stage, **options)
     pair.step(preferences, ("local", "step"))
@@ -312,7 +311,7 @@ class LayersThenHead(nn.Module):
 @pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
 @pytest.mark.ways((2, 3))
 def test_two_losses_with_retain_graph(group: Any, first_mode: str, stage: int) -> None:
-    """Body of a rank: two losses of one output with a backward each; the first is reduced, or accumulated."""
+    """Two losses of one output with a backward each; the first is reduced, or accumulated."""
 
     def separate(turn: Turn, parts: tuple[Callable[[Tensor], Tensor], ...]) -> None:
         for part in parts:
@@ -364,7 +363,7 @@ LOSSES_BY_HAND = {"adversarial": adversarial, "backward-inputs": by_inputs, "wei
 @pytest.mark.parametrize("name", LOSSES_BY_HAND)
 @pytest.mark.ways((2, 3))
 def test_autograd_grad_of_inputs_within_a_step(group: Any, name: str, stage: int) -> None:
-    """Body of a rank: what is differentiated by hand is not reduced, so every unit is reduced once per step."""
+    """What is differentiated by hand is not reduced, so every unit is reduced once per step."""
     pair = trained(partial(LayersThenHead, 3), LOSSES_BY_HAND[name], group, stage=stage)
     pair.model.trace.take()
     pair.step(LOSSES_BY_HAND[name])
@@ -390,6 +389,5 @@ def penalised(model: Model, turn: Turn) -> Tensor:
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
 @pytest.mark.ways((2, 3))
 def test_gradient_penalty_with_create_graph(group: Any, recomputed: bool, stage: int) -> None:
-    """Body of a rank."""
     pair = trained(partial(critic, recomputed), penalised, group, stage=stage)
     assert set(users(pair.model)) == {0}

@@ -296,7 +296,7 @@ def scaled_and_averaged(group: Any) -> dict[str, Tensor]:
 
 @pytest.mark.ranks(1, 2)
 def test_a_nan_in_any_part_leaves_the_step_out(group: Any) -> None:
-    """Body of a rank: one part has a NaN."""
+    """One part has a NaN."""
     run = Run(group, "adamw")
     before = run.model.full_state_dict()
     for part in run.model.parts():
@@ -314,7 +314,7 @@ def run_parts(model: ShardLite, run: Callable[[int], object]) -> None:
 
 @pytest.mark.parametrize(("group", "bad"), [(1, 0), (1, 3), (2, 1)], indirect=["group"])
 def test_what_is_not_finite_is_named(group: Any, bad: int) -> None:
-    """Body of a rank: the gradient that is not finite is named, in whichever part it came."""
+    """The gradient that is not finite is named, in whichever part it came."""
     torch.manual_seed(0)
     model = ShardLite(nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), diagnose=True)
     rank = bad // (4 // dist.get_world_size(group))
@@ -344,7 +344,7 @@ def held(model: ShardLite) -> Held:
 
 @pytest.mark.parametrize(("group", "most"), [(1, 5), (2, 4), (4, 3)], indirect=["group"])
 def test_sums_are_kept_as_a_binary_counter_keeps_digits(group: Any, most: int) -> None:
-    """Body of a rank: before the backward of a part there are as many sums as its number has ones."""
+    """Before the backward of a part there are as many sums as its number has ones."""
     torch.manual_seed(0)
     model = ShardLite(nn.Linear(64, 64), group=group, route=Route(order="tree", parts=16))
     nbytes = sum(flat.gradients.full_numel * 4 for flat in flats(model))
@@ -393,7 +393,7 @@ def backward(model: ShardLite) -> None:
 
 @pytest.mark.ranks(1, 2)
 def test_misuse_is_named(group: Any) -> None:
-    """Body of a rank: misuse is named on every rank, and the model is of use afterwards."""
+    """Misuse is named on every rank, and the model is of use afterwards."""
     model = tiny(group)
     optimizer = AdamW(model.parameters())
     with pytest.raises(PhaseError, match="belongs to none: run forward and backward in a loop"):
@@ -427,7 +427,7 @@ def test_misuse_is_named(group: Any) -> None:
 
 @pytest.mark.ranks(2)
 def test_options_that_do_not_go_with_it(group: Any) -> None:
-    """Body of a rank: what has no tree is refused before the module is changed."""
+    """What has no tree is refused before the module is changed."""
     with pytest.raises(LayoutError, match="at least as many parts as ranks, 2; got parts=1"):
         tiny(group, parts=1)
     quantized = Precision(quantized_gather=True)
@@ -456,7 +456,6 @@ def test_options_that_do_not_go_with_it(group: Any) -> None:
 
 @pytest.mark.ranks(3)
 def test_ranks_must_be_a_power_of_two(group: Any) -> None:
-    """Body of a rank."""
     with pytest.raises(LayoutError, match="order='tree' requires a power of two of ranks, got 3"):
         tiny(group)
     with pytest.raises(LayoutError, match="algorithm='halving' takes a power of two of ranks, got 3"):

@@ -135,19 +135,6 @@ def test_decay_may_warm_up(group):
     assert both.ema.updates == 3
 
 
-@pytest.mark.ranks(2)
-def test_a_decay_of_one_and_of_nothing(group):
-    """With 1 the averages stay, with 0 they are the weights."""
-    model = ShardLite(net(), group=group)
-    first = {name: shard.detach().clone() for name, shard in model.named_parameters()}
-    stays, follows = EMA(model, 1), EMA(model, 0.0)
-    square(model).backward()
-    optim.SGD(model.parameters(), lr=1.0).step()
-    for each, expected in ((stays, first), (follows, dict(model.named_parameters()))):
-        each.update()
-        same_states("state", each.state_dict()["averages"], expected)
-
-
 # ---- what it costs --------------------------------------------------------------------------------------------------
 
 

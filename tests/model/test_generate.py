@@ -74,7 +74,7 @@ def test_generates_at_other_stages(cluster, name, stage):
 def test_ranks_that_stop_at_other_lengths_go_on_together(group: Any, name: str) -> None:
     """`synced_gpus=True` is Hugging Face's own: ranks call the model until all are done.
 
-    Body of a rank that wants more tokens than those before it.
+    A rank wants more tokens than those before it.
     """
     pair = Pair(ARCHITECTURES[name].make, group)
     for step in range(2):
@@ -89,7 +89,7 @@ def test_ranks_that_stop_at_other_lengths_go_on_together(group: Any, name: str) 
 @pytest.mark.parametrize("name", [*map(case, ["ours", "gpt2", "llama"])])
 @pytest.mark.ranks(2)
 def test_generates_between_a_forward_and_its_backward(group: Any, name: str) -> None:
-    """Body of a rank: as where a model is asked for samples in the course of a step."""
+    """As where a model is asked for samples in the course of a step."""
     pair = Pair(ARCHITECTURES[name].make, group)
 
     def loss(model: Any, turn: Turn) -> Tensor:

@@ -214,7 +214,6 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.ways((2, 3))
 def test_layers_train_and_evaluate_like_the_twins(group: Any, name: str, stage: int) -> None:
-    """Body of a rank."""
     case = LAYERS[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
@@ -249,7 +248,7 @@ def counted(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., 
 
 @pytest.mark.ways((2, 3))
 def test_transformer_encoder_on_its_fast_path(group: Any, stage: int) -> None:
-    """Body of a rank: training, then the fast path of evaluation, with padding (nested tensors) and without.
+    """Training, then the fast path of evaluation, with padding (nested tensors) and without.
 
     The twin's whole layers are fused. PyTorch does so only where modules have no hooks, so ours fuse the attention.
     """
@@ -318,7 +317,7 @@ READ_FROM_OUTSIDE = {
 def test_weights_of_modules_that_are_never_called(group: Any, name: str, stage: int) -> None:
     """What is around them reads them: containers of parameters, and the last layer of PyTorch's attention.
 
-    Body of a rank: with the units that are found, and with a unit for everything that can be one.
+    With the units that are found, and with a unit for everything that can be one.
     """
     case = READ_FROM_OUTSIDE[name]
     for units in (None, lambda name, module: True):
@@ -381,7 +380,7 @@ def twice_cached(model: Callable[..., Any], turn: Turn) -> Tensor:
 @pytest.mark.parametrize("name", REPARAMETRISED)
 @pytest.mark.ways((2, 3))
 def test_reparametrised_weights_train_like_the_twins(group: Any, name: str, stage: int) -> None:
-    """Body of a rank. What a rank's power iterations know is its own."""
+    """What a rank's power iterations know is its own."""
     pair = Pair(blocks(REPARAMETRISED[name]), group, stage=stage)
     for loss in (on_rows, twice_cached):
         pair.step(loss, ("local", "step"), clip=0.01)
@@ -404,7 +403,7 @@ class Normed(nn.Module):
 @pytest.mark.ways((4, 3), (2, 2))
 @pytest.mark.parametrize("buffers", ["rank0", "own"])
 def test_batch_norm_statistics(group: Any, stage: int, buffers: str) -> None:
-    """Body of a rank: statistics are rank 0's when a forward begins, or each rank has those of its own batches."""
+    """Statistics are rank 0's when a forward begins, or each rank has those of its own batches."""
     for momentum in (0.1, None):
         pair = trained(blocks(partial(Normed, momentum)), on_rows, group, stage=stage, buffers=buffers)
         pair.evaluate(on_rows)

@@ -21,7 +21,7 @@ from tests.support.models.residual import WIDTH, net
 from tests.support.twins.plain import Twin
 from tests.support.twins.sharded import Pair, Turn
 
-BF16 = Precision(compute=torch.bfloat16, output=torch.float32)
+PRECISIONS = [Precision(compute=c, output=o) for c in (None, torch.bfloat16) for o in (None, torch.float32)]
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Carries(nn.Module):
 @pytest.mark.ways((2, 3))
 @pytest.mark.sample(2)
 def test_containers_of_inputs_and_outputs(group: Any, name: str, stage: int) -> None:
-    """Body of a rank: without casts and with; a container keeps its class, and the caller's own keeps its dtypes."""
+    """Without casts and with; a container keeps its class, and the caller's own keeps its dtypes."""
     kind = KINDS[name]
 
     def loss(model: Any, turn: Turn) -> Tensor:
@@ -143,10 +143,10 @@ def test_containers_of_inputs_and_outputs(group: Any, name: str, stage: int) -> 
         assert type(out) is type(batch)
         assert kind.hidden(batch).dtype == torch.float32
         hidden = kind.hidden(out)
-        assert hidden.dtype == torch.float32
-        return hidden.square().mean()
+        assert hidden.dtype == (precision.output or compute)
+        return hidden.float().square().mean()
 
-    for precision in (Precision(), BF16):
+    for precision in PRECISIONS:
         compute = precision.compute or torch.float32
         pair = Pair(lambda dtype=compute: Carries(kind, dtype), group, stage=stage, precision=precision)
         pair.step(loss)

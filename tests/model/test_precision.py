@@ -4,7 +4,6 @@ Legend: `W` ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ CASES: Sequence[Any] = [
 )
 @pytest.mark.sample(5)
 def test_training_follows_the_twin_of_its_precision(group: Any, name: str, precision: Precision) -> None:
-    """Body of a rank: with clipping and accumulation, whose sums have the dtype of the wire."""
+    """With clipping and accumulation, whose sums have the dtype of the wire."""
     make, loss = MODELS[name]
     for stage in some_stages(1, 3):
         pair = Pair(make, group, stage=stage, precision=precision)
@@ -65,76 +64,12 @@ def test_training_follows_the_twin_of_its_precision(group: Any, name: str, preci
 )
 @pytest.mark.ranks(3)
 def test_every_pair_of_dtypes_trains(group: Any, precision: Precision) -> None:
-    """Body of a rank: SGD, so that a wrong scale shows."""
+    """SGD, so that a wrong scale shows."""
     for stage in some_stages(0, 3):
         pair = Pair(lambda: MLP([7, 33, 5]), group, stage=stage, recipe="sgd", precision=precision)
         assert {p.dtype for p in pair.model.module.parameters()} == {precision.compute or torch.float32}
         for _ in range(3):
             pair.step(on_rows, ("local", "step"), clip=0.1)
-
-
-# ---- inputs and outputs ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Batch:
-    rows: Tensor
-    ids: Tensor
-    rest: dict[str, Any]
-
-
-class Reader(nn.Module):
-    """Notes the dtypes of all that it is given; [B, 4] -> a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.seen: dict[str, Any] = {}
-
-    def forward(self, x: Tensor, batch: Batch, *, more: dict[str, Any], plain: float) -> Batch:
-        self.seen = {
-            "x": x.dtype,
-            "rows": batch.rows.dtype,
-            "ids": batch.ids.dtype,
-            "nested": [each.dtype for each in batch.rest["nested"][0]],
-            "more": more["deep"]["mask"].dtype,
-            "floats": more["deep"]["floats"].dtype,
-            "plain": type(plain),
-        }
-        return Batch(self.layer(x), batch.ids, {"y": (self.layer(batch.rows), plain)})
-
-
-@pytest.mark.parametrize(
-    ("compute", "output"),
-    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float16), (None, None)],
-)
-@pytest.mark.ranks(2)
-def test_inputs_and_outputs_are_cast_wherever_they_are(
-    group: Any, compute: torch.dtype | None, output: torch.dtype | None
-) -> None:
-    """Body of a rank: only floating-point tensors are cast, wherever they are, and the caller's own stay."""
-    model = ShardLite(Reader(), group=group, precision=Precision(compute=compute, output=output))
-    batch = Batch(torch.randn(2, 4), torch.arange(3), {"nested": [(torch.randn(1).double(), torch.ones(1).int())]})
-    more = {"deep": {"mask": torch.ones(2).bool(), "floats": torch.randn(2)}}
-    x = torch.randn(2, 4).requires_grad_()
-    result = model(x, batch, more=more, plain=0.5)
-    inside = compute or torch.float32
-    assert model.module.seen == {
-        "x": inside,
-        "rows": inside,
-        "ids": torch.int64,
-        "nested": [compute or torch.float64, torch.int32],
-        "more": torch.bool,
-        "floats": inside,
-        "plain": float,
-    }
-    assert isinstance(result, Batch)
-    assert (result.rows.dtype, result.ids.dtype) == (output or inside, torch.int64)
-    assert (result.rest["y"][0].dtype, result.rest["y"][1]) == (output or inside, 0.5)
-    assert batch.rows.dtype == more["deep"]["floats"].dtype == torch.float32
-    result.rows.float().sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
 
 
 # ---- full parameters ------------------------------------------------------------------------------------------------
@@ -218,6 +153,10 @@ def test_masters_keep_all_their_digits(group, body, stage):
         ({"reduce": None}, r"Precision: reduce must be one of .*; got None"),
         ({"master": torch.bfloat16}, r"Precision: master must be one of torch\.float32, split24; got torch\.bfloat16"),
         ({"output": torch.complex64}, r"Precision: output must be one of .*; got torch\.complex64"),
+        *(
+            ({"compute": compute, "master": "split24"}, r'"split24" keeps .* goes with compute=torch\.bfloat16')
+            for compute in (None, torch.float32, torch.float16)
+        ),
     ],
 )
 def test_wrong_dtypes_are_refused_by_name(options, message):
@@ -227,7 +166,6 @@ def test_wrong_dtypes_are_refused_by_name(options, message):
 
 @pytest.mark.ranks(2)
 def test_fp64_parameters_are_not_made_less_in_silence(group: Any) -> None:
-    """Body of a rank."""
     with pytest.raises(
         LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64.*\.float\(\).*do not set `compute`"
     ):
@@ -241,7 +179,7 @@ def test_fp64_parameters_are_not_made_less_in_silence(group: Any) -> None:
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.ranks(2)
 def test_autocast_gives_the_bits_of_a_twin_under_autocast(group: Any, reentrant: bool | None) -> None:
-    """Body of a rank: in one context around each forward, and in one around all passes."""
+    """In one context around each forward, and in one around all passes."""
 
     def cast(model: Callable[..., Any], turn: Turn) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

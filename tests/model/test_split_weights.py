@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 )
 @pytest.mark.sample(2)
 def test_training_follows_a_twin_in_24_bits(group: Any, name: str) -> None:
-    """Body of a rank: with clipping and both kinds of accumulation."""
+    """With clipping and both kinds of accumulation."""
     make, loss = MODELS[name]
     for stage in some_stages(1, 3):
         pair = SplitPair(make, group, stage=stage)
@@ -56,7 +56,7 @@ def test_training_follows_a_twin_in_24_bits(group: Any, name: str) -> None:
     ("kind", "group"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)], indirect=["group"]
 )
 def test_all_stages_have_the_same_bits(group: Any, kind: str) -> None:
-    """Body of a rank: all stages have the same bits, with options of stage 3 too."""
+    """All stages have the same bits, with options of stage 3 too."""
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
     for state in ("fp32", "bf16", "int8"):
         weights = [
@@ -114,7 +114,7 @@ def test_states_depend_on_no_units(cluster):
 @pytest.mark.stages(0, 3)
 @pytest.mark.ranks(2)
 def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage: int) -> None:
-    """Body of a rank: the widths are such that only arenas are padded."""
+    """The widths are such that only arenas are padded."""
     torch.manual_seed(0)
     model = ShardLite(MLP([64, 128, 64]), group=group, stage=stage, units=nn.Linear, precision=SPLIT)
     optimizer = AdamW(model.parameters(), state="int8", in_backward=True)
@@ -139,7 +139,7 @@ def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage
 @pytest.mark.ranks(2)
 @without_warnings
 def test_gradient_scalers_and_steps_that_are_left_out(group: Any, stage: int) -> None:
-    """Body of a rank: a gradient scaler by a power of two changes no bit, and leaves out what overflows."""
+    """A gradient scaler by a power of two changes no bit, and leaves out what overflows."""
     model = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
     twin = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
     optimizers = [AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
@@ -171,7 +171,6 @@ def test_gradient_scalers_and_steps_that_are_left_out(group: Any, stage: int) ->
 @pytest.mark.stages(0, 3)
 @pytest.mark.ranks(1, 2)
 def test_optimizers_that_know_nothing_of_it_are_refused(group: Any, stage: int) -> None:
-    """Body of a rank."""
     model = ShardLite(_seeded(lambda: MLP([7, 33, 5])), group=group, stage=stage, precision=SPLIT)
     for make in (optim.AdamW, optim.SGD):
         optimizer = make(model.parameters(), lr=0.1)
@@ -185,22 +184,9 @@ def test_optimizers_that_know_nothing_of_it_are_refused(group: Any, stage: int) 
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
 
 
-@pytest.mark.parametrize("compute", [None, torch.float32, torch.float16])
-def test_it_goes_with_bf16_only(compute):
-    with pytest.raises(
-        ValueError, match=r'master="split24" keeps weights as bf16 .* goes with compute=torch\.bfloat16'
-    ):
-        Precision(compute=compute, master="split24")
-
-
-def test_other_masters_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"master must be one of torch\.float32, split24; got 'split16'"):
-        Precision(compute=torch.bfloat16, master="split16")  # type: ignore[arg-type]
-
-
 @pytest.mark.ranks(2)
 def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
-    """Body of a rank: an optimizer that has stepped the module before goes on with the shards, cut like weights."""
+    """An optimizer that has stepped the module before goes on with the shards, cut like weights."""
     results = []
     for early in (False, True):
         module = _seeded(lambda: MLP([7, 33, 5]))
@@ -215,7 +201,7 @@ def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
 
 @pytest.mark.ranks(2)
 def test_quantized_gathers(group: Any) -> None:
-    """Body of a rank: codes are of the upper part, and weights keep all 24 bits."""
+    """Codes are of the upper part, and weights keep all 24 bits."""
     model, _ = trained(group, precision=replace(SPLIT, quantized_gather=True))
     for value in model.full_state_dict().values():
         same_bits("24 bits", value, cut(value))

@@ -58,7 +58,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 )
 @pytest.mark.sample(2)
 def test_a_rank_keeps_what_zero_says(group: Any, compute: torch.dtype | None, stage: int, sharded: str) -> None:
-    """Body of a rank: check its bytes after a backward, and those of the optimizer after a step."""
+    """Check its bytes after a backward, and those of the optimizer after a step."""
 
     def share(what: str, nbytes: int) -> int:
         return nbytes // group.size() if what in sharded else nbytes
@@ -85,7 +85,7 @@ def test_a_rank_keeps_what_zero_says(group: Any, compute: torch.dtype | None, st
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.ranks(3)
 def test_padding_is_all_that_odd_shapes_cost(group: Any, stage: int) -> None:
-    """Body of a rank: the same of a model of odd shapes. Units and parameters are padded by up to 32 elements."""
+    """The same of a model of odd shapes. Units and parameters are padded by up to 32 elements."""
     world_size = torch.distributed.get_world_size(group)
     module = LanguageModel()
     numels = [param.numel() for param in module.parameters()]
@@ -104,7 +104,6 @@ def test_padding_is_all_that_odd_shapes_cost(group: Any, stage: int) -> None:
 
 @pytest.mark.ranks(*WORLDS)
 def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(group: Any) -> None:
-    """Body of a rank."""
     for stage in STAGES:
         pair = Pair(LanguageModel, group, stage=stage)
         for clip in (None, 0.01, 0.01):
@@ -114,7 +113,7 @@ def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(group: Any
 @pytest.mark.stages(0, 3)
 @pytest.mark.ranks(4)
 def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: int) -> None:
-    """Body of a rank: two replicas of two ranks, with clipping, accumulation, and a unit that is frozen meanwhile."""
+    """Two replicas of two ranks, with clipping, accumulation, and a unit that is frozen meanwhile."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     pair = Pair(LanguageModel, mesh, replicas=2, stage=stage)
     for step in range(4):
@@ -134,7 +133,7 @@ def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: i
 def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
     group: Any, stage: int, precision: Precision
 ) -> None:
-    """Body of a rank: after a step a rank has new weights in its own shard only, and a mixture must not be read."""
+    """After a step a rank has new weights in its own shard only, and a mixture must not be read."""
     pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
     own = dict(pair.model.module.named_parameters())
     for _ in range(2):
@@ -156,7 +155,6 @@ def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
 @pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
 @pytest.mark.ranks(2)
 def test_stages_1_and_2_gather_each_unit_once_per_step(group: Any, stage: int, precision: Precision) -> None:
-    """Body of a rank."""
     pair = Pair(LanguageModel, group, stage=stage, precision=precision)
     model, once = pair.model, dict.fromkeys(pair.model.unit_names, 1)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -195,7 +193,7 @@ class Skipping(nn.Module):
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_may_skip_units(group: Any, stage: int) -> None:
-    """Body of a rank: ranks skip other blocks at each step, and all skip the last one at the first."""
+    """Ranks skip other blocks at each step, and all skip the last one at the first."""
 
     def loss(model: Callable[..., Any], turn: Turn) -> Tensor:
         skipped = ((turn.step + 2 * turn.rank) % 4, 3 if turn.step == 0 else -1)
@@ -226,7 +224,6 @@ class Functional(nn.Module):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.ranks(2)
 def test_a_forward_may_use_function_transforms(group: Any, stage: int) -> None:
-    """Body of a rank."""
     pair = Pair(Functional, group, stage=stage, units=nn.Linear)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit")  # PyTorch's own, where it makes tables for `jvp`
@@ -257,7 +254,7 @@ def penalty(model: Callable[..., Any], turn: Turn) -> Tensor:
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.ranks(2)
 def test_double_backward_and_recomputation(group: Any, stage: int) -> None:
-    """Body of a rank: double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
+    """Double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
 
     def plain(model: Callable[..., Any], turn: Turn) -> Tensor:
         return model(torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()).square().mean()

@@ -91,7 +91,7 @@ def watched(model: Any, turn: Turn) -> Tensor:
 @pytest.mark.parametrize("before", [True, False], ids=["before-wrapping", "after-wrapping"])
 @pytest.mark.ways((2, 3))
 def test_forward_and_backward_hooks_of_modules(group: Any, before: bool, stage: int) -> None:
-    """Body of a rank: what hooks see and change is what they do in the twin, added before wrapping or after it.
+    """What hooks see and change is what they do in the twin, added before wrapping or after it.
 
     Where a unit ends, a hook that was added after wrapping comes too late to read its weights.
     """
@@ -111,7 +111,7 @@ def test_forward_and_backward_hooks_of_modules(group: Any, before: bool, stage: 
 
 @pytest.mark.ways((2, 3))
 def test_global_hooks_and_hooks_that_stop_a_forward(group: Any, stage: int) -> None:
-    """Body of a rank: hooks of every module of the process, and one that leaves the model by an exception."""
+    """Hooks of every module of the process, and one that leaves the model by an exception."""
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, y: seen.append(type(module)))
     try:
@@ -183,14 +183,13 @@ class Saving(nn.Module):
 
 @pytest.mark.ways((4, 3), (2, 2))
 def test_a_function_that_keeps_a_view_of_a_weight_is_right_and_reported(group: Any, stage: int) -> None:
-    """Body of a rank: reported at stage 3, where it costs memory, and right at every stage."""
+    """Reported at stage 3, where it costs memory, and right at every stage."""
     with pytest.warns(EscapedViewWarning, match="outlived") if stage == 3 else nullcontext():
         trained(lambda: nn.Sequential(*(Quantised() for _ in range(4))), on_rows, group, stage=stage)
 
 
 @pytest.mark.ways((2, 3))
 def test_a_function_that_saves_weights_for_backward(group: Any, stage: int) -> None:
-    """Body of a rank."""
     trained(lambda: nn.Sequential(*(Saving() for _ in range(4))), on_rows, group, stage=stage)
 
 
@@ -235,7 +234,6 @@ def blocks(kind: type[nn.Module]) -> Callable[[], nn.Module]:
 
 @pytest.mark.ways((2, 3))
 def test_vmap_and_functional_call_inside_a_forward(group: Any, stage: int) -> None:
-    """Body of a rank."""
     for kind in (ByRows, CallsFunctionally, Adapts):
         trained(blocks(kind), on_rows, group, stage=stage)
 
@@ -248,7 +246,7 @@ def test_vmap_and_functional_call_inside_a_forward(group: Any, stage: int) -> No
 
 @pytest.mark.ways((2, 3))
 def test_functional_call_of_a_unit_with_other_tensors_is_an_error(group: Any, stage: int) -> None:
-    """Body of a rank: a unit that is called with other tensors would use those, and train nothing."""
+    """A unit that is called with other tensors would use those, and train nothing."""
     model = ShardLite(net(), group=group, stage=stage)
     x = rows(Turn(0, 0, 0))
     doubled = {name: 2 * shard for name, shard in model.named_parameters()}
@@ -261,7 +259,7 @@ def test_functional_call_of_a_unit_with_other_tensors_is_an_error(group: Any, st
 
 @pytest.mark.ways((2, 3))
 def test_func_grad_inside_a_forward_works_below_stage_3(group: Any, stage: int) -> None:
-    """Body of a rank: PyTorch has no function transforms of differentiation under saved-tensor hooks (stage 3)."""
+    """PyTorch has no function transforms of differentiation under saved-tensor hooks (stage 3)."""
     if stage < 3:
         trained(blocks(TakesSlopes), on_rows, group, stage=stage)
         return
