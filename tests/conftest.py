@@ -58,6 +58,24 @@ def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
     gloo.close()
 
 
+@pytest.fixture
+def group(request: pytest.FixtureRequest, cluster: Cluster) -> tuple[Cluster, int]:
+    """First argument of a test marked `ranks`, which is a body of ranks; there it is their process group."""
+    default = next(request.node.iter_markers("ranks")).args[0] if not hasattr(request, "param") else None
+    return cluster, default or request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test that takes a `group` on each rank of the cluster; pass on what it takes besides."""
+    values = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if "group" not in values:
+        return None
+    cluster, world_size = values.pop("group")
+    cluster.check(pyfuncitem.obj, world_size, **values)
+    return True
+
+
 @pytest.fixture(scope="session")
 def doomed(fork_server: ForkServer) -> Doomed:
     """Ranks that may die. See `Doomed.run`."""
@@ -76,15 +94,22 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Give a test marked `stages` all stages, and one marked `ways` all `WAYS`; what the mark does not name is slow.
 
+    A test marked `ranks(n, ...)` runs on each of these numbers of ranks.
+
     `test_parity.py` shows that all stages have the same bits, so elsewhere a sample is enough. Of the cases of a test
     marked `sample(n)` all but each `n`-th are slow: a case that differs from one that is not in a single parameter is.
     """
     for mark in metafunc.definition.iter_markers("stages"):
         metafunc.parametrize("stage", [*mark.args, *(slow(stage) for stage in STAGES if stage not in mark.args)])
+    ranks = "group" if "group" in metafunc.fixturenames else "world_size"
     for mark in metafunc.definition.iter_markers("ways"):
         others = [way for way in WAYS if way not in mark.args]
         ids = [WAYS[way] for way in (*mark.args, *others)]
-        metafunc.parametrize(("world_size", "stage"), [*mark.args, *(slow(*way) for way in others)], ids=ids)
+        ways = [*mark.args, *(slow(*way) for way in others)]
+        metafunc.parametrize((ranks, "stage"), ways, ids=ids, indirect=["group"] if ranks == "group" else [])
+    for mark in metafunc.definition.iter_markers("ranks"):
+        if len(mark.args) > 1:
+            metafunc.parametrize("group", mark.args, indirect=True)
     yield
     together = _given_together(metafunc)
     for mark in metafunc.definition.iter_markers("sample"):
@@ -97,7 +122,7 @@ def _given_together(metafunc: pytest.Metafunc) -> set[str]:
     """Return the parameters that stand in one list with another: all but the first of each list."""
     lists = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     names = [each.replace(" ", "").split(",") if isinstance(each, str) else each for each in lists]
-    names += [("world_size", "stage") for _ in metafunc.definition.iter_markers("ways")]
+    names += [("ranks", "stage") for _ in metafunc.definition.iter_markers("ways")]
     return {name for each in names for name in each[1:]}
 
 

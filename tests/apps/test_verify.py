@@ -16,6 +16,7 @@ from torch.nn import functional
 from shardlite import AdamW, LayoutError, Precision, verify
 from shardlite.apps import cli, launch
 from shardlite.apps.verify import twins
+from shardlite.apps.verify.plain import simple_mean
 from shardlite.apps.verify.task import Task
 from shardlite.apps.verify.verify import Report, _compare_elastic
 from shardlite.grads import reduce
@@ -184,7 +185,7 @@ def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         seed=0,
         group=group,
     )
-    return twins.sharded(task, 3).weights, twins.simple(task)[0].weights
+    return twins.sharded(task, 3).weights, twins.replicated(task, simple_mean)[0].weights
 
 
 def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(cluster):

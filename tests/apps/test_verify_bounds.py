@@ -84,16 +84,16 @@ OK = [
 
 def test_the_table_lists_every_comparison():
     assert Report(2, 2, tuple(OK)).table().splitlines() == [
-        "stage 3 against                        difference   ulps",
-        "stage 0          loss of step 1                 0      0  equal to the bit",
-        "                 gradients of step 1            0      0  equal to the bit",
-        "DDP              gradients of step 1      1.5e-08      3  within its bound (26%)",
-        "                 weights after step 2        0.01  1e+06  not judged",
+        "stage 3 against                                                difference   ulps",
+        "stage 0          loss of step 1        equal to the bit                 0      0",
+        "                 gradients of step 1   equal to the bit                 0      0",
+        "DDP              gradients of step 1   within its bound (26%)     1.5e-08      3",
+        "                 weights after step 2  not judged                    0.01  1e+06",
         "2 ranks, 2 steps: ok",
     ]
     failed = ReportRow(opponent="DDP", quantity="x", absolute=1, ulps=2, equal=False, share=9, failure="rank 1: x")
     report = Report(1, 1, (*OK, failed))
     assert not report.ok
     assert report.first_failure == "rank 1: x"
-    assert report.table().splitlines()[-2].endswith("2  BEYOND ITS BOUND")
+    assert "BEYOND ITS BOUND" in report.table().splitlines()[-2]
     assert report.table().splitlines()[-1] == "1 rank, 1 step: FAILED: rank 1: x"

@@ -46,21 +46,12 @@ def pair_by_pair(out: torch.dtype, rows: Tensor, divisor: int) -> Tensor:
     return hop_by_hop(out, torch.stack(sums), 0, divisor)
 
 
-def assert_trees_have_the_bits_of_hops(out: torch.dtype, rows: Tensor) -> None:
-    """Add up rows as a tree by `add_rows`, by its reference, and by hops: with and without a division."""
-    for divisor in (1, 3) if out.is_floating_point else (1,):
-        got, expected = torch.empty_like(rows[0], dtype=out), torch.empty_like(rows[0], dtype=out)
-        add_rows(got, rows, None, divisor)
-        add_rows_reference(expected, rows, None, divisor)
-        assert_same_bits(got, expected)
-        assert_same_bits(got, pair_by_pair(out, rows, divisor))
-
-
-def assert_sums_have_the_bits_of_hops(out: torch.dtype, rows: Tensor, first: int) -> None:
-    """Add up rows by `add_rows`, by its reference, and by one hop after the other: with and without a division."""
+def assert_sums_have_the_bits_of_hops(out: torch.dtype, rows: Tensor, first: int | None) -> None:
+    """Add up rows by `add_rows`, by its reference, and by hops: with and without a division."""
     for divisor in (1, 3) if out.is_floating_point else (1,):
         got, expected = torch.empty_like(rows[0], dtype=out), torch.empty_like(rows[0], dtype=out)
         add_rows(got, rows, first, divisor)
         add_rows_reference(expected, rows, first, divisor)
         assert_same_bits(got, expected)
-        assert_same_bits(got, hop_by_hop(out, rows, first, divisor))
+        by_hops = pair_by_pair(out, rows, divisor) if first is None else hop_by_hop(out, rows, first, divisor)
+        assert_same_bits(got, by_hops)

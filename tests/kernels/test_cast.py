@@ -1,7 +1,4 @@
-"""`cast` on the CPU against its reference and against exact arithmetic.
-
-The Triton kernel is tested in `interpreted/`.
-"""
+"""`cast` against its reference and against exact arithmetic: on the CPU, and as a kernel (`test_interpreter.py`)."""
 
 from fractions import Fraction
 from itertools import product

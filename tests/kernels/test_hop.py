@@ -1,10 +1,10 @@
-"""`hop` on the CPU against its reference and against PyTorch. The Triton kernel is tested in `interpreted/`."""
+"""`hop` against its reference and against PyTorch: on the CPU, and as a kernel (`test_interpreter.py`)."""
 
 from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import hop, hop_reference, new_stats, stats, stats_rows
+from shardlite_kernels import hop, hop_reference, new_stats, stats, stats_block, stats_rows
 
 from tests.kernels.bits import assert_same_bits, pairs
 from tests.kernels.stats_cases import assert_rows, awkward, finite, numels
@@ -21,6 +21,16 @@ def test_every_mixture_of_narrow_dtypes_has_the_bits_of_the_reference(out, recei
     hop(got, first.to(received), second.to(own), divisor)
     hop_reference(expected, first.to(received), second.to(own), divisor)
     assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *INTEGERS])
+def test_other_dtypes_have_the_bits_of_the_reference(dtype):
+    first, second = (torch.randint(0, 256, (2, 1000)) - 100).to(dtype)
+    got, expected = torch.empty_like(first), torch.empty_like(first)
+    for divisor in (1, 3) if dtype.is_floating_point else (1,):
+        hop(got, first, second, divisor)
+        hop_reference(expected, first, second, divisor)
+        assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -59,10 +69,11 @@ def test_out_may_be_an_input(dtype, divisor, alias):
     assert_same_bits(tensors[alias], expected)
 
 
-def test_nothing_to_add():
-    out = torch.empty(0)
-    hop(out, torch.empty(0), torch.empty(0), 2)
-    assert out.numel() == 0
+def test_nothing_is_written_beyond_the_end():
+    buffer = torch.full((32,), 7.0)
+    hop(buffer[:17], torch.zeros(17), torch.zeros(17))
+    hop(buffer[:0], torch.empty(0), torch.empty(0), 2)
+    assert buffer.tolist() == [0.0] * 17 + [7.0] * 15
 
 
 @pytest.mark.parametrize(("out", "wire"), [*product(NARROW, NARROW), (torch.float64, torch.float64)])
@@ -90,6 +101,21 @@ def test_statistics_in_place():
     hop(own, received, own, 1, rows)
     assert_same_bits(own, expected)
     assert_rows(rows, expected)
+
+
+def test_an_overflow_in_the_rounding_is_found():
+    """It is what is stored that counts: the sum is finite in fp32."""
+    largest = torch.full((3,), 60000.0, dtype=torch.float16)
+    out, rows = torch.empty_like(largest), torch.empty(1, 2)
+    hop(out, largest, largest, 1, rows)
+    assert rows[0, 1] == 1
+
+
+def test_rows_of_a_part_are_written_to_no_other():
+    block = stats_block(torch.empty(0))
+    rows, values = torch.full((4, 2), -7.0), torch.ones(2 * block)
+    hop(values, values, values, 1, rows[1:3])
+    assert rows.tolist() == [[-7, -7], [4 * block, 0], [4 * block, 0], [-7, -7]]
 
 
 X = torch.zeros(8)

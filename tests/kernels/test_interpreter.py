@@ -13,10 +13,15 @@ from tests.support.twins.sharded import slow
 ROOT = Path(__file__).parents[2]
 
 
+BOTH = ("hop", "rows", "stats", "scale", "cast", "quantize", "split")
+"""Kernels whose tests run on the CPU path, too."""
+
+
 @pytest.mark.parametrize("which", ["not slow", slow("slow")])
 def test_kernels_are_interpreted(which):
-    """The tests in `interpreted/`, in a process whose Triton interprets kernels."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider", "tests/kernels/interpreted"]
+    """The tests in `interpreted/`, and those of `BOTH`, in a process whose Triton interprets kernels."""
+    files = ["tests/kernels/interpreted", *(f"tests/kernels/test_{name}.py" for name in BOTH)]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider", *files]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds(600))

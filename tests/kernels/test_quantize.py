@@ -1,6 +1,6 @@
-"""`quantize` and `dequantize` on the CPU: the format's promises, and the bits of the references.
+"""`quantize` and `dequantize`: the format's promises, and the bits of the references.
 
-The Triton kernels are tested in `interpreted/`.
+They run on the CPU, and as kernels (`test_interpreter.py`).
 """
 
 from itertools import product
@@ -87,15 +87,26 @@ def test_a_scale_of_255_is_nan_whatever_the_codes_are():
 
 
 def test_rows_need_not_follow_each_other():
-    memory = torch.zeros(3, 112, dtype=torch.uint8)
+    memory = torch.full((3, 112), 77, dtype=torch.uint8)
     codes, scales = memory[:, :96].view(torch.int8), memory[:, 96:99]
     x = torch.randn(3, 96)
     for row in range(3):
         quantize(codes[row], scales[row], x[row])
+    assert (memory[:, 99:] == 77).all()
     for by in (dequantize, dequantize_reference):
-        out = torch.empty(3 * 96)
-        by(out, codes, scales)
-        assert_same_bits(out, torch.cat([read(*written(row)) for row in x]))
+        out = torch.full((300,), 7.0)
+        by(out[:288], codes, scales)
+        assert_same_bits(out[:288], torch.cat([read(*written(row)) for row in x]))
+        assert (out[288:] == 7).all()
+
+
+def test_rows_may_lie_gigabytes_apart():
+    """The last row starts behind 2^31 codes, of which only those that are used are backed by memory."""
+    rows, numel, apart = 4, 16_384 + 96, 2**30
+    codes = torch.empty((rows - 1) * apart + numel, dtype=torch.int8).as_strided((rows, numel), (apart, 1))
+    scales = torch.randint(0, 256, (rows, numel // 32), dtype=torch.uint8)
+    codes.copy_(torch.randint(-127, 128, (rows, numel), dtype=torch.int8))
+    assert_same_bits(read(codes, scales), read(codes, scales, by=dequantize_reference))
 
 
 X, Q, S = torch.zeros(64), torch.zeros(64, dtype=torch.int8), torch.zeros(2, dtype=torch.uint8)

@@ -1,17 +1,11 @@
-"""`add_rows` on the CPU against its reference, and against a ring's hops. The kernel is tested in `interpreted/`."""
+"""`add_rows` against its reference and a ring's hops: on the CPU, and as a kernel (`test_interpreter.py`)."""
 
 import pytest
 import torch
 from shardlite_kernels import add_rows, add_rows_reference, new_stats, stats
 
 from tests.kernels.bits import assert_same_bits
-from tests.kernels.rows_cases import (
-    DTYPES,
-    assert_sums_have_the_bits_of_hops,
-    assert_trees_have_the_bits_of_hops,
-    drawn,
-    hop_by_hop,
-)
+from tests.kernels.rows_cases import DTYPES, assert_sums_have_the_bits_of_hops, drawn, hop_by_hop
 
 X = torch.zeros(8)
 
@@ -19,14 +13,13 @@ X = torch.zeros(8)
 @pytest.mark.parametrize(("out", "wire"), DTYPES)
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (2, 0), (2, 1), (3, 2), (7, 4)])
 def test_the_sum_has_the_bits_of_a_rings_hops(out, wire, count, first):
-    rows = drawn(70_001, count, wire)  # more than one chunk
-    assert_sums_have_the_bits_of_hops(out, rows, first)
+    assert_sums_have_the_bits_of_hops(out, drawn(70_001, count, wire, stride=70_016), first)  # more than one chunk
 
 
 @pytest.mark.parametrize(("out", "wire"), DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_a_tree_has_the_bits_of_hops_between_pairs(out, wire, count):
-    assert_trees_have_the_bits_of_hops(out, drawn(70_001, count, wire))
+    assert_sums_have_the_bits_of_hops(out, drawn(70_001, count, wire), None)
 
 
 def test_a_tree_does_not_depend_on_where_it_is_cut():
@@ -41,12 +34,11 @@ def test_a_tree_does_not_depend_on_where_it_is_cut():
     assert_same_bits(again, whole)
 
 
-@pytest.mark.parametrize("count", [64, 65])
-def test_many_rows(count):
-    rows = drawn(1000, count, torch.float32)
-    got = torch.empty_like(rows[0])
-    add_rows(got, rows, 62, count)
-    assert_same_bits(got, hop_by_hop(torch.float32, rows, 62, count))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("count", "first"), [(64, 62), (65, 32), (64, None), (128, None)])
+def test_many_rows(count, first, dtype):
+    """The kernel adds up to 64 without a loop; of a larger tree it adds pairs first."""
+    assert_sums_have_the_bits_of_hops(dtype, drawn(1000, count, dtype), first)
 
 
 def test_rows_may_be_apart():
@@ -56,9 +48,12 @@ def test_rows_may_be_apart():
     assert_same_bits(got, hop_by_hop(torch.float32, rows, 1, 4))
 
 
-@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
-def test_statistics_are_those_of_the_sum(out):
-    rows = drawn(70_001, 3, torch.bfloat16).nan_to_num(0.5, 2.0, -2.0)
+@pytest.mark.parametrize(
+    ("out", "wire"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)],
+)
+def test_statistics_are_those_of_the_sum(out, wire):
+    rows = drawn(70_001, 3, wire).nan_to_num(0.5, 2.0, -2.0)
     got = torch.empty_like(rows[0], dtype=out)
     mine, passed = new_stats(got), new_stats(got)
     add_rows(got, rows, 0, 4, mine)

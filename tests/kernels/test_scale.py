@@ -1,4 +1,4 @@
-"""`scale` on the CPU against its reference and PyTorch. The Triton kernel is tested in `interpreted/`."""
+"""`scale` against its reference and PyTorch: on the CPU, and as a kernel (`test_interpreter.py`)."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ FACTORS = (0.3, 1.0, 1 - 2**-12, 0.0, 1e-30, float("nan"), float("inf"))
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_bits_are_those_of_pytorch_and_of_the_reference(dtype, factor, wide):
-    x = pairs(5001, seed=0)[0].to(dtype)
+    x = pairs(20_005, seed=0)[0].to(dtype)
     factor = torch.tensor(factor, dtype=wide)
     got, reference, torchs = x.clone(), x.clone(), x.clone()
     scale(got, factor)
@@ -31,7 +31,13 @@ def test_a_factor_of_1_writes_nothing():
         version = x._version
         scale(x, torch.tensor(factor))
         assert x._version == version
-    scale(torch.empty(0), torch.tensor(0.5))
+
+
+def test_nothing_is_written_beyond_the_end():
+    buffer = torch.full((32,), 8.0)
+    scale(buffer[:17], torch.tensor(0.5))
+    scale(buffer[:0], torch.tensor(0.5))
+    assert buffer.tolist() == [4.0] * 17 + [8.0] * 15
 
 
 X = torch.zeros(8)

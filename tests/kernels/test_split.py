@@ -1,4 +1,7 @@
-"""Split weights: what `split` cuts off, and that `join` gives the rest back. The kernels are run in `interpreted/`."""
+"""Split weights: what `split` cuts off, and that `join` gives the rest back.
+
+They run on the CPU, and as kernels (`test_interpreter.py`).
+"""
 
 import pytest
 import torch
@@ -121,6 +124,28 @@ def test_the_largest_numbers(by, sign):
 def test_subnormal_numbers_are_rounded_like_others():
     x = from_bits([1, 0x7F, 0x80, 0x100, 0x7F80, 0x8000, 0x7FFFFF, 0x80000080])
     assert bits_of(joined(*parts_of(x))).tolist() == [0, 0, 0x100, 0x100, 0x8000, 0x8000, 0x800000, 0x80000100]
+
+
+@pytest.mark.parametrize("any_bits", [False, True])
+def test_the_bits_are_those_of_the_references(any_bits):
+    source = torch.cat([every_kind(), torch.tensor(AWKWARD), from_bits(NANS)])
+    if any_bits:
+        source = from_bits(torch.randint(0, 1 << 32, (20_005,), generator=torch.Generator().manual_seed(0)))
+    mine, theirs = parts_of(source), parts_of(source, split_reference)
+    for got, expected in zip(mine, theirs, strict=True):
+        assert_same_bits(got, expected)
+    back = torch.empty_like(source)
+    join_reference(back, *theirs)
+    assert_same_bits(joined(*mine), back)
+
+
+def test_nothing_is_written_beyond_the_end():
+    high, low, out = torch.full((32,), 7.0).bfloat16(), torch.full((32,), 7, dtype=torch.int8), torch.ones(32)
+    split(high[:17], low[:17], torch.full((17,), 1.003))
+    join(out[:17], high[:17], low[:17])
+    for tensor, rest in ((high, 7), (low, 7), (out, 1)):
+        assert (tensor[:17] != rest).all()
+        assert (tensor[17:] == rest).all()
 
 
 # As the CPU splits what is in its cache

@@ -1,4 +1,4 @@
-"""`stats` and `stats_total` on the CPU against their references. The Triton kernel is tested in `interpreted/`."""
+"""`stats` and `stats_total` against their references: on the CPU, and as a kernel (`test_interpreter.py`)."""
 
 import threading
 

@@ -1,6 +1,5 @@
 """Adapters of peft are merged into weights and unmerged inside `gathered()`, as on a plain model."""
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from shardlite import ShardLite
 from tests.support.models.residual import WIDTH
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states, with_twin
 
 ROWS = 11
 
@@ -40,16 +39,13 @@ def adapted(*, dora: bool) -> nn.Module:
 
 def merges(group: Any, dora: bool, safe: bool, stage: int) -> None:
     """Body of a rank: train a step, merge, unmerge, train on; every output and the weights are those of a twin."""
-    net = adapted(dora=dora)
-    twin = copy.deepcopy(net)
-    model = ShardLite(net, group=group, stage=stage)
+    model, twin = with_twin(adapted(dora=dora), group, stage=stage)
     x = torch.arange(ROWS)[None]
     said = [merged_and_unmerged(each, x, safe) for each in (model, twin)]
     for name, got, expected in zip(("trained", "inside", "merged", "unmerged", "later"), *said, strict=True):
         same_bits(name, got, expected)
     full = model.full_state_dict()
-    for name, value in twin.state_dict().items():
-        same_bits(name, full[name], value)
+    same_states("state", full, twin.state_dict())
 
 
 def merged_and_unmerged(model: Any, x: Tensor, safe: bool) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardlite import Precision
 from shardlite.build.partition import ROOT, partition_module
 from tests.support.models.hf import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
-from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, same_bits, trained
+from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, same_states, trained
 
 SIZES = (2, WIDE)
 
@@ -33,28 +33,20 @@ def test_blocks_and_large_tables_become_units(name):
 def follows_its_twin(make: Callable[[], nn.Module], loss: Loss, group: Any, **options: Any) -> Pair:
     """Train, evaluate, and compare everything."""
     pair = trained(make, loss, group, **options)
-    full, expected = pair.model.full_state_dict(), pair.twin.state_dict()
-    assert full.keys() == expected.keys()
-    for key, value in expected.items():
-        same_bits(f"full_state_dict()[{key!r}]", full[key], value)
+    same_states("full_state_dict()", pair.model.full_state_dict(), pair.twin.state_dict())
     pair.evaluate(loss)
     return pair
 
 
-def trains_by(group: Any, name: str, recipes: dict[str, int]) -> None:
-    """Body of a rank: train with each recipe, at a stage of its own."""
+@pytest.mark.ranks(*SIZES)
+@pytest.mark.parametrize("name", [*map(case, ARCHITECTURES)])
+def test_training_gives_the_bits_of_its_twin(group: Any, name: str) -> None:
+    """At two ranks with SGD, too, as Adam hides a wrong scale, at one of the other stages."""
     architecture = ARCHITECTURES[name]
-    for recipe, stage in recipes.items():
+    others = {"sgd": list(ARCHITECTURES).index(name) % 3} if group.size() == 2 else {}
+    for recipe, stage in {"adamw": 3, **others}.items():
         pair = follows_its_twin(architecture.make, architecture.loss, group, recipe=recipe, stage=stage)
         assert pair.model.unit_names == architecture.units
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", [*map(case, ARCHITECTURES)])
-def test_training_gives_the_bits_of_its_twin(cluster, name, world_size):
-    """At two ranks with SGD, too, as Adam hides a wrong scale, at one of the other stages."""
-    others = {"sgd": list(ARCHITECTURES).index(name) % 3} if world_size == 2 else {}
-    cluster.check(trains_by, world_size, name, {"adamw": 3, **others})
 
 
 @dataclass(frozen=True)
@@ -110,14 +102,11 @@ VARIANTS = {
 }
 
 
-def trains_variant(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", [case(name, of=variant.of) for name, variant in VARIANTS.items()])
+@pytest.mark.ranks(2)
+def test_variants_give_the_bits_of_their_twins(group: Any, name: str) -> None:
     variant = VARIANTS[name]
     follows_its_twin(variant.make, variant.loss or ARCHITECTURES[variant.of].loss, group, **variant.options)
-
-
-@pytest.mark.parametrize("name", [case(name, of=variant.of) for name, variant in VARIANTS.items()])
-def test_variants_give_the_bits_of_their_twins(cluster, name):
-    cluster.check(trains_variant, 2, name)
 
 
 class Experts(nn.Module):

@@ -1,8 +1,8 @@
 """What people do between a forward, its backward and a step, at every stage: right, or a clear error."""
 
-import copy
 import math
-from datetime import timedelta
+from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
-from tests.support.twins.sharded import some_stages, without_warnings
+from tests.support.twins.sharded import some_stages, with_twin, without_warnings
 
 
 def net() -> nn.Sequential:
@@ -34,13 +34,10 @@ class Scaled(nn.Module):
         return self.body(x) * self.scale
 
 
-def placeholder_body(group):
-    for stage, precision in (
-        (1, Precision()),
-        (2, Precision()),
-        (3, Precision()),
-        (0, Precision(compute=torch.bfloat16)),
-    ):
+@pytest.mark.ranks(2)
+def test_a_write_into_a_placeholder_of_one_element_is_refused(group):
+    for stage, compute in ((1, None), (2, None), (3, None), (0, torch.bfloat16)):
+        precision = Precision(compute=compute)
         model = ShardLite(Scaled(), group=group, stage=stage, precision=precision)
         optimizer = AdamW(model.parameters())
         model(ones()).float().sum().backward()
@@ -50,38 +47,29 @@ def placeholder_body(group):
         model(ones())
 
 
-def test_a_write_into_a_placeholder_of_one_element_is_refused(cluster):
-    cluster.check(placeholder_body, 2)
-
-
-def unfreezing_body(group):
+@pytest.mark.ranks(2)
+def test_an_unfrozen_parameter_trains_however_it_is_used(group):
     """A forward without gradients may be that of reentrant checkpointing, and `gathered()` is no forward at all."""
     runs = {
         "checkpointed": lambda model, module: checkpoint(model, ones().requires_grad_(), use_reentrant=True).sum(),
         "gathered": lambda model, module: module[0][0].weight.square().sum(),
     }
-    for stage in some_stages(0, 3):
-        for name, run in runs.items():
-            module = net()
-            module[0].requires_grad_(False)
-            model = ShardLite(module, group=group, stage=stage)
-            module[0].requires_grad_(True)
-            with model.gathered(writeback=False):
-                run(model, module).backward()
-            grad = dict(model.named_parameters())["0.0.weight"].grad
-            assert grad is not None, f"stage {stage}, {name}"
-            assert grad.any() or not grad.numel()
+    for stage, (name, run) in product(some_stages(0, 3), runs.items()):
+        module = net()
+        module[0].requires_grad_(False)
+        model = ShardLite(module, group=group, stage=stage)
+        module[0].requires_grad_(True)
+        with model.gathered(writeback=False):
+            run(model, module).backward()
+        grad = dict(model.named_parameters())["0.0.weight"].grad
+        assert grad is not None, f"stage {stage}, {name}"
+        assert grad.any() or not grad.numel()
 
 
-def test_an_unfrozen_parameter_trains_however_it_is_used(cluster):
-    cluster.check(unfreezing_body, 2)
-
-
-def evaluating_body(group):
+@pytest.mark.ranks(2)
+def test_freezing_for_an_evaluation_between_micro_batches(group):
     """Freezing everything for an evaluation in the middle of an accumulation does no harm."""
-    module = net()
-    twin = copy.deepcopy(module)
-    model = ShardLite(module, group=group)
+    model, twin = with_twin(net(), group)
     with model.no_sync():
         model(ones()).sum().backward()
     model.requires_grad_(False)
@@ -95,15 +83,12 @@ def evaluating_body(group):
         assert torch.isin(shard.grad, whole.grad).all(), name
 
 
-def test_freezing_for_an_evaluation_between_micro_batches(cluster):
-    cluster.check(evaluating_body, 2)
-
-
-def older_graph_body(group, stage):
+@pytest.mark.stages(2, 3)
+@pytest.mark.ranks(2)
+def test_a_step_between_forward_and_backward_is_right_or_an_error(group, stage):
     """Step a part of a unit between another part's forward and backward: an error, or as in plain PyTorch."""
     module = nn.ModuleDict({"actor": nn.Linear(6, 6), "critic": nn.Linear(6, 6)})
-    twin = copy.deepcopy(module)
-    model = ShardLite(module, group=group, stage=stage, units=lambda name, _: False)
+    model, twin = with_twin(module, group, stage=stage, units=lambda name, _: False)
     results = []
     for each, params in ((twin, dict(twin.named_parameters())), (module, dict(model.named_parameters()))):
         critic = optim.SGD([params["critic.weight"], params["critic.bias"]], lr=0.1)
@@ -113,41 +98,33 @@ def older_graph_body(group, stage):
         critic.step()
         try:
             actor.backward()
-        except RuntimeError as error:
-            results.append(None if "modified by an inplace operation" in str(error) else error)
-        else:
             results.append(x.grad)
-    return results
+        except RuntimeError as error:
+            if each is twin or stage == 0 or "modified by an inplace operation" not in str(error):
+                raise
+    assert torch.equal(results[0], results[-1])
 
 
-@pytest.mark.stages(2, 3)
-def test_a_step_between_forward_and_backward_is_right_or_an_error(cluster, stage):
-    for expected, got in cluster.run(older_graph_body, 2, stage):
-        assert got is None or torch.equal(got, expected)
-        assert stage > 0 or got is not None
-
-
-def gathered_steps_body(group):
-    """Steps inside `gathered(writeback=False)` are never undone in silence."""
-    for stage in some_stages(0, 3):
+@pytest.mark.ranks(2)
+def test_a_step_inside_gathered_is_kept(group):
+    """Steps inside `gathered()` are never undone in silence: writing back is an error."""
+    for stage, writeback in product(some_stages(0, 3), (False, True)):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         model(ones()).sum().backward()
         before = model.full_state_dict()
-        with model.gathered(writeback=False):
+        refused = pytest.raises(PhaseError, match="changed inside it") if writeback else nullcontext()
+        with refused, model.gathered(writeback=writeback):
             optimizer.step()
-            if stage:
+            if stage and not writeback:
                 with pytest.raises((PhaseError, RuntimeError)):
                     model(ones()).sum().backward()
         after = model.full_state_dict()
         assert any(not torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
 
 
-def test_a_step_inside_gathered_is_kept(cluster):
-    cluster.check(gathered_steps_body, 2)
-
-
-def only_accumulated_body(group):
+@pytest.mark.ranks(2)
+def test_a_step_without_any_reduced_gradient_is_an_error(group):
     for stage in some_stages(1, 3):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = AdamW(model.parameters())
@@ -159,12 +136,9 @@ def only_accumulated_body(group):
         optimizer.step()
 
 
-def test_a_step_without_any_reduced_gradient_is_an_error(cluster):
-    cluster.check(only_accumulated_body, 2)
-
-
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def cleared_body(group):
+def test_a_flag_goes_with_its_gradients(group):
     """A bad gradient that is gone has no say any more, also over what shares an optimizer."""
     first, second = ShardLite(net(), group=group), ShardLite(net(), group=group)
     optimizer = optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
@@ -179,14 +153,9 @@ def cleared_body(group):
     assert (first.skipped_steps, second.skipped_steps) == (1, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_flag_goes_with_its_gradients(cluster, world_size):
-    cluster.check(cleared_body, world_size)
-
-
-def scaler_body(group):
+@pytest.mark.ranks(2)
+def test_a_scaler_agrees_on_ignored_parameters_too(group):
     """An ignored parameter overflows on one rank only: all skip, and the scales stay equal."""
-    scales = []
     for stage in some_stages(0, 3):
         module = Scaled()
         model = ShardLite(module, group=group, stage=stage, ignore=[module.scale])
@@ -199,15 +168,11 @@ def scaler_body(group):
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(before, model.full_state_dict()["body.weight"])
-        scales.append(scaler.get_scale())
-    return scales
+        assert scaler.get_scale() == 2.0
 
 
-def test_a_scaler_agrees_on_ignored_parameters_too(cluster):
-    assert cluster.run(scaler_body, 2) == [[2.0] * len(some_stages(0, 3))] * 2
-
-
-def outside_body(group):
+@pytest.mark.ranks(2)
+def test_what_lists_the_wrong_parameters_is_told_so(group):
     """A module around a wrapped one lists parameters that have no gradients."""
     outer = nn.Sequential(ShardLite(net(), group=group))
     outer(ones()).sum().backward()
@@ -215,10 +180,3 @@ def outside_body(group):
         nn.utils.clip_grad_norm_(outer.parameters(), 1.0)
     with pytest.raises((LayoutError, ValueError), match=r"of the ShardLite model"):
         AdamW(outer.parameters())
-    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 20"):
-        ShardLite(net(), group=group, timeout=20)
-    ShardLite(net(), group=group, timeout=timedelta(seconds=20))
-
-
-def test_what_lists_the_wrong_parameters_is_told_so(cluster):
-    cluster.check(outside_body, 2)

@@ -27,7 +27,7 @@ from shardlite import EscapedViewWarning
 from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, Nested, net, on_rows, rows
 from tests.support.models.small import VOCABULARY, LanguageModel, run_all
-from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, trained
+from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, slow, trained
 
 Model = Callable[..., Any]
 
@@ -93,8 +93,9 @@ needs no weights in the backward; the last block is still there; what is recompu
 """
 
 
-def recomputes(group: Any, name: str, stage: int) -> None:
-    """Body of a rank."""
+@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.ways((2, 3))
+def test_ways_of_activation_checkpointing(group: Any, name: str, stage: int) -> None:
     make, counts = CHECKPOINTED[name]
     options = {"prefetch": 0} if stage == 3 else {}
     pair = trained(make, on_rows, group, stage=stage, **options)
@@ -102,12 +103,6 @@ def recomputes(group: Any, name: str, stage: int) -> None:
         pair.model.trace.take()
         pair.step(on_rows)
     assert stage < 3 or gathers(pair.model) == dict(zip(pair.model.unit_names, counts, strict=True))
-
-
-@pytest.mark.parametrize("name", CHECKPOINTED)
-@pytest.mark.ways((2, 3))
-def test_ways_of_activation_checkpointing(cluster, name, world_size, stage):
-    cluster.check(recomputes, world_size, name, stage)
 
 
 SAVED: dict[str, Callable[[Any], bool]] = {
@@ -140,8 +135,12 @@ class Selective(nn.Module):
         return CheckpointPolicy.MUST_SAVE if self.saved(op) else CheckpointPolicy.MUST_RECOMPUTE
 
 
-def selects(group: Any, span: int, saved: str, stage: int) -> None:
-    """Body of a rank: gathers are hidden from a policy, which is asked about the same operators as without us.
+@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.ways((2, 3))
+@pytest.mark.sample(2)
+def test_selective_checkpointing(group: Any, span: int, saved: str, stage: int) -> None:
+    """Gathers are hidden from a policy, which is asked about the same operators as without us.
 
     To save everything is to save views of weights too, which is right at stage 3, and reported. (Activations have the
     shape of weights here, so taking the one for the other would not be an error.)
@@ -156,14 +155,6 @@ def selects(group: Any, span: int, saved: str, stage: int) -> None:
     ours, theirs = inner(pair.model).asked, inner(pair.twin).asked
     assert ours["aten.addmm.default"] > 0
     assert ours == theirs
-
-
-@pytest.mark.parametrize("span", [1, 2])
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.ways((2, 3))
-@pytest.mark.sample(2)
-def test_selective_checkpointing(cluster, span, saved, world_size, stage):
-    cluster.check(selects, world_size, span, saved, stage)
 
 
 # ---- saved tensors on the CPU -------------------------------------------------------------------------------------
@@ -207,8 +198,9 @@ def counted_offloads() -> Iterator[list[torch.Size]]:
         yield shapes
 
 
-def offloads(group: Any, stage: int) -> None:
-    """Body of a rank: inside the model, around it, and both. At stage 3 no weight is copied."""
+@pytest.mark.ways((4, 3), (2, 2))
+def test_save_on_cpu_inside_and_around(group: Any, stage: int) -> None:
+    """Inside the model, around it, and both. At stage 3 no weight is copied."""
 
     def around(model: Model, turn: Turn) -> Tensor:
         with save_on_cpu():
@@ -222,11 +214,6 @@ def offloads(group: Any, stage: int) -> None:
             loss(pair.model, Turn(0, 0, 0))
             assert ((WIDTH, WIDTH) in shapes) == (stage < 3)
             assert (3, WIDTH) in shapes
-
-
-@pytest.mark.ways((4, 3), (2, 2))
-def test_save_on_cpu_inside_and_around(cluster, world_size, stage):
-    cluster.check(offloads, world_size, stage)
 
 
 # ---- several forwards, several backwards --------------------------------------------------------------------------
@@ -243,8 +230,12 @@ def one_forward(model: Model, turn: Turn) -> Tensor:
     return -functional.logsigmoid(first - second).mean()
 
 
-def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Body of a rank: return how often units are gathered for a step of either loss."""
+@pytest.mark.ways((2, 3), (2, 2))
+def test_two_forwards_before_one_backward(group: Any, stage: int) -> None:
+    """Each forward and each backward gathers, but the last unit is still there when the backward begins.
+
+    The backward of the first layer needs no weights: its input requires no gradient.
+    """
     counts = []
     for loss in (one_forward, two_forwards):
         pair = Pair(partial(net, 4), group, stage=stage, **({"prefetch": 0} if stage == 3 else {}))
@@ -252,21 +243,12 @@ def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[
             pair.model.trace.take()
             pair.step(loss)
         counts.append(gathers(pair.model))
-    return counts[0], counts[1]
-
-
-@pytest.mark.ways((2, 3), (2, 2))
-def test_two_forwards_before_one_backward(cluster, world_size, stage):
-    """Each forward and each backward gathers, but the last unit is still there when the backward begins.
-
-    The backward of the first layer needs no weights: its input requires no gradient.
-    """
-    for once, twice in cluster.run(costs_of_two_forwards, world_size, stage):
-        if stage == 3:
-            assert once == {"0": 1, "1": 2, "2": 2, "3": 1}
-            assert twice == {"0": 2, "1": 4, "2": 4, "3": 3}
-        else:
-            assert once == twice
+    once, twice = counts
+    if stage == 3:
+        assert once == {"0": 1, "1": 2, "2": 2, "3": 1}
+        assert twice == {"0": 2, "1": 4, "2": 4, "3": 3}
+    else:
+        assert once == twice
 
 
 class Preference(nn.Module):
@@ -299,55 +281,21 @@ def preferences(model: Model, turn: Turn) -> Tensor:
     return model(chosen, rejected)
 
 
-def prefers(group: Any, reentrant: bool | None, stage: int) -> dict[str, int]:
-    """Body of a rank: return how often units are gathered for a step."""
+@pytest.mark.parametrize("reentrant", [None, False, slow(True)], ids=["plain", "nonreentrant", "reentrant"])
+@pytest.mark.ways((2, 3))
+def test_dpo_with_a_frozen_reference(group: Any, reentrant: bool | None, stage: int) -> None:
+    """Compare, and count how often units are gathered for a step."""
     options = {"prefetch": 0} if stage == 3 else {}
     pair = Pair(partial(Preference, reentrant), group, stage=stage, **options)
     pair.step(preferences, ("local", "step"))
     pair.step(preferences, clip=0.01)
     pair.model.trace.take()
     pair.step(preferences)
-    return gathers(pair.model)
-
-
-@pytest.mark.parametrize(
-    "reentrant",
-    [None, False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["plain", "nonreentrant", "reentrant"],
-)
-@pytest.mark.ways((2, 3))
-def test_dpo_with_a_frozen_reference(cluster, reentrant, world_size, stage):
-    for counts in cluster.run(prefers, world_size, reentrant, stage):
-        if stage == 3:
-            policy = {"policy.blocks.0": 4, "policy.blocks.1": 3}
-            reference = {"reference.blocks.0": 2, "reference.blocks.1": 2}
-            assert {name: count for name, count in counts.items() if name != "(root)"} == policy | reference
-
-
-def shares_a_graph(group: Any, first_mode: str, stage: int) -> None:
-    """Body of a rank: two losses of one output with a backward each; the first is reduced, or accumulated."""
-
-    def first(y: Tensor) -> Tensor:
-        return y.square().mean()
-
-    def second(y: Tensor) -> Tensor:
-        return y.sin().mean()
-
-    def separate(model: Model, turn: Turn, parts: tuple[Callable[[Tensor], Tensor], ...]) -> None:
-        for part in parts:
-            part(model(rows(turn))).backward()
-
-    pair = Pair(partial(LayersThenHead, 3), group, stage=stage)
-    for step in range(2):
-        together = [(first, second)] if first_mode == "local" else [(first,), (second,)]
-        for parts in together:
-            pair.twin.backward(lambda _, rank, p=parts, s=step: separate(pair.twin, Turn(s, rank, 0), p))
-        y = pair.model(rows(Turn(step, pair.rank, 0)))
-        with accumulating(pair.model, first_mode):
-            first(y).backward(retain_graph=True)
-        assert set(users(pair.model)) == {0}
-        second(y).backward()
-        pair.finish(clip=0.01)
+    if stage == 3:
+        policy = {"policy.blocks.0": 4, "policy.blocks.1": 3}
+        reference = {"reference.blocks.0": 2, "reference.blocks.1": 2}
+        counts = gathers(pair.model)
+        assert {name: count for name, count in counts.items() if name != "(root)"} == policy | reference
 
 
 class LayersThenHead(nn.Module):
@@ -362,8 +310,23 @@ class LayersThenHead(nn.Module):
 
 @pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
 @pytest.mark.ways((2, 3))
-def test_two_losses_with_retain_graph(cluster, first_mode, world_size, stage):
-    cluster.check(shares_a_graph, world_size, first_mode, stage)
+def test_two_losses_with_retain_graph(group: Any, first_mode: str, stage: int) -> None:
+    """Two losses of one output with a backward each; the first is reduced, or accumulated."""
+
+    def separate(turn: Turn, parts: tuple[Callable[[Tensor], Tensor], ...]) -> None:
+        for part in parts:
+            part(pair.twin(rows(turn))).mean().backward()
+
+    pair = Pair(partial(LayersThenHead, 3), group, stage=stage)
+    for step in range(2):
+        for parts in [(torch.square, torch.sin)] if first_mode == "local" else [(torch.square,), (torch.sin,)]:
+            pair.twin.backward(lambda _, rank, p=parts, s=step: separate(Turn(s, rank, 0), p))
+        y = pair.model(rows(Turn(step, pair.rank, 0)))
+        with accumulating(pair.model, first_mode):
+            torch.square(y).mean().backward(retain_graph=True)
+        assert set(users(pair.model)) == {0}
+        torch.sin(y).mean().backward()
+        pair.finish(clip=0.01)
 
 
 # ---- gradients by hand --------------------------------------------------------------------------------------------
@@ -397,8 +360,10 @@ def balanced(model: Model, turn: Turn) -> Tensor:
 LOSSES_BY_HAND = {"adversarial": adversarial, "backward-inputs": by_inputs, "weighed-by-gradients": balanced}
 
 
-def differentiates(group: Any, name: str, stage: int) -> None:
-    """Body of a rank: what is differentiated by hand is not reduced, so every unit is reduced once per step."""
+@pytest.mark.parametrize("name", LOSSES_BY_HAND)
+@pytest.mark.ways((2, 3))
+def test_autograd_grad_of_inputs_within_a_step(group: Any, name: str, stage: int) -> None:
+    """What is differentiated by hand is not reduced, so every unit is reduced once per step."""
     pair = trained(partial(LayersThenHead, 3), LOSSES_BY_HAND[name], group, stage=stage)
     pair.model.trace.take()
     pair.step(LOSSES_BY_HAND[name])
@@ -407,25 +372,9 @@ def differentiates(group: Any, name: str, stage: int) -> None:
     assert set(users(pair.model)) == {0}
 
 
-@pytest.mark.parametrize("name", LOSSES_BY_HAND)
-@pytest.mark.ways((2, 3))
-def test_autograd_grad_of_inputs_within_a_step(cluster, name, world_size, stage):
-    cluster.check(differentiates, world_size, name, stage)
-
-
-class Critic(nn.Module):
+def critic(recomputed: bool) -> nn.Module:
     """[B, D] -> [B, 1], recomputed or not."""
-
-    def __init__(self, recomputed: bool) -> None:
-        super().__init__()
-        self.blocks = net(3)
-        self.head = nn.Linear(WIDTH, 1)
-        self.recomputed = recomputed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
-        return self.head(x)
+    return nn.Sequential(*((Layer if recomputed else Block)() for _ in range(3)), nn.Linear(WIDTH, 1))
 
 
 def penalised(model: Model, turn: Turn) -> Tensor:
@@ -437,13 +386,8 @@ def penalised(model: Model, turn: Turn) -> Tensor:
     return model(fake).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-def penalises(group: Any, recomputed: bool, stage: int) -> None:
-    """Body of a rank."""
-    pair = trained(partial(Critic, recomputed), penalised, group, stage=stage)
-    assert set(users(pair.model)) == {0}
-
-
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
 @pytest.mark.ways((2, 3))
-def test_gradient_penalty_with_create_graph(cluster, recomputed, world_size, stage):
-    cluster.check(penalises, world_size, recomputed, stage)
+def test_gradient_penalty_with_create_graph(group: Any, recomputed: bool, stage: int) -> None:
+    pair = trained(partial(critic, recomputed), penalised, group, stage=stage)
+    assert set(users(pair.model)) == {0}

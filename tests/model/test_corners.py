@@ -3,7 +3,6 @@
 Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit.
 """
 
-import copy
 import warnings
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from shardlite import LayoutError, ShardLite
 from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, batch, net, square
-from tests.support.twins.sharded import assert_gradients_equal, compare
+from tests.support.twins.sharded import assert_gradients_equal, compare, with_twin
 
 
 class SparseInput(nn.Module):
@@ -28,58 +27,44 @@ class SparseInput(nn.Module):
         return torch.sparse.mm(adjacency, x) @ self.weight
 
 
-def sparse_body(group):
+@pytest.mark.ranks(2)
+def test_saved_sparse_tensors_pass_through(group):
     compare(nn.Sequential(SparseInput(), SparseInput()), square, group)
 
 
-def test_saved_sparse_tensors_pass_through(cluster):
-    cluster.check(sparse_body, 2)
-
-
-def inference_body(group):
+@pytest.mark.ranks(2)
+def test_inference_then_training(group):
     """Buffers that were gathered for inference serve training afterwards."""
-    plain = net()
-    twin = copy.deepcopy(plain)
-    model = ShardLite(plain, group=group)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(batch()), twin(batch()), rtol=0, atol=0)
-    with torch.no_grad():
-        torch.testing.assert_close(model(batch()), twin(batch()), rtol=0, atol=0)
+    model, twin = with_twin(net(), group)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(model(batch()), twin(batch()), rtol=0, atol=0)
     square(model).backward()
     square(twin).backward()
     assert_gradients_equal(model, twin)
 
 
-def test_inference_then_training(cluster):
-    cluster.check(inference_body, 2)
-
-
-def buffers_body(group):
+@pytest.mark.ranks(2)
+def test_buffers_come_from_rank_0_and_are_updated_in_place(group):
     """Running statistics are the module's own, and rank 0's at the start."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
     with torch.no_grad():
         model[1].running_mean += torch.distributed.get_rank(group)
     wrapped = ShardLite(model, group=group)
-    start = wrapped.full_state_dict()["1.running_mean"]
+    assert not wrapped.full_state_dict()["1.running_mean"].any()
     square(wrapped).backward()
-    return start.sum().item(), dict(wrapped.named_buffers())["1.running_mean"].ne(0).any().item()
+    assert dict(wrapped.named_buffers())["1.running_mean"].any()
 
 
-def test_buffers_come_from_rank_0_and_are_updated_in_place(cluster):
-    assert cluster.run(buffers_body, 2) == [(0.0, True)] * 2
-
-
-def gradients_by_hand_body(group):
+@pytest.mark.ranks(2)
+def test_shards_are_not_in_the_graph(group):
     model = ShardLite(net(), group=group)
     with pytest.raises(LayoutError, match="shards are not in the graph"):
         torch.autograd.grad(square(model), list(model.parameters()))
 
 
-def test_shards_are_not_in_the_graph(cluster):
-    cluster.check(gradients_by_hand_body, 2)
-
-
-def interrupted_body(group):
+@pytest.mark.ranks(2)
+def test_a_forward_that_raises_leaves_the_model_usable(group):
     """A forward that raises, on every rank alike, leaves the model usable; so does an interrupt."""
 
     class Fails(Block):
@@ -91,8 +76,7 @@ def interrupted_body(group):
             return super().forward(x)
 
     plain = nn.Sequential(Block(), Fails(), Block())
-    twin = copy.deepcopy(plain)
-    model = ShardLite(plain, group=group)
+    model, twin = with_twin(plain, group)
     for error in (ValueError("on purpose"), KeyboardInterrupt()):
         plain[1].error = error
         with pytest.raises(type(error)):
@@ -101,20 +85,15 @@ def interrupted_body(group):
     square(model).backward()
     square(twin).backward()
     assert_gradients_equal(model, twin)
-    return users(model)
+    assert set(users(model)) == {0}
 
 
-def test_a_forward_that_raises_leaves_the_model_usable(cluster):
-    for counts in cluster.run(interrupted_body, 2):
-        assert set(counts) == {0}
-
-
-def compiled_body(group):
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_compiling_the_whole_model(group):
     """The whole model compiled: each unit breaks the graph, and a retained graph can be walked twice."""
     warnings.filterwarnings("ignore", r"The \.grad attribute")  # the compiler looks at it when it meets module hooks
-    plain = net()
-    twin = copy.deepcopy(plain)
-    model = ShardLite(plain, group=group)
+    model, twin = with_twin(net(), group)
     compiled = torch.compile(model, backend="aot_eager")
     ours, theirs = square(compiled), square(twin)
     for _ in range(2):
@@ -122,8 +101,3 @@ def compiled_body(group):
         theirs.backward(retain_graph=True)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert_gradients_equal(model, twin)
-
-
-@pytest.mark.slow
-def test_compiling_the_whole_model(cluster):
-    cluster.check(compiled_body, 2)

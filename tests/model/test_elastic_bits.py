@@ -27,11 +27,10 @@ from shardlite.telemetry import Held
 from tests.support.internals import flats
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.patience import until
-from tests.support.ranks.in_process import run_in_process
-from tests.support.twins.sharded import local_parts, same_bits, slow
+from tests.support.twins.sharded import local_parts, same_bits, same_states, slow
 
 WORLDS = (1, 2, 4)
-PARTS = 8
+TREE = Route(order="tree", parts=8)
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 
@@ -69,7 +68,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `ShardLite`."""
 
-    route: Route = field(default_factory=lambda: Route(order="tree", parts=PARTS))
+    route: Route = TREE
     clips: Sequence[tuple[float, float]] = ((0.02, 2.0), (0.002, inf), (0.01, 3.0), (0.02, 2.0))
     """For each step `(max_norm, norm_type)`: the norms are larger before."""
 
@@ -91,10 +90,10 @@ CASES = {
     "in-backward-bf16-sums": Case(ours(in_backward=True), {"precision": BF16}, clips=[(0, 0)] * 4),
     "by-torch": Case(by_torch=True),
     "checkpointed": Case(reentrant=True),
-    "p2p": Case(route=Route(order="tree", parts=PARTS, transport="p2p")),
-    "collectives": Case(route=Route(order="tree", parts=PARTS, transport="collectives")),
+    "p2p": Case(route=replace(TREE, transport="p2p")),
+    "collectives": Case(route=replace(TREE, transport="collectives")),
     "in-backward-collectives": Case(
-        ours(in_backward=True), route=Route(order="tree", parts=PARTS, transport="collectives"), clips=[(0, 0)] * 4
+        ours(in_backward=True), route=replace(TREE, transport="collectives"), clips=[(0, 0)] * 4
     ),
 }
 
@@ -106,9 +105,8 @@ class Run:
         self.case = CASES[name]
         torch.manual_seed(0)
         module = Branching(self.case.reentrant)
-        self.model = ShardLite(
-            module, group=group, stage=stage, route=self.case.route, buffers="own", **self.case.options
-        )
+        options = {"route": self.case.route, "buffers": "own", **self.case.options}
+        self.model = ShardLite(module, group=group, stage=stage, **options)
         self.optimizer = self.case.optimizer(self.model.parameters())
         self.norms: list[Tensor] = []
 
@@ -135,37 +133,31 @@ class Run:
         return {**state, **{f"norm of step {i}": norm for i, norm in enumerate(self.norms)}}
 
 
-def of_first_rank(group: Any, result: Any) -> Any:
-    """Return what all ranks have made together, once."""
-    return result if dist.get_rank(group) == 0 else None
-
-
-def trained(group: Any, names: Sequence[str], stage: int = 3, steps: int = 3) -> list[dict[str, Tensor]] | None:
+def trained(group: Any, names: Sequence[str], stage: int = 3, steps: int = 3) -> dict[str, Tensor]:
     """Body of a rank."""
-    results = []
+    results = {}
     for name in names:
         run = Run(group, name, stage)
         run.train(range(steps))
-        results.append(run.result())
-    return of_first_rank(group, results)
+        results |= {f"{name}, {key}": value for key, value in run.result().items()}
+    return results
 
 
 def assert_equal(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        same_bits(f"{what}: {name!r}", got[name], value)
+    same_states(f"{what}", got, expected)
 
 
-def assert_alike(cluster: Any, names: Sequence[str], stage: int = 3) -> None:
-    runs = {world_size: cluster.run(trained, world_size, names, stage)[0] for world_size in WORLDS}
-    for world_size in WORLDS[1:]:
-        for name, got, expected in zip(names, runs[world_size], runs[1], strict=True):
-            assert_equal(f"{name}, {world_size} ranks", got, expected)
+def assert_alike(cluster: Any, body: Callable[..., dict[str, Tensor]], *args: Any) -> None:
+    """Compare what a body returns on different numbers of ranks."""
+    first, *others = (cluster.run(body, world_size, *args)[0] for world_size in WORLDS)
+    for world_size, other in zip(WORLDS[1:], others, strict=True):
+        assert_equal(f"{world_size} ranks", other, first)
 
 
 @pytest.mark.stages(0, 3)
 def test_any_number_of_ranks_has_the_same_bits(cluster, stage):
-    assert_alike(cluster, ["adamw", "sgd"], stage)
+    assert_alike(cluster, trained, ["adamw", "sgd"], stage)
 
 
 @pytest.mark.parametrize(
@@ -180,33 +172,33 @@ def test_any_number_of_ranks_has_the_same_bits(cluster, stage):
 )
 @pytest.mark.sample(4)
 def test_optimizers_formats_and_transports(cluster, names):
-    assert_alike(cluster, names)
+    assert_alike(cluster, trained, names)
 
 
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.slow
 def test_optimizers_formats_and_transports_at_every_stage(cluster, name, stage):
-    assert_alike(cluster, [name], stage)
+    assert_alike(cluster, trained, [name], stage)
 
 
 def test_stages_have_the_same_bits(cluster):
-    runs = [cluster.run(trained, 2, ["adamw"], stage)[0][0] for stage in (3, 0, 1)]
-    for other in runs[1:]:
-        assert_equal("another stage", other, runs[0])
+    first, *others = (cluster.run(trained, 2, ["adamw"], stage)[0] for stage in (3, 0, 1))
+    for other in others:
+        assert_equal("another stage", other, first)
 
 
 # ---- a number of ranks that changes ----------------------------------------------------------------------------------
 
 
-def goes_on(group: Any, name: str, path: str, steps: range) -> dict[str, Tensor] | None:
+def goes_on(group: Any, name: str, path: str, steps: range) -> dict[str, Tensor]:
     """Body of a rank: train from the newest checkpoint, if there is one, and save."""
     run = Run(group, name)
     if steps.start:
         load(path, run.model, run.optimizer)
     run.train(steps)
     save(path, run.model, run.optimizer)
-    result = of_first_rank(group, run.result())
+    result = run.result()
     del run
     gc.collect()
     until(lambda: not Path(path, ".lease").exists())  # it ends with the model, and the next ranks are other processes
@@ -217,10 +209,9 @@ def goes_on(group: Any, name: str, path: str, steps: range) -> dict[str, Tensor]
 def test_a_number_of_ranks_that_changes_on_the_way(cluster, tmp_path, name):
     for world_size, steps in ((2, range(1)), (4, range(1, 3)), (1, range(3, 4))):
         got = cluster.run(goes_on, world_size, name, str(tmp_path), steps)[0]
-    (straight,) = cluster.run(trained, 1, [name], 3, 4)[0]
-    earlier = [f"norm of step {step}" for step in range(3)]
+    straight = cluster.run(trained, 1, [name], 3, 4)[0]
     got["norm of step 3"] = got.pop("norm of step 0")
-    assert_equal("the end", got, {key: value for key, value in straight.items() if key not in earlier})
+    assert_equal("the end", got, {key: straight[f"{name}, {key}"] for key in got})
 
 
 # ---- the tree, written out -------------------------------------------------------------------------------------------
@@ -283,7 +274,7 @@ def test_gradients_are_those_of_the_tree_written_out(cluster, world_size, parts)
 # ---- beside it -------------------------------------------------------------------------------------------------------
 
 
-def scaled_and_averaged(group: Any) -> dict[str, Tensor] | None:
+def scaled_and_averaged(group: Any) -> dict[str, Tensor]:
     """Body of a rank: a gradient scaler, one step of whose gradients overflow, and an average of the weights."""
     run = Run(group, "sgd")
     average, scaler = EMA(run.model, 0.5), torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1)
@@ -300,16 +291,12 @@ def scaled_and_averaged(group: Any) -> dict[str, Tensor] | None:
     assert scaler.get_scale() < 2.0**22, "the second step was left out"
     with average.swapped():
         averaged = {f"average of {name}": value for name, value in run.model.full_state_dict().items()}
-    return of_first_rank(group, {**run.result(), **averaged})
+    return {**run.result(), **averaged}
 
 
-def test_gradient_scalers_and_averages(cluster):
-    runs = [cluster.run(scaled_and_averaged, world_size)[0] for world_size in (1, 2)]
-    assert_equal("2 ranks", runs[1], runs[0])
-
-
-def leaves_a_step_out(group: Any) -> None:
-    """Body of a rank: one part has a NaN."""
+@pytest.mark.ranks(1, 2)
+def test_a_nan_in_any_part_leaves_the_step_out(group: Any) -> None:
+    """One part has a NaN."""
     run = Run(group, "adamw")
     before = run.model.full_state_dict()
     for part in run.model.parts():
@@ -320,18 +307,14 @@ def leaves_a_step_out(group: Any) -> None:
     assert_equal("a step that was left out", run.model.full_state_dict(), before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_nan_in_any_part_leaves_the_step_out(cluster, world_size):
-    cluster.check(leaves_a_step_out, world_size)
-
-
 def run_parts(model: ShardLite, run: Callable[[int], object]) -> None:
     for part in model.parts():
         run(part)
 
 
-def diagnoses(group: Any, bad: int) -> None:
-    """Body of a rank: the gradient that is not finite is named, in whichever part it came."""
+@pytest.mark.parametrize(("group", "bad"), [(1, 0), (1, 3), (2, 1)], indirect=["group"])
+def test_what_is_not_finite_is_named(group: Any, bad: int) -> None:
+    """The gradient that is not finite is named, in whichever part it came."""
     torch.manual_seed(0)
     model = ShardLite(nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), diagnose=True)
     rank = bad // (4 // dist.get_world_size(group))
@@ -339,12 +322,7 @@ def diagnoses(group: Any, bad: int) -> None:
         run_parts(model, lambda part: (model(torch.ones(2, 4)).sum() * (inf if part == bad else 1.0)).backward())
 
 
-@pytest.mark.parametrize(("world_size", "bad"), [(1, 0), (1, 3), (2, 1)])
-def test_what_is_not_finite_is_named(cluster, world_size, bad):
-    cluster.check(diagnoses, world_size, bad)
-
-
-def freezes(group: Any) -> dict[str, Tensor] | None:
+def freezes(group: Any) -> dict[str, Tensor]:
     """Body of a rank: other parameters are trained after the first step."""
     run = Run(group, "adamw")
     run.case = replace(run.case, clips=[(0.02, 2.0)] * 3)  # norms from what reductions have measured
@@ -352,25 +330,23 @@ def freezes(group: Any) -> dict[str, Tensor] | None:
     run.model.module.model.blocks[0].qkv.weight.requires_grad_(False)
     run.model.module.model.embed.weight.requires_grad_(False)
     run.train(range(1, 3))
-    return of_first_rank(group, run.result())
+    return run.result()
 
 
-def test_parameters_that_are_frozen_later(cluster):
-    runs = [cluster.run(freezes, world_size)[0] for world_size in WORLDS]
-    assert_equal("2 ranks", runs[1], runs[0])
-    assert_equal("4 ranks", runs[2], runs[0])
+@pytest.mark.parametrize("body", [scaled_and_averaged, freezes])
+def test_what_else_a_program_does(cluster, body):
+    assert_alike(cluster, body)
 
 
 def held(model: ShardLite) -> Held:
     return model.memory().get("gradient buckets", Held(0, 0))
 
 
-def keeps_few_sums(group: Any, most: int) -> None:
-    """Body of a rank: before the backward of a part there are as many sums as its number has ones."""
+@pytest.mark.parametrize(("group", "most"), [(1, 5), (2, 4), (4, 3)], indirect=["group"])
+def test_sums_are_kept_as_a_binary_counter_keeps_digits(group: Any, most: int) -> None:
+    """Before the backward of a part there are as many sums as its number has ones."""
     torch.manual_seed(0)
-    model = ShardLite(
-        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), group=group, route=Route(order="tree", parts=16)
-    )
+    model = ShardLite(nn.Linear(64, 64), group=group, route=Route(order="tree", parts=16))
     nbytes = sum(flat.gradients.full_numel * 4 for flat in flats(model))
     first = next(iter(model.parts()))
     for part in model.parts():
@@ -379,38 +355,29 @@ def keeps_few_sums(group: Any, most: int) -> None:
     assert nbytes * (most - 1) < held(model).peak <= nbytes * most
 
 
-@pytest.mark.parametrize(("world_size", "most"), [(1, 5), (2, 4), (4, 3)])
-def test_sums_are_kept_as_a_binary_counter_keeps_digits(cluster, world_size, most):
-    cluster.check(keeps_few_sums, world_size, most)
-
-
 def draws_by_part(group: Any) -> list[tuple[int, float, float]]:
     """Body of a rank: return what each part draws in two steps, and check the generator outside."""
-    model = ShardLite(
-        nn.Linear(2, 2),
-        group=group,
-        route=Route(order="tree", parts=4),
-    )
+    model = tiny(group)
     torch.manual_seed(7)
     drawn = []
     for step in range(2):
         for part in model.parts(seed=3):
             drawn.append((step, part, torch.rand(()).item()))
-            model(torch.ones(1, 2)).sum().backward()
+            backward(model)
         model.zero_grad()
     after = torch.rand(())
     torch.manual_seed(7)
     assert after == torch.rand(()), "the program's own numbers are as without the loops"
     for part in model.parts(0, seed=3):
         assert (0, part, torch.rand(()).item()) in drawn
-        model(torch.ones(1, 2)).sum().backward()
+        backward(model)
     return drawn
 
 
-def test_random_numbers_follow_from_seed_step_and_part():
-    alone, *pair = run_in_process(draws_by_part, 1), *run_in_process(draws_by_part, 2)
-    assert sorted(alone[0]) == sorted([*pair[0], *pair[1]])
-    assert len({number for *_, number in alone[0]}) == 8
+def test_random_numbers_follow_from_seed_step_and_part(cluster):
+    (alone,), (first, second) = (cluster.run(draws_by_part, world_size) for world_size in (1, 2))
+    assert sorted(alone) == sorted([*first, *second])
+    assert len({number for *_, number in alone}) == 8
 
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------
@@ -424,8 +391,9 @@ def backward(model: ShardLite) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-def is_refused(group: Any) -> None:
-    """Body of a rank: misuse is named on every rank, and the model is of use afterwards."""
+@pytest.mark.ranks(1, 2)
+def test_misuse_is_named(group: Any) -> None:
+    """Misuse is named on every rank, and the model is of use afterwards."""
     model = tiny(group)
     optimizer = AdamW(model.parameters())
     with pytest.raises(PhaseError, match="belongs to none: run forward and backward in a loop"):
@@ -457,13 +425,9 @@ def is_refused(group: Any) -> None:
     optimizer.step()
 
 
-def test_misuse_is_named(cluster):
-    for world_size in (1, 2):
-        cluster.check(is_refused, world_size)
-
-
-def options_are_refused(group: Any) -> None:
-    """Body of a rank: what has no tree is refused before the module is changed."""
+@pytest.mark.ranks(2)
+def test_options_that_do_not_go_with_it(group: Any) -> None:
+    """What has no tree is refused before the module is changed."""
     with pytest.raises(LayoutError, match="at least as many parts as ranks, 2; got parts=1"):
         tiny(group, parts=1)
     quantized = Precision(quantized_gather=True)
@@ -487,25 +451,12 @@ def options_are_refused(group: Any) -> None:
     with suppress(LayoutError):
         tiny(group, parts=4 if dist.get_rank(group) else 8)
         pytest.fail("ranks that have different parts were accepted")
+    assert "order=tree, parts=4" in repr(tiny(group))
 
 
-def test_options_that_do_not_go_with_it():
-    run_in_process(options_are_refused, 2)
-    run_in_process(three_are_refused, 3)
-
-
-def three_are_refused(group: Any) -> None:
-    """Body of a rank."""
+@pytest.mark.ranks(3)
+def test_ranks_must_be_a_power_of_two(group: Any) -> None:
     with pytest.raises(LayoutError, match="order='tree' requires a power of two of ranks, got 3"):
         tiny(group)
     with pytest.raises(LayoutError, match="algorithm='halving' takes a power of two of ranks, got 3"):
         tiny(group, order="ring", parts=None, algorithm="halving")
-
-
-def says_so(group: Any) -> str:
-    """Body of a rank."""
-    return repr(tiny(group))
-
-
-def test_the_order_is_in_the_repr():
-    assert all("order=tree, parts=4" in each for each in run_in_process(says_so, 2))

@@ -1,6 +1,5 @@
 """Moving averages: to the bit those that PyTorch's own function makes of a plain twin, and the way there and back."""
 
-import copy
 import gc
 import io
 import time
@@ -16,12 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
-from tests.support.checkpoints import same_state
 from tests.support.internals import context
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.residual import WIDTH, net, square
 from tests.support.models.small import LanguageModel, MixedDtypes, with_lora
-from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, slow, some_stages
+from tests.support.twins.sharded import (
+    Loss,
+    Pair,
+    Turn,
+    local_parts,
+    same_bits,
+    same_states,
+    slow,
+    some_stages,
+    with_twin,
+)
 
 BF16 = Precision(compute=torch.bfloat16)
 
@@ -50,8 +58,8 @@ class Averaged:
     def compare(self) -> None:
         """Compare this rank's averages."""
         parts = local_parts(self.pair.model, self.expected)
-        for name, average in self.ema.state_dict()["averages"].items():
-            same_bits(f"average of {name!r}", average, parts[name])
+        averages = self.ema.state_dict()["averages"]
+        same_states("averages", averages, {name: parts[name] for name in averages})
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -60,8 +68,7 @@ class Averaged:
         before = {name: shard.clone() for name, shard in model.named_parameters()}
         with self.ema.swapped():
             ours, full = self.loss(model, turn), model.full_state_dict()
-        for name, shard in model.named_parameters():
-            same_bits(f"trained weight {name!r}", shard.detach(), before[name])
+        same_states("trained weights", dict(model.named_parameters()), before)
         for name, param in self.pair.twin.module.named_parameters():
             param.copy_(self.expected[name])
             same_bits(f"whole average of {name!r}", full[name], self.expected[name])
@@ -92,32 +99,27 @@ CASES = {
 }
 
 
-def follows_body(group, stages, name):
+@pytest.mark.parametrize(
+    ("group", "stages"),
+    [(1, (0, 3)), (2, (0, 3)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)],
+    indirect=["group"],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_averages_are_those_of_the_plain_twin(group, stages, name):
     make, loss, precision = CASES[name]
     for stage in stages:
         follow(make, loss, group, stage=stage, precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stages"), [(1, (0, 3)), (2, (0, 3)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_averages_are_those_of_the_plain_twin(cluster, world_size, stages, name):
-    cluster.check(follows_body, world_size, stages, name)
-
-
-def hybrid_body(group):
-    del group
+@pytest.mark.ranks(4)
+def test_averages_of_hybrid_sharding(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for stage in (1, 3):
         follow(language_model, on_tokens, mesh, stage=stage, replicas=2)
 
 
-def test_averages_of_hybrid_sharding(cluster):
-    cluster.check(hybrid_body, 4)
-
-
-def warm_up_body(group):
+@pytest.mark.ranks(2)
+def test_decay_may_warm_up(group):
     """`decay` is asked for with the number of updates before this one."""
     asked = []
 
@@ -131,27 +133,6 @@ def warm_up_body(group):
         both.step(decay=min(0.6, (1 + updates) / (4 + updates)))
     assert asked == [0, 1, 2]
     assert both.ema.updates == 3
-
-
-def test_decay_may_warm_up(cluster):
-    cluster.check(warm_up_body, 2)
-
-
-def test_a_decay_of_one_and_of_nothing(cluster):
-    cluster.check(extremes_body, 2)
-
-
-def extremes_body(group):
-    """With 1 the averages stay, with 0 they are the weights."""
-    model = ShardLite(net(), group=group)
-    first = {name: shard.detach().clone() for name, shard in model.named_parameters()}
-    stays, follows = EMA(model, 1), EMA(model, 0.0)
-    square(model).backward()
-    optim.SGD(model.parameters(), lr=1.0).step()
-    for each, expected in ((stays, first), (follows, dict(model.named_parameters()))):
-        each.update()
-        for name, average in each.state_dict()["averages"].items():
-            same_bits(name, average, expected[name].detach())
 
 
 # ---- what it costs --------------------------------------------------------------------------------------------------
@@ -170,47 +151,35 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cost_body(group, stage):
-    """Return how many operators an update runs, and how many bytes averages and parameters take."""
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(1, 2)
+def test_an_update_is_one_call_on_the_arena(group, stage):
+    """Of each unit's, where the averages are those of a part of the parameters."""
     model = ShardLite(LanguageModel(), group=group, stage=stage)
     average = EMA(model)
     with Count() as count:
         average.update()
-    held = model.memory()
-    assert held["averages"].now == held["averages"].peak
-    result = count.calls, len(model.unit_names), held["averages"].now, held["parameters"].now
+    parts = group.size() if stage in (1, 2) else 1
+    averages, parameters = (model.memory()[name] for name in ("averages", "parameters"))
+    assert count.calls == {"lerp_": len(model.unit_names) if parts > 1 else 1}
+    assert averages.now == averages.peak == parameters.now // parts
     del average
     gc.collect()
     assert model.memory()["averages"].now == 0
     model.zero_grad()
     AdamW(model.parameters()).step()  # there is no average to update any more
-    return result
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.stages(0, 3)
-def test_an_update_is_one_call_on_the_arena(cluster, world_size, stage):
-    parts = stage in (1, 2) and world_size > 1
-    for calls, units, averages, parameters in cluster.run(cost_body, world_size, stage):
-        assert calls == {"lerp_": units if parts else 1}
-        assert averages == (parameters // world_size if parts else parameters)
-
-
-def exchange_body(group):
-    """Return how many bytes an exchange adds, and how many it exchanges."""
+@pytest.mark.ranks(2)
+def test_an_exchange_needs_little_memory(group):
     model = ShardLite(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))), group=group)
     average = EMA(model)
     with Meter() as meter:
         before = meter.live
         with average.swapped():
             pass
-        return meter.peak - before, model.memory()["averages"].now
-
-
-def test_an_exchange_needs_little_memory(cluster):
-    for extra, averages in cluster.run(exchange_body, 2):
-        assert averages == 2 * 2**20 * 4
-        assert extra <= ema._CHUNK * 4 + 1024
+        assert meter.peak - before <= ema._CHUNK * 4 + 1024
+    assert model.memory()["averages"].now == 2 * 2**20 * 4
 
 
 # ---- inside ---------------------------------------------------------------------------------------------------------
@@ -230,11 +199,11 @@ class Talker(LanguageModel):
         return tokens
 
 
-def uses_body(group, stage):
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 2), (2, 3), slow(2, 0), slow(2, 1)], indirect=["group"])
+def test_whatever_is_done_inside_has_the_averages(group, stage):
     """Whatever reads weights inside has the averages: forwards in any mode, methods, `gathered()`."""
     plain = Talker()
-    twin = copy.deepcopy(plain)
-    model = ShardLite(plain, group=group, stage=stage)
+    model, twin = with_twin(plain, group, stage=stage)
     with torch.inference_mode():
         average = EMA(model, 0.0)
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -261,16 +230,9 @@ def uses_body(group, stage):
     same_bits("forward outside", model(tokens).detach(), twin(tokens).detach())
 
 
-@pytest.mark.stages(2, 3)
-def test_whatever_is_done_inside_has_the_averages(cluster, stage):
-    cluster.check(uses_body, 2, stage)
-
-
-def test_whatever_is_done_inside_on_one_rank(cluster):
-    cluster.check(uses_body, 1, 3)
-
-
-def exception_body(group, stage):
+@pytest.mark.stages(1, 3)
+@pytest.mark.ranks(2)
+def test_trained_weights_are_back_after_an_exception(group, stage):
     """After an exception, in a forward or elsewhere, the trained weights are there."""
     model = ShardLite(net(), group=group, stage=stage)
     optimizer, average = AdamW(model.parameters(), lr=0.1), EMA(model)
@@ -294,12 +256,8 @@ def exception_body(group, stage):
         pass
 
 
-@pytest.mark.stages(1, 3)
-def test_trained_weights_are_back_after_an_exception(cluster, stage):
-    cluster.check(exception_body, 2, stage)
-
-
-def interrupted_body(group, stage):
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 0), slow(1, 2), slow(4, 1), slow(2, 2)], indirect=["group"])
+def test_gradients_that_wait_are_not_touched(group, stage):
     """An evaluation between a backward that accumulates and the one that steps changes no bit of the step."""
     both = Averaged(Pair(language_model, group, stage=stage), on_tokens)
     both.step()
@@ -313,11 +271,6 @@ def interrupted_body(group, stage):
     both.loss = loss
     both.step("local", "local", "step")
     both.step("sharded", "sharded", "step")
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 0), slow(1, 2), slow(4, 1), slow(2, 2)])
-def test_gradients_that_wait_are_not_touched(cluster, world_size, stage):
-    cluster.check(interrupted_body, world_size, stage)
 
 
 class Skipping(nn.Module):
@@ -334,12 +287,12 @@ class Skipping(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("stage", [slow(1), 3])
+@pytest.mark.ranks(2)
 @torch.no_grad()
-def early_body(group, stage):
+def test_a_rank_that_is_done_early_waits(group, stage):
     """A rank that is done early must not change places while others gather: its part is theirs, too."""
-    plain = Skipping()
-    twin = copy.deepcopy(plain)
-    model = ShardLite(plain, group=group, stage=stage, prefetch=0)
+    model, twin = with_twin(Skipping(), group, stage=stage, prefetch=0)
     average, x = EMA(model), torch.ones(2, WIDTH)
     for shard in model.parameters():
         shard.mul_(2)
@@ -354,15 +307,12 @@ def early_body(group, stage):
             param.div_(2)
 
 
-@pytest.mark.parametrize("stage", [slow(1), 3])
-def test_a_rank_that_is_done_early_waits(cluster, stage):
-    cluster.check(early_body, 2, stage)
-
-
 CHANGED = r"modified by an inplace operation|was changed between its forward and its backward"
 
 
-def across_body(group, stage):
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(1, 2)
+def test_a_backward_across_is_an_error(group, stage):
     """A backward on the other side than its forward would use the wrong weights."""
     model = ShardLite(net(), group=group, stage=stage)
     average = EMA(model)
@@ -380,13 +330,8 @@ def across_body(group, stage):
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_backward_across_is_an_error(cluster, world_size, stage):
-    cluster.check(across_body, world_size, stage)
-
-
-def one_rank_body(group):
+@pytest.mark.ranks(1)
+def test_both_ways_count_as_changes(group):
     """Ranks of which one has averaged weights must not hear each other's messages."""
     model = ShardLite(net(), group=group)
     average, version = EMA(model), context(model).version
@@ -397,56 +342,42 @@ def one_rank_body(group):
     assert len(set(changes)) == 3
 
 
-def test_both_ways_count_as_changes(cluster):
-    cluster.check(one_rank_body, 1)
-
-
-def load_body(group, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.ranks(2)
+def test_averages_are_saved_and_loaded_as_whole_tensors(group, stage):
     """What is loaded inside are the averages."""
     model = ShardLite(net(), group=group, stage=stage)
     average = EMA(model, 0.5)
     square(model).backward()
     optim.SGD(model.parameters(), lr=1.0).step()
     average.update()
-    saved, trained = average.full_state_dict(rank=0), model.full_state_dict()
-    assert bool(saved) == (group.rank() == 0)
+    saved, trained = average.full_state_dict(), model.full_state_dict()
+    same_states("averages of rank 0", average.full_state_dict(rank=0), {} if group.rank() else saved)
     with average.swapped():
         for state in (model.full_state_dict(), average.full_state_dict()):
             assert not any(torch.equal(value, trained[name]) for name, value in state.items())
-            same_state(saved, state)
+            same_states("averages", state, saved)
     average.update()
     with average.swapped():
         model.load_full_state_dict(saved)
-    for rank, whole in enumerate((saved, None)):
-        if group.rank() == rank:
-            again, now = average.full_state_dict(rank=0), model.full_state_dict()
-            same_state(trained, now)
-            if whole:
-                same_state(whole, again)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_averages_are_saved_and_loaded_as_whole_tensors(cluster, stage):
-    cluster.check(load_body, 2, stage)
+    same_states("trained weights", model.full_state_dict(), trained)
+    same_states("averages", average.full_state_dict(), saved)
 
 
 # ---- what is frozen -------------------------------------------------------------------------------------------------
 
 
-def lora_body(group, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.ranks(2)
+def test_frozen_parameters_have_no_averages(group, stage):
     both = follow(lambda: with_lora(LanguageModel()), on_tokens, group, stage=stage)
     names = {name for name, param in both.pair.twin.module.named_parameters() if param.requires_grad}
     assert set(both.ema.state_dict()["averages"]) == names
-    return both.pair.model.memory()["averages"].now
+    assert both.pair.model.memory()["averages"].now == 4096, "all adapters are smaller than the shortest arena"
 
 
-def test_frozen_parameters_have_no_averages(cluster):
-    """All adapters are smaller than the shortest arena."""
-    assert cluster.run(lora_body, 2, 3) == [4096, 4096]
-    assert cluster.run(lora_body, 2, 1) == [4096, 4096]
-
-
-def unfreezing_body(group, stage):
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 0), slow(1, 3), slow(4, 2)], indirect=["group"])
+def test_what_is_unfrozen_is_averaged_from_its_first_step_on(group, stage):
     """Blocks are unfrozen, and frozen again, between steps: the averages are those of all parameters."""
 
     def make() -> nn.Module:
@@ -478,16 +409,13 @@ def unfreezing_body(group, stage):
     assert set(both.ema.state_dict()["averages"]) == set(both.expected)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 0), slow(1, 3), slow(4, 2)])
-def test_what_is_unfrozen_is_averaged_from_its_first_step_on(cluster, world_size, stage):
-    cluster.check(unfreezing_body, world_size, stage)
-
-
 # ---- states ---------------------------------------------------------------------------------------------------------
 
 
-def resume_body(group, stage):
-    """Return what two runs end with: one that was interrupted after some steps, and one that was not."""
+@pytest.mark.stages(1, 3)
+@pytest.mark.ranks(2)
+def test_a_run_that_is_resumed_has_the_same_averages(group, stage):
+    """Compare a run that was interrupted after some steps with one that was not."""
 
     def begin() -> tuple[ShardLite, optim.Optimizer, EMA]:
         torch.manual_seed(3)
@@ -508,30 +436,21 @@ def resume_body(group, stage):
     first[0].module[0].requires_grad_(True)
     train(*first)
     file = io.BytesIO()
-    torch.save({"model": first[0].full_state_dict(), **save(*first[1:])}, file)
+    torch.save([first[0].full_state_dict(), *(each.state_dict() for each in first[1:])], file)
     second = begin()
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    second[0].load_full_state_dict(saved["model"])
-    second[1].load_state_dict(saved["optimizer"])
-    second[2].load_state_dict(saved["ema"])  # it has averages of what is frozen here
+    weights, *states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    second[0].load_full_state_dict(weights)
+    for each, state in zip(second[1:], states, strict=True):
+        each.load_state_dict(state)  # the average has averages of what is frozen here
     second[0].module[0].requires_grad_(True)
     for run in (first, second):
         train(*run)
     assert first[2].updates == second[2].updates == 6
-    theirs = second[2].full_state_dict()
-    same_state(first[2].full_state_dict(), theirs)
+    same_states("averages", second[2].full_state_dict(), first[2].full_state_dict())
 
 
-def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
-    return {"optimizer": optimizer.state_dict(), "ema": average.state_dict()}
-
-
-@pytest.mark.stages(1, 3)
-def test_a_run_that_is_resumed_has_the_same_averages(cluster, stage):
-    cluster.check(resume_body, 2, stage)
-
-
-def misfit_body(group):
+@pytest.mark.ranks(2)
+def test_a_state_that_does_not_fit_changes_nothing(group):
     model = ShardLite(net(), group=group)
     average = EMA(model)
     state = average.state_dict()
@@ -548,17 +467,14 @@ def misfit_body(group):
     ):
         with pytest.raises(LayoutError, match=words):
             average.load_state_dict(wrong)
-    same_state(average.state_dict()["averages"], before)
-
-
-def test_a_state_that_does_not_fit_changes_nothing(cluster):
-    cluster.check(misfit_body, 2)
+    same_states("state", average.state_dict()["averages"], before)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-def arguments_body(group):
+@pytest.mark.ranks(2)
+def test_arguments_are_checked(group):
     model = ShardLite(net(), group=group)
     with pytest.raises(TypeError, match="averages a ShardLite model, got Sequential: wrap it first"):
         EMA(net())
@@ -577,8 +493,9 @@ def arguments_body(group):
     assert repr(EMA(model, 0.5)) == f"EMA(decay=0.5, updates=0, elements={sum(p.numel() for p in model.parameters())})"
 
 
-def inside_body(group):
-    """What needs the trained weights is an error inside, of another average of the same model too."""
+@pytest.mark.ranks(1, 2)
+def test_what_needs_trained_weights_is_an_error_inside(group):
+    """Also of another average of the same model."""
     model = ShardLite(net(), group=group)
     optimizer, average, other = AdamW(model.parameters()), EMA(model), EMA(model, 0.5)
     square(model).backward()
@@ -596,15 +513,15 @@ def inside_body(group):
         ):
             with pytest.raises(PhaseError, match=r"the model has averaged weights now: .* outside of EMA\.swapped\(\)"):
                 attempt()
-        for name, shard in model.named_parameters():
-            same_bits(name, shard.detach(), before[name].detach())
+        same_states("averaged weights", dict(model.named_parameters()), before)
     optimizer.step()
     other.update()
     with other.swapped():
         pass
 
 
-def in_use_body(group):
+@pytest.mark.ranks(1, 2)
+def test_weights_in_use_are_not_swapped(group):
     for stage in some_stages(2, 3):
         model = ShardLite(net(), group=group, stage=stage)
         average = EMA(model)
@@ -612,17 +529,3 @@ def in_use_body(group):
             average.swapped().__enter__()
         with average.swapped():
             square(model)
-
-
-@pytest.mark.parametrize("body", [arguments_body, inside_body, in_use_body], ids=lambda body: body.__name__)
-def test_mistakes_are_errors(cluster, body):
-    cluster.check(body, 2)
-
-
-def alone_body(group):
-    inside_body(group)
-    in_use_body(group)
-
-
-def test_mistakes_are_errors_on_one_rank(cluster):
-    cluster.check(alone_body, 1)

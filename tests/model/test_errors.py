@@ -1,5 +1,6 @@
 """Mistakes end in an error that says who, what was got and what to do, on every rank, and nothing hangs."""
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from shardlite import LayoutError, ShardLite
 from shardlite.params import ShardTensor
 from tests.support.patience import seconds
+from tests.support.twins.sharded import same_states
 
 
 def block() -> nn.Module:
@@ -25,65 +27,8 @@ def test_without_a_process_group():
         ShardLite(net())
 
 
-def nested_body(group):
-    inner = ShardLite(net(), group=group)
-    ShardLite(nn.Sequential(block(), inner), group=group)
-
-
-def nothing_body(group):
-    ShardLite(nn.Sequential(nn.ReLU()), group=group)
-
-
-def not_a_module_body(group):
-    ShardLite([net()], group=group)
-
-
-def stage_body(group):
-    ShardLite(net(), stage=7, group=group)
-
-
-def prefetch_body(group):
-    ShardLite(net(), prefetch=-1, group=group)
-
-
-def prefetch_type_body(group):
-    ShardLite(net(), prefetch="1", group=group)
-
-
-def rule_body(group):
-    ShardLite(net(), group=group, reshard_after_forward="no")
-
-
-def ignore_body(group):
-    ShardLite(net(), group=group, ignore=nn.Linear(2, 2))
-
-
-def init_body(group):
-    ShardLite(net(), group=group, init=3)
-
-
-def group_body(group):
-    ShardLite(net(), group=3)
-
-
-def precision_body(group):
-    ShardLite(net(), precision=torch.bfloat16, group=group)
-
-
-def device_body(group):
-    ShardLite(net(), device="gpu", group=group)
-
-
-def units_body(group):
-    ShardLite(net(), units="blocks", group=group)
-
-
-def class_body(group):
-    ShardLite(net(), units=nn.LSTM, group=group)
-
-
-def complex_body(group):
-    ShardLite(nn.Linear(8, 8, dtype=torch.complex64), group=group)
+def nested(group):
+    ShardLite(nn.Sequential(block(), ShardLite(net(), group=group)), group=group)
 
 
 def failing_policy_body(group):
@@ -199,23 +144,37 @@ def only_unknown_body(group):
 
 
 @pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (nn.Sequential(nn.ReLU()), {}, "has no parameters that are not ignored: there is nothing to shard"),
+        ([net()], {}, "wraps an nn.Module, got list"),
+        (nn.Linear(8, 8, dtype=torch.complex64), {}, "gradients of that dtype cannot be reduced"),
+        (net(), {"stage": 7}, "stage must be one of (0, 1, 2, 3), got 7"),
+        (net(), {"prefetch": -1}, "must be at least 0, got -1"),
+        (net(), {"prefetch": "1"}, "prefetch counts units and must be an int, got '1'"),
+        (net(), {"reshard_after_forward": "no"}, "must be a bool or callable(name, module) -> bool, got 'no'"),
+        (net(), {"ignore": nn.Linear(2, 2)}, "ignore takes a list of modules and parameters, got Linear"),
+        (net(), {"ignore": ["expert"]}, "ignore takes modules and parameters, got str"),
+        (net(), {"init": 3}, "init takes a function of a module, as nn.Module.apply does, got 3"),
+        (net(), {"group": 3}, "group takes a ProcessGroup or a DeviceMesh, got 3"),
+        (net(), {"precision": torch.bfloat16}, "precision takes a shardlite.Precision, got torch.bfloat16"),
+        (net(), {"device": "gpu"}, "device must name the CPU or a CUDA device, got 'gpu'"),
+        (net(), {"units": "blocks"}, "units must be a module class"),
+        (net(), {"units": nn.LSTM}, "the model has no module of this class"),
+        (net(), {"timeout": 20}, "timeout must be a datetime.timedelta, got 20"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+@pytest.mark.ranks(2)
+def test_options_are_checked_on_every_rank(group, module, options, words):
+    with pytest.raises((LayoutError, TypeError), match=re.escape(words)):
+        ShardLite(module, **{"group": group, **options})
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
-        (nested_body, "'1' is wrapped already: wrap the whole model once"),
-        (nothing_body, "has no parameters that are not ignored: there is nothing to shard"),
-        (not_a_module_body, "wraps an nn.Module, got list"),
-        (stage_body, "stage must be one of (0, 1, 2, 3), got 7"),
-        (prefetch_body, "must be at least 0, got -1"),
-        (prefetch_type_body, "prefetch counts units and must be an int, got '1'"),
-        (rule_body, "reshard_after_forward must be a bool or callable(name, module) -> bool, got 'no'"),
-        (ignore_body, "ignore takes a list of modules and parameters, got Linear"),
-        (init_body, "init takes a function of a module, as nn.Module.apply does, got 3"),
-        (group_body, "group takes a ProcessGroup or a DeviceMesh, got 3"),
-        (precision_body, "precision takes a shardlite.Precision, got torch.bfloat16"),
-        (device_body, "device must name the CPU or a CUDA device, got 'gpu'"),
-        (units_body, "units must be a module class"),
-        (class_body, "the model has no module of this class"),
-        (complex_body, "gradients of that dtype cannot be reduced"),
+        (nested, "'1' is wrapped already: wrap the whole model once"),
         (failing_policy_body, "division by zero"),
         (replaced_body, "parameter '0.0.weight' was replaced after wrapping"),
         (shape_body, "ranks wrapped different models: rank 0 has parameter weight [8, 8]"),
@@ -225,7 +184,7 @@ def only_unknown_body(group):
         (frozen_on_one_rank_body, "ranks wrapped different models: rank 0 has"),
         (gradient_body, "parameter '0.0.weight' has a gradient, which would be lost: call zero_grad() before wrapping"),
         (convert_body, "before wrapping"),
-        (assigned_state_dict_body, "shards are views of one block of memory"),
+        (assigned_state_dict_body, "shards are views of one block of memory: leave assign=False"),
         (state_dict_of_other_shards_body, "is elements 5 to 8 of 64, and this rank keeps"),
         (sum_of_a_shard_body, "take to_local() for this rank's elements"),
         (inner_state_dict_body, "use full_state_dict()"),
@@ -244,20 +203,15 @@ def test_every_rank_gets_a_clear_error(cluster, body, words):
         assert words in message
 
 
-def nothing_changed_body(group):
-    """A state dict that does not fit changes nothing."""
+@pytest.mark.ranks(2)
+def test_a_refused_state_dict_changes_nothing(group):
     model = ShardLite(net(), group=group)
     before = model.full_state_dict()
     broken = {name: torch.zeros_like(value) for name, value in before.items()}
     broken["1.0.bias"] = torch.zeros(3)
     with pytest.raises(LayoutError):
         model.load_full_state_dict(broken)
-    after = model.full_state_dict()
-    return all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_refused_state_dict_changes_nothing(cluster):
-    assert cluster.run(nothing_changed_body, 2) == [True, True]
+    same_states("weights", model.full_state_dict(), before)
 
 
 def never_comes_body(group):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
+from tests.support.twins.sharded import same_states
 
 WIDTH = 64
 
@@ -55,8 +56,10 @@ def ended_well(pid: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def writes_body(group: Any, stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the weights of a run with children that write, and of one without."""
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.ranks(2)
+def test_a_child_that_writes_weights_changes_no_rank(group: Any, stage: int) -> None:
+    """Compare the weights of a run with children that write, and of one without."""
     states = []
     for forks in (True, False):
         model, optimizer = wrapped(group, stage)
@@ -66,18 +69,13 @@ def writes_body(group: Any, stage: int) -> tuple[dict[str, torch.Tensor], dict[s
                 weights = look_at(model)
                 assert ended_well(in_child(lambda weights=weights: [weight.fill_(7.0) for weight in weights]))
         states.append(model.full_state_dict())
-    return states[0], states[1]
+    same_states("weights", *states)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_child_that_writes_weights_changes_no_rank(cluster, stage):
-    for forked, alone in cluster.run(writes_body, 2, stage):
-        for name, value in alone.items():
-            assert torch.equal(forked[name], value), name
-
-
-def reads_body(group: Any, stage: int) -> bool:
-    """Let a child look at weights before and after the ranks have gone on; return whether it saw the same."""
+@pytest.mark.ranks(2)
+def test_a_child_that_reads_weights_sees_those_of_its_birth(group: Any, stage: int) -> None:
+    """Let a child look at weights before and after the ranks have gone on: it sees the same."""
     model, optimizer = wrapped(group, stage)
     step(model, optimizer)
     weights = look_at(model)
@@ -99,15 +97,10 @@ def reads_body(group: Any, stage: int) -> bool:
     os.write(gone_on, b"11")
     for end in (go_on, gone_on, seen):
         os.close(end)
-    return ended_well(pid)
+    assert ended_well(pid)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_child_that_reads_weights_sees_those_of_its_birth(cluster, stage):
-    assert cluster.run(reads_body, 2, stage) == [True, True]
-
-
-def loader_body(group: Any, stage: int, start: str | None) -> dict[str, torch.Tensor]:
+def loaded(group: Any, stage: int, start: str | None) -> dict[str, torch.Tensor]:
     """Train on what workers load, started as `start` says, and return the weights."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(16, WIDTH))
@@ -122,11 +115,9 @@ def loader_body(group: Any, stage: int, start: str | None) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize(("start", "stage"), [("fork", 2), pytest.param("spawn", 3, marks=pytest.mark.slow)])
-def test_workers_of_data_loaders_change_nothing(cluster, start, stage):
-    loaded = cluster.run(loader_body, 2, stage, start)
-    for weights, expected in zip(loaded, cluster.run(loader_body, 2, stage, None), strict=True):
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+@pytest.mark.ranks(2)
+def test_workers_of_data_loaders_change_nothing(group, start, stage):
+    same_states("weights", *(loaded(group, stage, each) for each in (start, None)))
 
 
 CALLS: dict[str, Callable[[ShardLite], object]] = {
@@ -137,7 +128,9 @@ CALLS: dict[str, Callable[[ShardLite], object]] = {
 }
 
 
-def talks_body(group: Any, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+@pytest.mark.ranks(2)
+def test_a_child_that_takes_other_ranks_is_told(group: Any, transport: str) -> None:
     """Let a child do what takes other ranks, and go on."""
     torch.manual_seed(0)
     model = ShardLite(
@@ -156,8 +149,3 @@ def talks_body(group: Any, transport: str) -> None:
     optimizer.step()
     optimizer.zero_grad()
     step(model, optimizer)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
-def test_a_child_that_takes_other_ranks_is_told(cluster, transport):
-    cluster.check(talks_body, 2, transport)

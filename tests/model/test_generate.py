@@ -70,8 +70,12 @@ def test_generates_at_other_stages(cluster, name, stage):
     cluster.check(generates_between_steps, 2, name, "inference_mode", GREEDY, stage=stage)
 
 
-def generates_at_other_lengths(group: Any, name: str) -> None:
-    """Body of a rank that wants more tokens than those before it."""
+@pytest.mark.parametrize(("name", "group"), [case("ours", 2), case("llama", 4)], indirect=["group"])
+def test_ranks_that_stop_at_other_lengths_go_on_together(group: Any, name: str) -> None:
+    """`synced_gpus=True` is Hugging Face's own: ranks call the model until all are done.
+
+    A rank wants more tokens than those before it.
+    """
     pair = Pair(ARCHITECTURES[name].make, group)
     for step in range(2):
         pair.step(ARCHITECTURES[name].loss)
@@ -82,14 +86,10 @@ def generates_at_other_lengths(group: Any, name: str) -> None:
         same_bits("tokens", got, expected)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [case("ours", 2), case("llama", 4)])
-def test_ranks_that_stop_at_other_lengths_go_on_together(cluster, name, world_size):
-    """`synced_gpus=True` is Hugging Face's own: ranks call the model until all are done."""
-    cluster.check(generates_at_other_lengths, world_size, name)
-
-
-def generates_before_the_backward(group: Any, name: str) -> None:
-    """Body of a rank: as where a model is asked for samples in the course of a step."""
+@pytest.mark.parametrize("name", [*map(case, ["ours", "gpt2", "llama"])])
+@pytest.mark.ranks(2)
+def test_generates_between_a_forward_and_its_backward(group: Any, name: str) -> None:
+    """As where a model is asked for samples in the course of a step."""
     pair = Pair(ARCHITECTURES[name].make, group)
 
     def loss(model: Any, turn: Turn) -> Tensor:
@@ -100,8 +100,3 @@ def generates_before_the_backward(group: Any, name: str) -> None:
 
     for _ in range(2):
         pair.step(loss)
-
-
-@pytest.mark.parametrize("name", [*map(case, ["ours", "gpt2", "llama"])])
-def test_generates_between_a_forward_and_its_backward(cluster, name):
-    cluster.check(generates_before_the_backward, 2, name)

@@ -1,7 +1,5 @@
 """Which ranks share what: hybrid sharding, groups of some ranks, units that stay gathered, parameters left alone."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +7,9 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.internals import flats, units
+from tests.support.internals import units
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import local_parts
+from tests.support.twins.sharded import gathers, local_parts, same_bits, same_states, slow, with_twin
 
 WIDTH = 20
 
@@ -57,47 +55,29 @@ def train_beside(model: ShardLite, twin: Twin, rank: int, what: str) -> None:
             torch.testing.assert_close(shards[name], part, rtol=0, atol=0, msg=lambda m, n=message: f"{n}: {m}")
 
 
-def hybrid_body(group, shape, precision):
-    del group
+@pytest.mark.parametrize("shape", [(2, 2), slow((4, 1)), slow((1, 4))])
+@pytest.mark.parametrize("precision", [Precision(), slow(Precision(compute=torch.bfloat16, reduce=torch.bfloat16))])
+@pytest.mark.ranks(4)
+def test_hybrid_sharding_follows_its_twin_at_every_stage(group, shape, precision):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     rank = dist.get_rank()
     for stage in (0, 1, 2, 3):
         twin = Twin(net(), 4, precision=precision, replicas=shape[0])
         model = ShardLite(net(), stage=stage, group=mesh, precision=precision)
         train_beside(model, twin, rank, f"stage {stage}")
-        full = model.full_state_dict(rank=3)
-        assert bool(full) == (rank == 3)
-        for name, value in full.items():
-            torch.testing.assert_close(value, twin.masters[name].detach(), rtol=0, atol=0)
+        same_states("weights", model.full_state_dict(rank=3), twin.masters if rank == 3 else {})
 
 
-@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
-@pytest.mark.parametrize(
-    "precision",
-    [
-        Precision(),
-        pytest.param(Precision(compute=torch.bfloat16, reduce=torch.bfloat16), marks=pytest.mark.slow),
-    ],
-)
-def test_hybrid_sharding_follows_its_twin_at_every_stage(cluster, shape, precision):
-    cluster.check(hybrid_body, 4, shape, precision)
-
-
-def hybrid_bytes_body(group):
-    del group
+@pytest.mark.ranks(4)
+def test_hybrid_sharding_holds_a_share_of_the_second_dimension(group):
     mesh = init_device_mesh("cpu", (2, 2))
-    models = [ShardLite(net(), group=ranks) for ranks in (mesh, mesh.get_group(1))]
-    return [sum(flat.local.nbytes for flat in flats(model)) for model in models]
+    hybrid, two_ranks = (ShardLite(net(), group=ranks) for ranks in (mesh, mesh.get_group(1)))
+    assert hybrid.memory()["parameters"] == two_ranks.memory()["parameters"]
 
 
-def test_hybrid_sharding_holds_a_share_of_the_second_dimension(cluster):
-    for hybrid, two_ranks in cluster.run(hybrid_bytes_body, 4):
-        assert hybrid == two_ranks
-
-
-def used_on_one_rank_body(group):
+@pytest.mark.ranks(4)
+def test_who_used_what_is_counted_over_replicas_too(group):
     """A parameter that only one rank uses, and one that none does."""
-    del group
     mesh = init_device_mesh("cpu", (2, 2))
     module = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("all", "one", "none")})
     model = ShardLite(module, group=mesh, units=lambda name, _: False)
@@ -105,16 +85,12 @@ def used_on_one_rank_body(group):
     with model.gathered():
         y = module["all"](x)
         (module["one"](y) if dist.get_rank() == 2 else y).sum().backward()
-    return {name: shard.grad is not None for name, shard in model.named_parameters()}
+    there = {name for name, shard in model.named_parameters() if shard.grad is not None}
+    assert there == {"all.weight", "all.bias", "one.weight", "one.bias"}
 
 
-def test_who_used_what_is_counted_over_replicas_too(cluster):
-    for there in cluster.run(used_on_one_rank_body, 4):
-        assert {name for name, grad in there.items() if grad} == {"all.weight", "all.bias", "one.weight", "one.bias"}
-
-
-def mesh_errors_body(group):
-    del group
+@pytest.mark.ranks(4)
+def test_a_mesh_has_one_dimension_or_two(group):
     with pytest.raises(LayoutError, match=r"one dimension \(shard\) or two \(replicate, shard\), got 3"):
         ShardLite(net(), group=init_device_mesh("cpu", (1, 2, 2)))
     twin = Twin(net(), 4)
@@ -122,13 +98,10 @@ def mesh_errors_body(group):
     train_beside(model, twin, dist.get_rank(), "a mesh of one dimension")
 
 
-def test_a_mesh_has_one_dimension_or_two(cluster):
-    cluster.check(mesh_errors_body, 4)
-
-
-def subgroup_body(group, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.ranks(4)
+def test_a_group_need_not_have_the_first_rank(group, stage):
     """Ranks 2 and 3 train a model of their own beside ranks 0 and 1."""
-    del group
     some = init_device_mesh("cpu", (2, 2)).get_group(1)
     first = dist.get_rank() - some.rank()
     twin = Twin(net(), 2)
@@ -141,49 +114,32 @@ def subgroup_body(group, stage):
     assert bool(model.full_state_dict(rank=1)) == (some.rank() == 1)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_group_need_not_have_the_first_rank(cluster, stage):
-    cluster.check(subgroup_body, 4, stage)
-
-
-def outsider_body(group):
-    del group
+@pytest.mark.ranks(2)
+def test_a_process_outside_the_group_is_told_so(group):
     with pytest.raises(LayoutError, match="not a member of the process group"):
         ShardLite(net(), group=dist.GroupMember.NON_GROUP_MEMBER)
-
-
-def test_a_process_outside_the_group_is_told_so(cluster):
-    cluster.check(outsider_body, 2)
-
-
-def resharding_body(group, rule):
-    """Return how often each unit is gathered in one step, and the most bytes of gather buffers."""
-    twin = Twin(net(), group.size())
-    model = ShardLite(net(), group=group, prefetch=0, reshard_after_forward=rule)
-    train_beside(model, twin, group.rank(), f"reshard_after_forward={rule}")
-    model.trace.take()
-    model.ledger.reset_peak()
-    loss(model, 0, 0).backward()
-    events = model.trace.take()
-    gathers = {str(i): events.count(f"gather {i}") for i in range(3)}
-    held = model.memory()["gather buffers"]
-    return gathers, held.peak // units(model)[1].nbytes, held.now
 
 
 def only_the_second(name, module):
     return name != "1"
 
 
-def test_units_stay_gathered_on_request(cluster):
-    for gathers, most, now in cluster.run(resharding_body, 2, True):
-        assert gathers == {"0": 2, "1": 2, "2": 1}
-        assert (most, now) == (1, 0)
-    for gathers, most, now in cluster.run(resharding_body, 2, False):
-        assert gathers == {"0": 1, "1": 1, "2": 1}
-        assert (most, now) == (3, 0)
-    for gathers, most, now in cluster.run(resharding_body, 2, only_the_second):
-        assert gathers == {"0": 2, "1": 1, "2": 1}
-        assert (most, now) == (2, 0)
+@pytest.mark.parametrize(
+    ("rule", "counts", "most"), [(True, [2, 2, 1], 1), (False, [1, 1, 1], 3), (only_the_second, [2, 1, 1], 2)]
+)
+@pytest.mark.ranks(2)
+def test_units_stay_gathered_on_request(group, rule, counts, most):
+    """Check how often each unit is gathered in one step, and the most bytes of gather buffers."""
+    twin = Twin(net(), group.size())
+    model = ShardLite(net(), group=group, prefetch=0, reshard_after_forward=rule)
+    train_beside(model, twin, group.rank(), f"reshard_after_forward={rule}")
+    model.trace.take()
+    model.ledger.reset_peak()
+    loss(model, 0, 0).backward()
+    gathered = gathers(model)
+    assert [gathered[name] for name in ("0", "1", "2")] == counts
+    held = model.memory()["gather buffers"]
+    assert (held.peak // units(model)[1].nbytes, held.now) == (most, 0)
 
 
 class Routed(nn.Module):
@@ -201,48 +157,34 @@ class Routed(nn.Module):
         return self.expert(self.shared(x)) * self.scale
 
 
-def ignoring_body(group):
+@pytest.mark.ranks(2)
+def test_ignored_parameters_are_each_ranks_own(group):
     rank = group.rank()
     for stage in (0, 1, 2, 3):
         module = Routed(rank)
-        alone = copy.deepcopy(module)
-        own = [module.expert.weight, module.expert.bias, module.scale]
-        model = ShardLite(module, stage=stage, group=group, ignore=[module.expert, module.scale])
-        params = dict(model.named_parameters())
-        assert [
-            params[name] is param for name, param in zip(("expert.weight", "expert.bias", "scale"), own, strict=True)
-        ]
+        own = {name: param for name, param in module.named_parameters() if not name.startswith("shared")}
+        model, alone = with_twin(module, group, stage=stage, ignore=[module.expert, module.scale])
+        assert all(dict(model.named_parameters())[name] is param for name, param in own.items())
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         x = batch(0, rank)
         model(x).pow(2).mean().backward()
         alone(x).pow(2).mean().backward()
-        for ours, theirs in zip(own, (alone.expert.weight, alone.expert.bias, alone.scale), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+        for name, param in own.items():
+            same_bits(name, param.grad, alone.get_parameter(name).grad)
         with pytest.raises(LayoutError, match="3 of 5 gradients are not of the model"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         model.clip_grad_norm_(1.0)
         optimizer.step()
         torch.testing.assert_close(module.scale, alone.scale - 0.1 * alone.scale.grad, rtol=0, atol=0)
-        full = model.full_state_dict()
-        torch.testing.assert_close(full["expert.weight"], module.expert.weight.detach(), rtol=0, atol=0)
-        before = {name: value.clone() for name, value in full.items()}
-        model.load_full_state_dict({name: torch.zeros_like(value) for name, value in full.items()})
-        after = model.full_state_dict()
-        assert not after["shared.weight"].any()
-        torch.testing.assert_close(after["expert.weight"], before["expert.weight"], rtol=0, atol=0)
+        expert = model.full_state_dict()["expert.weight"].clone()
+        same_bits("whole", expert, module.expert.weight.detach())
+        model.load_full_state_dict({name: torch.zeros_like(param) for name, param in alone.named_parameters()})
+        assert not model.full_state_dict()["shared.weight"].any()
+        same_bits("loaded", module.expert.weight.detach(), expert)
 
 
-def test_ignored_parameters_are_each_ranks_own(cluster):
-    cluster.check(ignoring_body, 2)
-
-
-def ignoring_wrongly_body(group):
-    with pytest.raises(LayoutError, match="ignore takes modules and parameters, got str"):
-        ShardLite(Routed(0), group=group, ignore=["expert"])
+@pytest.mark.ranks(2)
+def test_what_cannot_be_ignored(group):
     module = Routed(0)
     with pytest.raises(LayoutError, match="nothing to shard"):
         ShardLite(module, group=group, ignore=[module])
-
-
-def test_what_cannot_be_ignored(cluster):
-    cluster.check(ignoring_wrongly_body, 2)

@@ -1,6 +1,7 @@
 """What users try and what would be lost in silence: an error with the remedy, or the right numbers."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, Block, net, square
-from tests.support.twins.sharded import assert_gradients_equal, compare
+from tests.support.twins.sharded import assert_gradients_equal, compare, with_twin
 
 
 def watch(module: nn.Module) -> None:
@@ -25,7 +26,9 @@ def watch(module: nn.Module) -> None:
         param.register_hook(lambda grad: None)
 
 
-def watched_body(group, stage):
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(2)
+def test_hooks_that_look_at_weights(group, stage):
     plain = net()
     model = ShardLite(plain, group=group, stage=stage)
     watch(plain)
@@ -37,12 +40,8 @@ def watched_body(group, stage):
     square(model).backward()
 
 
-@pytest.mark.stages(0, 3)
-def test_hooks_that_look_at_weights(cluster, stage):
-    cluster.check(watched_body, 2, stage)
-
-
-def idle_body(group):
+@pytest.mark.ranks(2)
+def test_weights_can_only_be_read_while_they_are_held(group):
     """Between uses a weight is a placeholder, whatever happens to lie in a buffer."""
     plain = net()
     model = ShardLite(plain, group=group)
@@ -59,26 +58,17 @@ def idle_body(group):
     assert all(torch.equal(full[f"2.{name}"], value) for name, value in state.items())
 
 
-def test_weights_can_only_be_read_while_they_are_held(cluster):
-    cluster.check(idle_body, 2)
-
-
-def data_write_body(group):
+@pytest.mark.ranks(2)
+def test_steps_by_hand_through_data(group):
     """`p.data -= ...` does not raise versions; gathers after a backward are fresh all the same."""
-    plain = net()
-    twin = copy.deepcopy(plain)
-    model = ShardLite(plain, group=group)
+    model, twin = with_twin(net(), group)
     for each in (model, twin):
         for _ in range(3):
             each.zero_grad()
             square(each).backward()
             for param in each.parameters():
                 param.data -= 0.1 * param.grad
-    return torch.equal(square(model), square(twin))
-
-
-def test_steps_by_hand_through_data(cluster):
-    assert cluster.run(data_write_body, 2) == [True, True]
+    assert torch.equal(square(model), square(twin))
 
 
 def repointed_body(group):
@@ -136,18 +126,11 @@ def wrapped_by_ddp_body(group):
 
 def inner_copied_body(group):
     """Where there is nothing that refuses to be copied, the copy does not run."""
-    plain = nn.Sequential(nn.Linear(9, 9))
-    ShardLite(plain, group=group, stage=0)
-    duplicate = copy.deepcopy(plain)
+    duplicate = copy.deepcopy(ShardLite(nn.Linear(9, 9), group=group, stage=0).module)
     with pytest.raises(LayoutError, match="this module is a copy of a wrapped one"):
         duplicate(torch.ones(2, 9))
-
-
-def inner_copied_at_stage_3_body(group):
-    plain = nn.Sequential(nn.Linear(9, 9))
-    model = ShardLite(plain, group=group)
     with pytest.raises(LayoutError, match="wrap a second instance"):
-        copy.deepcopy(model.module)
+        copy.deepcopy(ShardLite(nn.Linear(9, 9), group=group).module)
 
 
 def wrapped_twice_body(group):
@@ -162,8 +145,6 @@ def wrapped_twice_body(group):
 
 
 def lazy_body(group):
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # lazy modules are said to be under development
         lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
@@ -186,18 +167,19 @@ def inference_body(group):
         written_body,
         wrapped_by_ddp_body,
         inner_copied_body,
-        inner_copied_at_stage_3_body,
         wrapped_twice_body,
         lazy_body,
         inference_body,
     ],
     ids=lambda body: body.__name__,
 )
-def test_what_would_be_lost_is_an_error(cluster, body):
-    cluster.check(body, 2)
+@pytest.mark.ranks(2)
+def test_what_would_be_lost_is_an_error(group, body):
+    body(group)
 
 
-def reentrant_layers_body(group):
+@pytest.mark.ranks(2)
+def test_layers_of_an_entered_unit_under_reentrant_checkpointing(group):
     """Layers of the root, each under reentrant checkpointing, one of them three times."""
 
     class Root(nn.Module):
@@ -211,9 +193,7 @@ def reentrant_layers_body(group):
                 x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
             return x
 
-    plain = Root()
-    twin = copy.deepcopy(plain)
-    model = ShardLite(plain, group=group, units=lambda name, module: False)
+    model, twin = with_twin(Root(), group, units=lambda name, module: False)
     for _ in range(2):
         square(model).backward()
         square(twin).backward()
@@ -222,11 +202,8 @@ def reentrant_layers_body(group):
         twin.zero_grad()
 
 
-def test_layers_of_an_entered_unit_under_reentrant_checkpointing(cluster):
-    cluster.check(reentrant_layers_body, 2)
-
-
-def quantised_body(group):
+@pytest.mark.ranks(2)
+def test_frozen_integer_weights(group):
     """Frozen integer weights travel with the others, and an optimizer on all parameters leaves them alone."""
 
     class Quantised(nn.Module):
@@ -242,14 +219,11 @@ def quantised_body(group):
     model, _ = compare(nn.Sequential(Quantised(), Quantised()), square, group)
     optimizer = AdamW(model.parameters())
     optimizer.step()
-    return sorted({str(shard.dtype) for shard in optimizer.state})
+    assert {shard.dtype for shard in optimizer.state} == {torch.float32}
 
 
-def test_frozen_integer_weights(cluster):
-    assert cluster.run(quantised_body, 2) == [["torch.float32"]] * 2
-
-
-def mask_body(group):
+@pytest.mark.ranks(2)
+def test_expanded_buffers(group):
     """A buffer that is an expanded view."""
 
     class Masked(Block):
@@ -261,7 +235,3 @@ def mask_body(group):
             return super().forward(x) * self.mask
 
     compare(nn.Sequential(Masked(), Masked()), square, group)
-
-
-def test_expanded_buffers(cluster):
-    cluster.check(mask_body, 2)

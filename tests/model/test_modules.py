@@ -211,19 +211,14 @@ LAYERS = {
 }
 
 
-def trains(group: Any, name: str, stage: int) -> None:
-    """Body of a rank."""
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.ways((2, 3))
+def test_layers_train_and_evaluate_like_the_twins(group: Any, name: str, stage: int) -> None:
     case = LAYERS[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
         pair = trained(case.make, case.loss, group, stage=stage)
         pair.evaluate(case.loss)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.ways((2, 3))
-def test_layers_train_and_evaluate_like_the_twins(cluster, name, world_size, stage):
-    cluster.check(trains, world_size, name, stage)
 
 
 # ---- fast paths of evaluation -------------------------------------------------------------------------------------
@@ -243,8 +238,17 @@ def padded(model: Callable[..., Any], turn: Turn) -> Tensor:
     return y.masked_fill(padding[..., None], 0.0).square().mean()
 
 
-def takes_fast_path(group: Any, stage: int) -> None:
-    """Body of a rank: training, then the fast path of evaluation, with padding (nested tensors) and without.
+def counted(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
+    def counting(*args: Any) -> Any:
+        calls[function.__name__] += 1
+        return function(*args)
+
+    return counting
+
+
+@pytest.mark.ways((2, 3))
+def test_transformer_encoder_on_its_fast_path(group: Any, stage: int) -> None:
+    """Training, then the fast path of evaluation, with padding (nested tensors) and without.
 
     The twin's whole layers are fused. PyTorch does so only where modules have no hooks, so ours fuse the attention.
     """
@@ -261,19 +265,6 @@ def takes_fast_path(group: Any, stage: int) -> None:
             assert calls == {"_transformer_encoder_layer_fwd": 3, "_native_multi_head_attention": 3}
             calls.clear()
         pair.step(padded)
-
-
-def counted(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
-    def counting(*args: Any) -> Any:
-        calls[function.__name__] += 1
-        return function(*args)
-
-    return counting
-
-
-@pytest.mark.ways((2, 3))
-def test_transformer_encoder_on_its_fast_path(cluster, world_size, stage):
-    cluster.check(takes_fast_path, world_size, stage)
 
 
 # ---- modules that are never called ----------------------------------------------------------------------------------
@@ -321,21 +312,19 @@ READ_FROM_OUTSIDE = {
 }
 
 
-def reads_from_outside(group: Any, name: str, stage: int) -> None:
-    """Body of a rank: with the units that are found, and with a unit for everything that can be one."""
+@pytest.mark.parametrize("name", READ_FROM_OUTSIDE)
+@pytest.mark.ways((2, 3))
+def test_weights_of_modules_that_are_never_called(group: Any, name: str, stage: int) -> None:
+    """What is around them reads them: containers of parameters, and the last layer of PyTorch's attention.
+
+    With the units that are found, and with a unit for everything that can be one.
+    """
     case = READ_FROM_OUTSIDE[name]
     for units in (None, lambda name, module: True):
         pair = Pair(case.make, group, stage=stage, units=units)
         pair.step(case.loss)
         pair.evaluate(case.loss)
         assert not {"pool.out_proj", "outside.matrices", "outside.vectors"}.intersection(pair.model.unit_names)
-
-
-@pytest.mark.parametrize("name", READ_FROM_OUTSIDE)
-@pytest.mark.ways((2, 3))
-def test_weights_of_modules_that_are_never_called(cluster, name, world_size, stage):
-    """What is around them reads them: containers of parameters, and the last layer of PyTorch's attention."""
-    cluster.check(reads_from_outside, world_size, name, stage)
 
 
 # ---- reparametrised weights ---------------------------------------------------------------------------------------
@@ -388,18 +377,14 @@ def twice_cached(model: Callable[..., Any], turn: Turn) -> Tensor:
         return (model(rows(turn)) * model(rows(turn).flip(0))).mean()
 
 
-def trains_reparametrised(group: Any, name: str, stage: int) -> None:
-    """Body of a rank. What a rank's power iterations know is its own."""
+@pytest.mark.parametrize("name", REPARAMETRISED)
+@pytest.mark.ways((2, 3))
+def test_reparametrised_weights_train_like_the_twins(group: Any, name: str, stage: int) -> None:
+    """What a rank's power iterations know is its own."""
     pair = Pair(blocks(REPARAMETRISED[name]), group, stage=stage)
     for loss in (on_rows, twice_cached):
         pair.step(loss, ("local", "step"), clip=0.01)
     pair.evaluate(on_rows)
-
-
-@pytest.mark.parametrize("name", REPARAMETRISED)
-@pytest.mark.ways((2, 3))
-def test_reparametrised_weights_train_like_the_twins(cluster, name, world_size, stage):
-    cluster.check(trains_reparametrised, world_size, name, stage)
 
 
 # ---- batch norm ---------------------------------------------------------------------------------------------------
@@ -415,8 +400,10 @@ class Normed(nn.Module):
         return x + torch.tanh(self.norm(self.inner(x)))
 
 
-def keeps_statistics(group: Any, stage: int, buffers: str) -> None:
-    """Body of a rank: statistics are rank 0's when a forward begins, or each rank has those of its own batches."""
+@pytest.mark.ways((4, 3), (2, 2))
+@pytest.mark.parametrize("buffers", ["rank0", "own"])
+def test_batch_norm_statistics(group: Any, stage: int, buffers: str) -> None:
+    """Statistics are rank 0's when a forward begins, or each rank has those of its own batches."""
     for momentum in (0.1, None):
         pair = trained(blocks(partial(Normed, momentum)), on_rows, group, stage=stage, buffers=buffers)
         pair.evaluate(on_rows)
@@ -426,9 +413,3 @@ def keeps_statistics(group: Any, stage: int, buffers: str) -> None:
         assert torch.equal(gathered[0], gathered[1]) is (buffers == "rank0")
         same = pair.model.full_state_dict()["0.norm.running_mean"]
         torch.testing.assert_close(same, statistics, rtol=0, atol=0)
-
-
-@pytest.mark.ways((4, 3), (2, 2))
-@pytest.mark.parametrize("buffers", ["rank0", "own"])
-def test_batch_norm_statistics(cluster, world_size, stage, buffers):
-    cluster.check(keeps_statistics, world_size, stage, buffers)

@@ -21,7 +21,7 @@ from tests.support.models.residual import WIDTH, net
 from tests.support.twins.plain import Twin
 from tests.support.twins.sharded import Pair, Turn
 
-BF16 = Precision(compute=torch.bfloat16, output=torch.float32)
+PRECISIONS = [Precision(compute=c, output=o) for c in (None, torch.bfloat16) for o in (None, torch.float32)]
 
 
 @dataclass
@@ -126,8 +126,11 @@ class Carries(nn.Module):
         return self.kind.make(self.blocks(x), torch.arange(3))
 
 
-def carries(group: Any, name: str, stage: int) -> None:
-    """Body of a rank: without casts and with; a container keeps its class, and the caller's own keeps its dtypes."""
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FOREIGN if n == "ModelOutput" else ()) for n in KINDS])
+@pytest.mark.ways((2, 3))
+@pytest.mark.sample(2)
+def test_containers_of_inputs_and_outputs(group: Any, name: str, stage: int) -> None:
+    """Without casts and with; a container keeps its class, and the caller's own keeps its dtypes."""
     kind = KINDS[name]
 
     def loss(model: Any, turn: Turn) -> Tensor:
@@ -140,21 +143,14 @@ def carries(group: Any, name: str, stage: int) -> None:
         assert type(out) is type(batch)
         assert kind.hidden(batch).dtype == torch.float32
         hidden = kind.hidden(out)
-        assert hidden.dtype == torch.float32
-        return hidden.square().mean()
+        assert hidden.dtype == (precision.output or compute)
+        return hidden.float().square().mean()
 
-    for precision in (Precision(), BF16):
+    for precision in PRECISIONS:
         compute = precision.compute or torch.float32
         pair = Pair(lambda dtype=compute: Carries(kind, dtype), group, stage=stage, precision=precision)
         pair.step(loss)
         pair.step(loss, ("local", "step"), clip=0.01)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=FOREIGN if n == "ModelOutput" else ()) for n in KINDS])
-@pytest.mark.ways((2, 3))
-@pytest.mark.sample(2)
-def test_containers_of_inputs_and_outputs(cluster, name, world_size, stage):
-    cluster.check(carries, world_size, name, stage)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FOREIGN if n == "ModelOutput" else ()) for n in KINDS])

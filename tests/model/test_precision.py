@@ -4,7 +4,6 @@ Legend: `W` ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,21 +13,21 @@ from torch import Tensor, nn
 from shardlite import LayoutError, Precision, ShardLite
 from tests.support.models.losses import BF16, MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel, MixedDtypes
-from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, some_stages
+from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, same_states, slow, some_stages
 
 BF16_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 CASES: Sequence[Any] = [
     ("plain", BF16, 2),
-    pytest.param("plain", BF16, 4, marks=pytest.mark.slow),
-    pytest.param("plain", BF16_WIRE, 2, marks=pytest.mark.slow),  # three ranks below
-    pytest.param("plain", BF16_WIRE, 4, marks=pytest.mark.slow),
-    pytest.param("plain", Precision(reduce=torch.bfloat16), 3, marks=pytest.mark.slow),  # "mixed" below
+    slow("plain", BF16, 4),
+    slow("plain", BF16_WIRE, 2),  # three ranks below
+    slow("plain", BF16_WIRE, 4),
+    slow("plain", Precision(reduce=torch.bfloat16), 3),  # "mixed" below
     ("plain", Precision(compute=torch.bfloat16, output=torch.float32), 3),
     ("checkpointed", BF16_WIRE, 3),
-    pytest.param("frozen", BF16, 4, marks=pytest.mark.slow),
+    slow("frozen", BF16, 4),
     ("frozen", BF16, 2),
-    pytest.param("frozen", BF16_WIRE, 3, marks=pytest.mark.slow),
+    slow("frozen", BF16_WIRE, 3),
     ("bf16", BF16, 3),
     ("bf16", Precision(compute=torch.float32), 2),
     ("mixed", Precision(reduce=torch.bfloat16), 3),
@@ -37,32 +36,19 @@ CASES: Sequence[Any] = [
 ]
 
 
-def follows(group: Any, name: str, precision: Precision) -> None:
-    """Body of a rank: with clipping and accumulation, whose sums have the dtype of the wire."""
+@pytest.mark.parametrize(
+    ("name", "precision", "group"), CASES, ids=lambda x: x if isinstance(x, str) else None, indirect=["group"]
+)
+@pytest.mark.sample(5)
+def test_training_follows_the_twin_of_its_precision(group: Any, name: str, precision: Precision) -> None:
+    """With clipping and accumulation, whose sums have the dtype of the wire."""
     make, loss = MODELS[name]
     for stage in some_stages(1, 3):
         pair = Pair(make, group, stage=stage, precision=precision)
         pair.step(loss)
         pair.step(loss, ("local", "local", "step"), clip=0.01)
         pair.step(loss, ("local", "sharded", "step"), clip=0.01)
-        full = pair.model.full_state_dict()
-        for key, value in pair.twin.state_dict().items():
-            same_bits(f"stage {stage}, full_state_dict()[{key!r}]", full[key], value)
-
-
-@pytest.mark.parametrize(("name", "precision", "world_size"), CASES, ids=lambda x: x if isinstance(x, str) else None)
-@pytest.mark.sample(5)
-def test_training_follows_the_twin_of_its_precision(cluster, name, precision, world_size):
-    cluster.check(follows, world_size, name, precision)
-
-
-def trains(group: Any, precision: Precision) -> None:
-    """Body of a rank: SGD, so that a wrong scale shows."""
-    for stage in some_stages(0, 3):
-        pair = Pair(lambda: MLP([7, 33, 5]), group, stage=stage, recipe="sgd", precision=precision)
-        assert {p.dtype for p in pair.model.module.parameters()} == {precision.compute or torch.float32}
-        for _ in range(3):
-            pair.step(on_rows, ("local", "step"), clip=0.1)
+        same_states(f"stage {stage}", pair.model.full_state_dict(), pair.twin.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -76,73 +62,14 @@ def trains(group: Any, precision: Precision) -> None:
     ],
     ids=lambda p: f"{p.compute}-{p.reduce}".replace("torch.", ""),
 )
-def test_every_pair_of_dtypes_trains(cluster, precision):
-    cluster.check(trains, 3, precision)
-
-
-# ---- inputs and outputs ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Batch:
-    rows: Tensor
-    ids: Tensor
-    rest: dict[str, Any]
-
-
-class Reader(nn.Module):
-    """Notes the dtypes of all that it is given; [B, 4] -> a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.seen: dict[str, Any] = {}
-
-    def forward(self, x: Tensor, batch: Batch, *, more: dict[str, Any], plain: float) -> Batch:
-        self.seen = {
-            "x": x.dtype,
-            "rows": batch.rows.dtype,
-            "ids": batch.ids.dtype,
-            "nested": [each.dtype for each in batch.rest["nested"][0]],
-            "more": more["deep"]["mask"].dtype,
-            "floats": more["deep"]["floats"].dtype,
-            "plain": type(plain),
-        }
-        return Batch(self.layer(x), batch.ids, {"y": (self.layer(batch.rows), plain)})
-
-
-def casts(group: Any, compute: torch.dtype | None, output: torch.dtype | None) -> None:
-    """Body of a rank: only floating-point tensors are cast, wherever they are, and the caller's own stay."""
-    model = ShardLite(Reader(), group=group, precision=Precision(compute=compute, output=output))
-    batch = Batch(torch.randn(2, 4), torch.arange(3), {"nested": [(torch.randn(1).double(), torch.ones(1).int())]})
-    more = {"deep": {"mask": torch.ones(2).bool(), "floats": torch.randn(2)}}
-    x = torch.randn(2, 4).requires_grad_()
-    result = model(x, batch, more=more, plain=0.5)
-    inside = compute or torch.float32
-    assert model.module.seen == {
-        "x": inside,
-        "rows": inside,
-        "ids": torch.int64,
-        "nested": [compute or torch.float64, torch.int32],
-        "more": torch.bool,
-        "floats": inside,
-        "plain": float,
-    }
-    assert isinstance(result, Batch)
-    assert (result.rows.dtype, result.ids.dtype) == (output or inside, torch.int64)
-    assert (result.rest["y"][0].dtype, result.rest["y"][1]) == (output or inside, 0.5)
-    assert batch.rows.dtype == more["deep"]["floats"].dtype == torch.float32
-    result.rows.float().sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("compute", "output"),
-    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float16), (None, None)],
-)
-def test_inputs_and_outputs_are_cast_wherever_they_are(cluster, compute, output):
-    cluster.check(casts, 2, compute, output)
+@pytest.mark.ranks(3)
+def test_every_pair_of_dtypes_trains(group: Any, precision: Precision) -> None:
+    """SGD, so that a wrong scale shows."""
+    for stage in some_stages(0, 3):
+        pair = Pair(lambda: MLP([7, 33, 5]), group, stage=stage, recipe="sgd", precision=precision)
+        assert {p.dtype for p in pair.model.module.parameters()} == {precision.compute or torch.float32}
+        for _ in range(3):
+            pair.step(on_rows, ("local", "step"), clip=0.1)
 
 
 # ---- full parameters ------------------------------------------------------------------------------------------------
@@ -154,8 +81,7 @@ def keeps_masters(group: Any, stage: int) -> None:
     pair.step(on_tokens)
     saved = pair.model.full_state_dict()
     masters = pair.twin.state_dict()
-    for name, value in masters.items():
-        same_bits(f"full_state_dict()[{name!r}]", saved[name], value)
+    same_states("full_state_dict()", saved, masters)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
     pair.model(torch.zeros(1, 2, dtype=torch.int64))  # full weights that a load has to make stale
     pair.model.load_full_state_dict({name: value + 1 for name, value in saved.items()})
@@ -165,6 +91,10 @@ def keeps_masters(group: Any, stage: int) -> None:
     pair.step(on_tokens)
 
 
+def narrow(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.bfloat16() for name, value in weights.items()}
+
+
 def writes_some(group: Any, stage: int) -> None:
     """Body of a rank: writing some elements of bf16 weights leaves all digits of the others' masters."""
     torch.manual_seed(0)
@@ -172,21 +102,17 @@ def writes_some(group: Any, stage: int) -> None:
     expected = model.full_state_dict()
     names = [name for name, _ in model.module.named_parameters()]
     with model.gathered(), torch.no_grad():
-        for name, param in model.module.named_parameters():
-            same_bits(f"{name} inside", param.detach(), expected[name].bfloat16())
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, only read", value, expected[name])
+        same_states("inside", dict(model.module.named_parameters()), narrow(expected))
+    same_states("only read", model.full_state_dict(), expected)
     with model.gathered(*names[:2]), torch.no_grad():
         for name in names[:2]:
             param = model.module.get_parameter(name)
             param.view(-1)[1::3] = 0.1
             expected[name].view(-1)[1::3] = torch.tensor(0.1).bfloat16().float()
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, written", value, expected[name])
+    same_states("written", model.full_state_dict(), expected)
     model(torch.zeros(1, 7))
     with model.gathered():
-        for name, param in model.module.named_parameters():
-            same_bits(f"{name}, gathered again", param.detach(), expected[name].bfloat16())
+        same_states("gathered again", dict(model.module.named_parameters()), narrow(expected))
 
 
 def keeps_frozen(group: Any, stage: int) -> None:
@@ -201,20 +127,17 @@ def keeps_frozen(group: Any, stage: int) -> None:
         assert {name: shard.dtype for name, shard in model.named_parameters()} == kept
         on_rows(model, Turn(0, 0, 0)).backward()
         with model.gathered():
-            for name, param in model.module.named_parameters():
-                same_bits(name, param.detach(), original[name].bfloat16())
-        for name, value in model.full_state_dict().items():
-            same_bits(name, value, original[name])
-        parts = local_parts(model, original)
-        for name, shard in model.named_parameters():
-            same_bits(f"the shard of {name}", shard.detach(), parts[name])
-            assert (shard.grad is None) == ("0." in name)
+            same_states("gathered", dict(model.module.named_parameters()), narrow(original))
+        same_states("state", model.full_state_dict(), original)
+        same_states("shards", dict(model.named_parameters()), local_parts(model, original))
+        assert all((shard.grad is None) == ("0." in name) for name, shard in model.named_parameters())
 
 
 @pytest.mark.parametrize("body", [keeps_masters, writes_some, keeps_frozen])
 @pytest.mark.stages(1, 3)
-def test_masters_keep_all_their_digits(cluster, body, stage):
-    cluster.check(body, 3, stage)
+@pytest.mark.ranks(3)
+def test_masters_keep_all_their_digits(group, body, stage):
+    body(group, stage)
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
@@ -230,6 +153,10 @@ def test_masters_keep_all_their_digits(cluster, body, stage):
         ({"reduce": None}, r"Precision: reduce must be one of .*; got None"),
         ({"master": torch.bfloat16}, r"Precision: master must be one of torch\.float32, split24; got torch\.bfloat16"),
         ({"output": torch.complex64}, r"Precision: output must be one of .*; got torch\.complex64"),
+        *(
+            ({"compute": compute, "master": "split24"}, r'"split24" keeps .* goes with compute=torch\.bfloat16')
+            for compute in (None, torch.float32, torch.float16)
+        ),
     ],
 )
 def test_wrong_dtypes_are_refused_by_name(options, message):
@@ -237,8 +164,8 @@ def test_wrong_dtypes_are_refused_by_name(options, message):
         Precision(**options)
 
 
-def refuses_doubles(group: Any) -> None:
-    """Body of a rank."""
+@pytest.mark.ranks(2)
+def test_fp64_parameters_are_not_made_less_in_silence(group: Any) -> None:
     with pytest.raises(
         LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64.*\.float\(\).*do not set `compute`"
     ):
@@ -246,31 +173,22 @@ def refuses_doubles(group: Any) -> None:
     ShardLite(MixedDtypes().float(), group=group, precision=BF16)
 
 
-def test_fp64_parameters_are_not_made_less_in_silence(cluster):
-    cluster.check(refuses_doubles, 2)
-
-
 # ---- autocast -------------------------------------------------------------------------------------------------------
 
 
-def follows_under_autocast(group: Any, dtype: torch.dtype, reentrant: bool | None) -> None:
-    """Body of a rank: in one context around each forward, and in one around all passes."""
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.ranks(2)
+def test_autocast_gives_the_bits_of_a_twin_under_autocast(group: Any, reentrant: bool | None) -> None:
+    """In one context around each forward, and in one around all passes."""
 
     def cast(model: Callable[..., Any], turn: Turn) -> Tensor:
-        with torch.autocast("cpu", dtype):
+        with torch.autocast("cpu", torch.bfloat16):
             return on_tokens(model, turn)
 
     for stage in some_stages(0, 3):
         pair = Pair(lambda: LanguageModel(reentrant=reentrant), group, stage=stage)
         pair.step(cast, ("local", "step"))
         pair.step(cast, clip=0.01)
-        with torch.autocast("cpu", dtype):
+        with torch.autocast("cpu", torch.bfloat16):
             pair.backward(on_tokens, ("sharded",))
         pair.step(cast, clip=0.01)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "reentrant"), [(torch.bfloat16, None), (torch.bfloat16, False), (torch.bfloat16, True)]
-)
-def test_autocast_gives_the_bits_of_a_twin_under_autocast(cluster, dtype, reentrant):
-    cluster.check(follows_under_autocast, 2, dtype, reentrant)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EscapedViewWarning, ShardLite
-from tests.support.twins.sharded import compare, same_bits
+from tests.support.twins.sharded import compare, same_bits, same_states
 
 WIDTH, RANK, BLOCKS = 16, 2, 4
 
@@ -68,41 +68,33 @@ class AdaptedLayer(nn.Module):
         return torch.tanh(DecodeAndMultiply.apply(x, codes, self.weight.scale) + self.lora_b(self.lora_a(x)))
 
 
-def adapted_body(group, options: dict[str, Any], ignore: bool) -> int:
+def gathered_at_once(group, whole: bool = False, ignore: bool = False, stage: int = 3) -> int:
     """Gradients are right; returns how many blocks of codes were gathered at once."""
-    net = nn.Sequential(*(AdaptedLayer() for _ in range(BLOCKS)))
+    net = nn.Sequential(*(AdaptedLayer(whole) for _ in range(BLOCKS)))
     ignored = [layer.weight for layer in net] if ignore else []
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
-    model, _ = compare(net, lambda m: m(x).square().mean(), group, prefetch=0, ignore=ignored, **options)
+    model, _ = compare(net, lambda m: m(x).square().mean(), group, prefetch=0, ignore=ignored, stage=stage)
     adapters = 4 * 2 * RANK * WIDTH
     peak = model.ledger.peak().get("gather buffers", 0)
     return (peak - adapters) // (WIDTH * WIDTH) if peak else 0
 
 
-@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3, "ignore": True}], ids=["stage 2", "ignored"])
-def test_codes_that_every_rank_has_are_trained_around_like_any_frozen_weight(cluster, options):
-    ignore = options.get("ignore", False)
-    assert cluster.run(adapted_body, 2, {"stage": options["stage"]}, ignore) == [0, 0]
+@pytest.mark.parametrize(("stage", "ignore"), [(2, False), (3, True)], ids=["stage 2", "ignored"])
+@pytest.mark.ranks(2)
+def test_codes_that_every_rank_has_are_trained_around_like_any_frozen_weight(group, stage, ignore):
+    assert gathered_at_once(group, ignore=ignore, stage=stage) == 0
 
 
-def kept_whole_body(group) -> None:
+@pytest.mark.ranks(2)
+def test_codes_may_be_kept_themselves(group) -> None:
     """Codes that are kept themselves are placeholders in the backward, and gathered when they are used."""
-    net = nn.Sequential(*(AdaptedLayer(whole=True) for _ in range(BLOCKS)))
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
-    compare(net, lambda m: m(x).square().mean(), group, prefetch=0)
+    gathered_at_once(group, whole=True)
 
 
-def test_codes_may_be_kept_themselves(cluster):
-    cluster.check(kept_whole_body, 2)
-
-
-def sharded_body(group) -> int:
+@pytest.mark.ranks(2)
+def test_sharded_codes_are_right_but_stay_gathered_until_the_backward(group):
     with pytest.warns(EscapedViewWarning, match="outlived"):
-        return adapted_body(group, {"stage": 3}, False)
-
-
-def test_sharded_codes_are_right_but_stay_gathered_until_the_backward(cluster):
-    assert all(gathered >= BLOCKS for gathered in cluster.run(sharded_body, 2))
+        assert gathered_at_once(group) >= BLOCKS
 
 
 # ---- optimizers with 8-bit state ------------------------------------------------------------------------------------
@@ -134,8 +126,16 @@ class BlockwiseMomentum(torch.optim.Optimizer):
         param.numpy()[...] -= lr * momentum.flatten()[:numel].view(param.shape).numpy()
 
 
-def blockwise_body(group, stage: int) -> dict[str, Tensor]:
+@pytest.mark.ranks(2)
+def test_an_optimizer_with_8_bit_blocks_steps_shards_at_every_stage(group):
     """Each forward computes with what the last step wrote."""
+    expected, *others = (stepped_by_blocks(group, stage) for stage in (3, 2, 1))
+    for other in others:
+        same_states("weights", other, expected)
+
+
+def stepped_by_blocks(group, stage: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     plain = copy.deepcopy(net)
     model = ShardLite(net, group=group, stage=stage)
@@ -150,10 +150,3 @@ def blockwise_body(group, stage: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
     assert model.memory()["optimizer state"].now < model.memory()["parameters"].now
     return model.full_state_dict()
-
-
-def test_an_optimizer_with_8_bit_blocks_steps_shards_at_every_stage(cluster):
-    expected, *others = [cluster.run(blockwise_body, 2, stage)[0] for stage in (3, 2, 1)]
-    for other in others:
-        for name, value in expected.items():
-            same_bits(name, other[name], value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardlite import AdamW, LayoutError, ShardLite, load, save
 from tests.support.models.hf import FOREIGN, gpt2, llama, on_next_tokens
 from tests.support.models.residual import WIDTH
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_bits, same_states
 
 ROWS, MORE = 53, 60
 
@@ -79,8 +79,11 @@ def resize_and_run(model: Any, loss_of: Any) -> None:
 INSTEAD = r"load `full_state_dict\(\)` into a new model that is not wrapped, change that"
 
 
-def refused(group: Any, make: Make, loss_of: Any, stage: int) -> None:
-    """Body of a rank: resize where it does not work, then do what the error says."""
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize(("make", "loss_of"), CASES)
+@pytest.mark.ranks(2)
+def test_a_wrapped_model_says_how_to_resize(group: Any, make: Make, loss_of: Any, stage: int) -> None:
+    """Resize where it does not work, then do what the error says."""
     torch.manual_seed(0)
     model = ShardLite(make(), group=group, stage=stage)
     turn = Turn(0, 0, 1)
@@ -93,14 +96,7 @@ def refused(group: Any, make: Make, loss_of: Any, stage: int) -> None:
     same_bits("loss", step(larger, loss_of, turn), step(twin, loss_of, turn))
     full = larger.full_state_dict()
     assert max(len(value) for value in full.values() if value.ndim > 1) >= MORE
-    for name, value in twin.state_dict().items():
-        same_bits(name, full[name], value)
-
-
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize(("make", "loss_of"), CASES)
-def test_a_wrapped_model_says_how_to_resize(cluster, make, loss_of, stage):
-    cluster.check(refused, 2, make, loss_of, stage)
+    same_states("state", full, twin.state_dict())
 
 
 def loads(group: Any, make: Make, loss_of: Any, folder: Path, stage: int) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel, MixedDtypes, frozen
-from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages, without_warnings
+from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages, without_warnings
 from tests.support.twins.split import SPLIT, SplitPair, cut, trained
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -31,8 +31,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 }
 
 
-def follows(group: Any, name: str) -> None:
-    """Body of a rank: with clipping and both kinds of accumulation."""
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
+    ],
+    indirect=["group"],
+)
+@pytest.mark.sample(2)
+def test_training_follows_a_twin_in_24_bits(group: Any, name: str) -> None:
+    """With clipping and both kinds of accumulation."""
     make, loss = MODELS[name]
     for stage in some_stages(1, 3):
         pair = SplitPair(make, group, stage=stage)
@@ -44,32 +53,17 @@ def follows(group: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
-    ],
+    ("kind", "group"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)], indirect=["group"]
 )
-@pytest.mark.sample(2)
-def test_training_follows_a_twin_in_24_bits(cluster, name, world_size):
-    cluster.check(follows, world_size, name)
-
-
-def alike(group: Any, kind: str) -> None:
-    """Body of a rank: all stages have the same bits, with options of stage 3 too."""
+def test_all_stages_have_the_same_bits(group: Any, kind: str) -> None:
+    """All stages have the same bits, with options of stage 3 too."""
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
     for state in ("fp32", "bf16", "int8"):
         weights = [
             trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages(0, 3)
         ]
         for other in weights[1:]:
-            for name, value in weights[0].items():
-                same_bits(f"{state}: {name}", other[name], value)
-
-
-@pytest.mark.parametrize(("kind", "world_size"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)])
-def test_all_stages_have_the_same_bits(cluster, kind, world_size):
-    cluster.check(alike, world_size, kind)
+            same_states(f"{state}", other, weights[0])
 
 
 def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit: bool = False) -> dict[str, Tensor]:
@@ -117,8 +111,10 @@ def test_states_depend_on_no_units(cluster):
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def bytes_of(group: Any, stage: int) -> None:
-    """Body of a rank: the widths are such that only arenas are padded."""
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(2)
+def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage: int) -> None:
+    """The widths are such that only arenas are padded."""
     torch.manual_seed(0)
     model = ShardLite(MLP([64, 128, 64]), group=group, stage=stage, units=nn.Linear, precision=SPLIT)
     optimizer = AdamW(model.parameters(), state="int8", in_backward=True)
@@ -136,17 +132,14 @@ def bytes_of(group: Any, stage: int) -> None:
     assert held["optimizer state"].now == mine * (2 + 2 / 32) + rows + counts
 
 
-@pytest.mark.stages(0, 3)
-def test_weights_take_three_bytes_and_with_a_narrow_state_five(cluster, stage):
-    cluster.check(bytes_of, 2, stage)
-
-
 # ---- steps that are scaled, clipped, left out ------------------------------------------------------------------------
 
 
+@pytest.mark.stages(2, 3)
+@pytest.mark.ranks(2)
 @without_warnings
-def scaled(group: Any, stage: int) -> None:
-    """Body of a rank: a gradient scaler by a power of two changes no bit, and leaves out what overflows."""
+def test_gradient_scalers_and_steps_that_are_left_out(group: Any, stage: int) -> None:
+    """A gradient scaler by a power of two changes no bit, and leaves out what overflows."""
     model = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
     twin = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
     optimizers = [AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
@@ -167,22 +160,17 @@ def scaled(group: Any, stage: int) -> None:
         optimizers[1].step()
         for each in optimizers:
             each.zero_grad()
-        for name, value in twin.full_state_dict().items():
-            same_bits(f"step {step}: {name}", model.full_state_dict()[name], value)
+        same_states(f"step {step}", model.full_state_dict(), twin.full_state_dict())
     assert twin.skipped_steps == 1
     assert scaler.get_scale() == 2.0**7
-
-
-@pytest.mark.stages(2, 3)
-def test_gradient_scalers_and_steps_that_are_left_out(cluster, stage):
-    cluster.check(scaled, 2, stage)
 
 
 # ---- what it does not go with ---------------------------------------------------------------------------------------
 
 
-def refuses(group: Any, stage: int) -> None:
-    """Body of a rank."""
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(1, 2)
+def test_optimizers_that_know_nothing_of_it_are_refused(group: Any, stage: int) -> None:
     model = ShardLite(_seeded(lambda: MLP([7, 33, 5])), group=group, stage=stage, precision=SPLIT)
     for make in (optim.AdamW, optim.SGD):
         optimizer = make(model.parameters(), lr=0.1)
@@ -191,33 +179,14 @@ def refuses(group: Any, stage: int) -> None:
         with pytest.raises(LayoutError, match=rf"{make.__name__} would step only the upper part of split weights"):
             optimizer.step()
         model.zero_grad()
-        for name, value in model.full_state_dict().items():
-            same_bits(name, value, before[name])
+        same_states("state", model.full_state_dict(), before)
     with pytest.raises(LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64"):
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
 
 
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_that_know_nothing_of_it_are_refused(cluster, world_size, stage):
-    cluster.check(refuses, world_size, stage)
-
-
-@pytest.mark.parametrize("compute", [None, torch.float32, torch.float16])
-def test_it_goes_with_bf16_only(compute):
-    with pytest.raises(
-        ValueError, match=r'master="split24" keeps weights as bf16 .* goes with compute=torch\.bfloat16'
-    ):
-        Precision(compute=compute, master="split24")
-
-
-def test_other_masters_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"master must be one of torch\.float32, split24; got 'split16'"):
-        Precision(compute=torch.bfloat16, master="split16")  # type: ignore[arg-type]
-
-
-def adopted(group: Any) -> None:
-    """Body of a rank: an optimizer that has stepped the module before goes on with the shards, cut like weights."""
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
+    """An optimizer that has stepped the module before goes on with the shards, cut like weights."""
     results = []
     for early in (False, True):
         module = _seeded(lambda: MLP([7, 33, 5]))
@@ -227,21 +196,13 @@ def adopted(group: Any) -> None:
         on_rows(model, Turn(0, 0, 0)).backward()
         optimizer.step()
         results.append(model.full_state_dict())
-    for name, value in results[0].items():
-        same_bits(name, results[1][name], value)
+    same_states("state", results[1], results[0])
 
 
-def test_an_optimizer_that_was_built_before_wrapping(cluster):
-    cluster.check(adopted, 2)
-
-
-def quantized(group: Any) -> None:
-    """Body of a rank: codes are of the upper part, and weights keep all 24 bits."""
+@pytest.mark.ranks(2)
+def test_quantized_gathers(group: Any) -> None:
+    """Codes are of the upper part, and weights keep all 24 bits."""
     model, _ = trained(group, precision=replace(SPLIT, quantized_gather=True))
     for value in model.full_state_dict().values():
         same_bits("24 bits", value, cut(value))
     assert any((value != value.bfloat16()).any() for value in model.full_state_dict().values())
-
-
-def test_quantized_gathers(cluster):
-    cluster.check(quantized, 2)

@@ -51,9 +51,19 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def keeps(group: Any, stage: int, precision: Precision) -> dict[str, int]:
-    """Body of a rank: return its bytes after a backward, and those of the optimizer after a step."""
-    model = ShardLite(Stack(), stage=stage, units=nn.Linear, precision=precision, group=group)
+@pytest.mark.ranks(*WORLDS)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
+)
+@pytest.mark.sample(2)
+def test_a_rank_keeps_what_zero_says(group: Any, compute: torch.dtype | None, stage: int, sharded: str) -> None:
+    """Check its bytes after a backward, and those of the optimizer after a step."""
+
+    def share(what: str, nbytes: int) -> int:
+        return nbytes // group.size() if what in sharded else nbytes
+
+    model = ShardLite(Stack(), stage=stage, units=nn.Linear, precision=Precision(compute=compute), group=group)
     optimizer = AdamW(model.parameters())
     model(torch.randn(3, 64)).float().square().mean().backward()
     found = {purpose: nbytes for purpose, nbytes in model.ledger.current().items() if nbytes}
@@ -62,32 +72,20 @@ def keeps(group: Any, stage: int, precision: Precision) -> dict[str, int]:
     found["moments"] = bytes_of(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
     optimizer.zero_grad()
     assert model.ledger.current()["gradients"] == 0
-    return found
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
-)
-@pytest.mark.sample(2)
-def test_a_rank_keeps_what_zero_says(cluster, world_size, compute, stage, sharded):
-    def share(what: str, nbytes: int) -> int:
-        return nbytes // world_size if what in sharded else nbytes
-
     expected = {"moments": share("moments", 8 * P), "gradients": share("gradients", 4 * P)}
     if compute is None:
         expected["parameters"] = share("parameters", 4 * P)
     else:  # masters are the optimizer's, and bf16 weights are what is computed with
         expected["parameters"] = share("moments", 4 * P) + (2 * P if stage < 3 else 0)
-    for found in cluster.run(keeps, world_size, stage, Precision(compute=compute)):
-        assert {what: found[what] for what in expected} == expected
-        assert "gradient buckets" not in found
-        assert "gather buffers" not in found
+    assert {what: found[what] for what in expected} == expected
+    assert "gradient buckets" not in found
+    assert "gather buffers" not in found
 
 
-def keeps_with_padding(group: Any, stage: int) -> None:
-    """Body of a rank: the same of a model of odd shapes. Units and parameters are padded by up to 32 elements."""
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(3)
+def test_padding_is_all_that_odd_shapes_cost(group: Any, stage: int) -> None:
+    """The same of a model of odd shapes. Units and parameters are padded by up to 32 elements."""
     world_size = torch.distributed.get_world_size(group)
     module = LanguageModel()
     numels = [param.numel() for param in module.parameters()]
@@ -101,31 +99,21 @@ def keeps_with_padding(group: Any, stage: int) -> None:
         assert sum(numels) // parts <= found[what] / 4 <= (sum(numels) + padding) / parts + arena, what
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_padding_is_all_that_odd_shapes_cost(cluster, world_size):
-    for stage in STAGES:
-        cluster.check(keeps_with_padding, world_size, stage)
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
-def follows(group: Any, stages: Iterable[int], precision: Precision, modes: tuple[str, ...]) -> None:
-    """Body of a rank."""
-    for stage in stages:
-        pair = Pair(LanguageModel, group, stage=stage, precision=precision)
+@pytest.mark.ranks(*WORLDS)
+def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(group: Any) -> None:
+    for stage in STAGES:
+        pair = Pair(LanguageModel, group, stage=stage)
         for clip in (None, 0.01, 0.01):
-            pair.step(on_tokens, modes, clip)
+            pair.step(on_tokens, ("local", "sharded", "step"), clip)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(cluster, world_size):
-    cluster.check(follows, world_size, STAGES, Precision(), ("local", "sharded", "step"))
-
-
-def follows_over_replicas(group: Any, stage: int) -> None:
-    """Body of a rank: two replicas of two ranks, with clipping, accumulation, and a unit that is frozen meanwhile."""
-    del group
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(4)
+def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: int) -> None:
+    """Two replicas of two ranks, with clipping, accumulation, and a unit that is frozen meanwhile."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     pair = Pair(LanguageModel, mesh, replicas=2, stage=stage)
     for step in range(4):
@@ -135,16 +123,17 @@ def follows_over_replicas(group: Any, stage: int) -> None:
         pair.step(on_tokens, ("local", "step") if step > 1 else ("sharded", "step"), 0.01 if step else None)
 
 
-@pytest.mark.stages(0, 3)
-def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
-    cluster.check(follows_over_replicas, 4, stage)
-
-
 # ---- weights between steps ------------------------------------------------------------------------------------------
 
 
-def cannot_be_read_until_gathered(group: Any, stage: int, precision: Precision) -> None:
-    """Body of a rank: after a step a rank has new weights in its own shard only, and a mixture must not be read."""
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
+)
+@pytest.mark.ranks(2)
+def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
+    group: Any, stage: int, precision: Precision
+) -> None:
+    """After a step a rank has new weights in its own shard only, and a mixture must not be read."""
     pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
     own = dict(pair.model.module.named_parameters())
     for _ in range(2):
@@ -163,15 +152,9 @@ def cannot_be_read_until_gathered(group: Any, stage: int, precision: Precision) 
                 same_bits(f"{name} after a forward", param.detach(), pair.twin.masters[name].detach().to(param.dtype))
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
-)
-def test_weights_cannot_be_read_between_a_step_and_the_next_forward(cluster, stage, precision):
-    cluster.check(cannot_be_read_until_gathered, 2, stage, precision)
-
-
-def gathers_once(group: Any, stage: int, precision: Precision) -> None:
-    """Body of a rank."""
+@pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
+@pytest.mark.ranks(2)
+def test_stages_1_and_2_gather_each_unit_once_per_step(group: Any, stage: int, precision: Precision) -> None:
     pair = Pair(LanguageModel, group, stage=stage, precision=precision)
     model, once = pair.model, dict.fromkeys(pair.model.unit_names, 1)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -191,11 +174,6 @@ def gathers_once(group: Any, stage: int, precision: Precision) -> None:
         assert gathers(model) == {}
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
-def test_stages_1_and_2_gather_each_unit_once_per_step(cluster, stage, precision):
-    cluster.check(gathers_once, 2, stage, precision)
-
-
 # ---- what a forward may do ------------------------------------------------------------------------------------------
 
 
@@ -212,8 +190,10 @@ class Skipping(nn.Module):
         return x
 
 
-def skips_units(group: Any, stage: int) -> None:
-    """Body of a rank: ranks skip other blocks at each step, and all skip the last one at the first."""
+@pytest.mark.ranks(*WORLDS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_skip_units(group: Any, stage: int) -> None:
+    """Ranks skip other blocks at each step, and all skip the last one at the first."""
 
     def loss(model: Callable[..., Any], turn: Turn) -> Tensor:
         skipped = ((turn.step + 2 * turn.rank) % 4, 3 if turn.step == 0 else -1)
@@ -224,12 +204,6 @@ def skips_units(group: Any, stage: int) -> None:
         pair.step(loss, ("local", "step") if step % 2 else ("step",), clip=0.01)
         if pair.rank == 0 and step == 1:
             pair.model(torch.randn(1, 6), (0, 1, 2))  # gathers all the same, and the others take part later
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_ranks_may_skip_units(cluster, stage, world_size):
-    cluster.check(skips_units, world_size, stage)
 
 
 class Functional(nn.Module):
@@ -247,8 +221,9 @@ class Functional(nn.Module):
         return self.outer(tangents).flatten() + jacobians.square().sum(dim=(1, 2)) + slopes.sum(dim=1)
 
 
-def runs_transforms(group: Any, stage: int) -> None:
-    """Body of a rank."""
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.ranks(2)
+def test_a_forward_may_use_function_transforms(group: Any, stage: int) -> None:
     pair = Pair(Functional, group, stage=stage, units=nn.Linear)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit")  # PyTorch's own, where it makes tables for `jvp`
@@ -256,21 +231,15 @@ def runs_transforms(group: Any, stage: int) -> None:
             pair.step(on_rows(6), clip=0.01)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_forward_may_use_function_transforms(cluster, stage):
-    cluster.check(runs_transforms, 2, stage)
-
-
-class Checkpointed(nn.Module):
+class Checkpointed(nn.Sequential):
     """Blocks that are recomputed in the backward. [B, WIDTH] -> [B, WIDTH]."""
 
     def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Residual(WIDTH, 33) for _ in range(3)])
+        super().__init__(*(Residual(WIDTH, 33) for _ in range(3)))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
@@ -282,8 +251,10 @@ def penalty(model: Callable[..., Any], turn: Turn) -> Tensor:
     return slope.square().sum()
 
 
-def recomputes(group: Any, stage: int) -> None:
-    """Body of a rank: double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.ranks(2)
+def test_double_backward_and_recomputation(group: Any, stage: int) -> None:
+    """Double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
 
     def plain(model: Callable[..., Any], turn: Turn) -> Tensor:
         return model(torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()).square().mean()
@@ -292,8 +263,3 @@ def recomputes(group: Any, stage: int) -> None:
         pair = Pair(lambda kind=reentrant: Checkpointed(kind), group, stage=stage)
         for step in range(3):
             pair.step(losses[step % 2], ("local", "step") if step else ("sharded", "step"), clip=0.01)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_double_backward_and_recomputation(cluster, stage):
-    cluster.check(recomputes, 2, stage)

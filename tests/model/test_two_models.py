@@ -22,15 +22,12 @@ from shardlite import EMA, AdamW, LayoutError, Precision, ShardLite
 from tests.support.models.residual import net, square
 from tests.support.models.small import MLP, VOCABULARY, LanguageModel, Residual
 from tests.support.twins.plain import PaddedAdamW
-from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits
+from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, same_states, slow
 
 Models = Mapping[str, Callable[..., Any]]
 Loss = Callable[[Models, Turn], Tensor]
 
-WAYS = pytest.mark.parametrize(
-    ("world_size", "stages"),
-    [pytest.param(4, (3, 3), marks=pytest.mark.slow), (2, (3, 1)), pytest.param(2, (2, 0), marks=pytest.mark.slow)],
-)
+WAYS = pytest.mark.parametrize(("group", "stages"), [slow(4, (3, 3)), (2, (3, 1)), slow(2, (2, 0))], indirect=["group"])
 """World sizes, and the stages of the two models."""
 
 
@@ -115,7 +112,9 @@ def make(models: Models, turn: Turn) -> Tensor:
     return functional.softplus(-models["judge"](models["maker"](noise(turn)))).mean()
 
 
-def gan_body(group, stages, frozen):
+@WAYS
+@pytest.mark.parametrize("frozen", [False, True])
+def test_generator_and_discriminator(group, stages, frozen):
     program = Program(maker=Pair(generator, group, stage=stages[0]), judge=Pair(discriminator, group, stage=stages[1]))
     for step in range(3):
         program.step(step, "judge", judge_alone)
@@ -127,12 +126,7 @@ def gan_body(group, stages, frozen):
 
 
 @WAYS
-@pytest.mark.parametrize("frozen", [False, True])
-def test_generator_and_discriminator(cluster, world_size, stages, frozen):
-    cluster.check(gan_body, world_size, stages, frozen)
-
-
-def one_forward_body(group, stages):
+def test_one_forward_of_the_generator_for_both_losses(group, stages):
     """The generator runs once for both losses; the discriminator steps between its forward and its backward."""
     program = Program(maker=Pair(generator, group, stage=stages[0]), judge=Pair(discriminator, group, stage=stages[1]))
     for step in range(3):
@@ -143,11 +137,7 @@ def one_forward_body(group, stages):
 
 
 @WAYS
-def test_one_forward_of_the_generator_for_both_losses(cluster, world_size, stages):
-    cluster.check(one_forward_body, world_size, stages)
-
-
-def one_optimizer_body(group, stages):
+def test_two_models_with_one_loss_and_one_optimizer(group, stages):
     """Both models are trained by one loss and one optimizer."""
     program = Program(maker=Pair(generator, group, stage=stages[0]), judge=Pair(discriminator, group, stage=stages[1]))
     ours = AdamW(chain(*(pair.model.parameters() for pair in program.pairs.values())), lr=0.02)
@@ -159,11 +149,6 @@ def one_optimizer_body(group, stages):
             optimizer.zero_grad()
         for pair in program.pairs.values():
             pair._compare("weight", lambda tensor: tensor.detach())
-
-
-@WAYS
-def test_two_models_with_one_loss_and_one_optimizer(cluster, world_size, stages):
-    cluster.check(one_optimizer_body, world_size, stages)
 
 
 # ---- teacher and student --------------------------------------------------------------------------------------------
@@ -181,7 +166,8 @@ def frozen_teacher() -> nn.Module:
     return LanguageModel(blocks=3, tied=False).requires_grad_(False).bfloat16()
 
 
-def distil_body(group, stages):
+@WAYS
+def test_student_of_a_frozen_teacher(group, stages):
     """A teacher that is frozen when it is wrapped stays in the dtype that it has, and takes no gradients."""
     precision = Precision(output=torch.float32)
     teacher = Pair(frozen_teacher, group, stage=stages[0], precision=precision)
@@ -195,11 +181,7 @@ def distil_body(group, stages):
 
 
 @WAYS
-def test_student_of_a_frozen_teacher(cluster, world_size, stages):
-    cluster.check(distil_body, world_size, stages)
-
-
-def mean_teacher_body(group, stages):
+def test_teacher_that_is_the_average_of_its_student(group, stages):
     """The teacher is the average of the student: as a second model whose shards are averaged by hand, or by `EMA`."""
     make = partial(LanguageModel, blocks=2)
     program = Program(teacher=Pair(make, group, stage=stages[0]), student=Pair(make, group, stage=stages[0]))
@@ -220,14 +202,9 @@ def mean_teacher_body(group, stages):
         with torch.no_grad():
             torch._foreach_lerp_(list(teacher.model.parameters()), list(student.model.parameters()), 1 - 0.7)
             torch._foreach_lerp_(list(teacher.twin.masters.values()), list(student.twin.masters.values()), 1 - 0.7)
-    for name, shard in local_parts(teacher.model, teacher.twin.masters).items():
-        same_bits(name, average.state_dict()["averages"][name], shard)
-        same_bits(name, dict(teacher.model.named_parameters())[name].detach(), shard)
-
-
-@WAYS
-def test_teacher_that_is_the_average_of_its_student(cluster, world_size, stages):
-    cluster.check(mean_teacher_body, world_size, stages)
+    expected = local_parts(teacher.model, teacher.twin.masters)
+    same_states("averages", average.state_dict()["averages"], expected)
+    same_states("teacher", dict(teacher.model.named_parameters()), expected)
 
 
 # ---- policy and reference -------------------------------------------------------------------------------------------
@@ -248,7 +225,8 @@ def prefer(models: Models, turn: Turn) -> Tensor:
     return -functional.logsigmoid(0.1 * (now - before)).mean()
 
 
-def policy_body(group, stages):
+@WAYS
+def test_policy_beside_its_reference(group, stages):
     make = partial(LanguageModel, blocks=2)
     reference = Pair(lambda: make().requires_grad_(False), group, stage=stages[0])
     program = Program(reference=reference, policy=Pair(make, group, stage=stages[1]))
@@ -256,15 +234,11 @@ def policy_body(group, stages):
         program.step(step, "policy", prefer)
 
 
-@WAYS
-def test_policy_beside_its_reference(cluster, world_size, stages):
-    cluster.check(policy_body, world_size, stages)
-
-
 # ---- frozen models, and copies --------------------------------------------------------------------------------------
 
 
-def unfrozen_body(group):
+@pytest.mark.ranks(1, 2)
+def test_a_model_that_was_frozen_can_be_unfrozen(group):
     """A model that was frozen when it was wrapped trains like any other once it is not."""
     for stage in (0, 1, 2, 3):
         pair = Pair(lambda: MLP((6, 9, 9, 3)).requires_grad_(False), group, stage=stage)
@@ -278,12 +252,9 @@ def unfrozen_body(group):
             pair.step(loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_that_was_frozen_can_be_unfrozen(cluster, world_size):
-    cluster.check(unfrozen_body, world_size)
-
-
-def copy_body(group, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.ranks(2)
+def test_a_copy_is_a_second_instance(group, stage):
     """What the error says is done, to the letter; then both have the same bits, and go their own ways."""
     model = ShardLite(net(), group=group, stage=stage)
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -301,8 +272,3 @@ def copy_body(group, stage):
     square(twin).backward()
     AdamW(twin.parameters(), lr=0.1).step()
     assert not torch.equal(square(twin), square(model))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_copy_is_a_second_instance(cluster, stage):
-    cluster.check(copy_body, 2, stage)

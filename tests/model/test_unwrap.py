@@ -17,7 +17,7 @@ from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
 from shardlite.params import Sharded, ShardInfo
 from tests.support.internals import bridge as bridge_of
 from tests.support.internals import units
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states
 
 
 class Scale(nn.Parameter):
@@ -68,7 +68,8 @@ def wrapped(group: Any, **options: Any) -> ShardLite:
     return ShardLite(Net(), group=group, **options)
 
 
-def plain_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 2), (2, 0), (1, 3)], indirect=["group"])
+def test_a_plain_module_comes_back(group: Any, stage: int) -> None:
     model = wrapped(group, stage=stage)
     inner, seen = model.module, []
     inner.norm.register_forward_hook(lambda *_: seen.append("a hook of the program"))
@@ -76,8 +77,7 @@ def plain_body(group: Any, stage: int) -> None:
     expected = model.full_state_dict()
     module = model.unwrap()
     assert module is inner
-    for name, value in expected.items():
-        same_bits(name, module.state_dict()[name], value)
+    same_states("state", module.state_dict(), expected)
     assert module.head.weight is module.embedding.weight
     assert not module.head.bias.requires_grad
     assert (type(module.scale), module.scale.no_decay) == (Scale, True)
@@ -93,16 +93,9 @@ def plain_body(group: Any, stage: int) -> None:
     assert seen == ["a hook of the program"]
 
 
-@pytest.mark.parametrize("stage", [3, 2, 0])
-def test_a_plain_module_comes_back(cluster, stage):
-    cluster.check(plain_body, 2, stage)
-
-
-def test_a_plain_module_comes_back_on_one_rank(cluster):
-    cluster.check(plain_body, 1, 3)
-
-
-def onwards_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.ranks(2)
+def test_what_follows(group: Any, stage: int) -> None:
     """What people do with the module next; training goes on as that of a module that was loaded."""
     model = wrapped(group, stage=stage)
     train(model, AdamW(model.parameters(), lr=0.1), 2)
@@ -112,8 +105,7 @@ def onwards_body(group: Any, stage: int) -> None:
     module = model.unwrap()
     for each in (twin, module):
         train(each, optim.AdamW(each.parameters(), lr=0.1), 2)
-    for name, value in twin.state_dict().items():
-        same_bits(name, module.state_dict()[name], value)
+    same_states("state", module.state_dict(), twin.state_dict())
     averaged = optim.swa_utils.AveragedModel(module.blocks)
     averaged.update_parameters(module.blocks)
     torch.save(module.blocks, file := io.BytesIO())
@@ -128,17 +120,12 @@ def onwards_body(group: Any, stage: int) -> None:
     again = ShardLite(module, group=group, stage=3 - stage)
     train(again, AdamW(again.parameters(), lr=0.1), 1)
     train(twin, AdamW(twin.parameters(), lr=0.1), 1)
-    for name, value in again.full_state_dict().items():
-        same_bits(name, value, twin.state_dict()[name])
+    same_states("state", again.full_state_dict(), twin.state_dict())
     again.unwrap().double()
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_what_follows(cluster, stage):
-    cluster.check(onwards_body, 2, stage)
-
-
-def precise_body(group: Any) -> None:
+@pytest.mark.ranks(3)
+def test_split_weights(group: Any) -> None:
     """Weights come back with all digits in which they are kept."""
     precision = Precision(compute=torch.bfloat16, master="split24")
     model = ShardLite(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), group=group, precision=precision)
@@ -151,11 +138,80 @@ def precise_body(group: Any) -> None:
         same_bits(name, value, expected[name])
 
 
-def test_split_weights(cluster):
-    cluster.check(precise_body, 3)
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.ranks(2)
+def test_optimizers_of_before_are_refused(group: Any, ours: bool, stepped: bool) -> None:
+    """An optimizer of before would train nothing: its step is an error, and it keeps nothing alive."""
+    model = wrapped(group)
+    optimizer = (AdamW if ours else optim.AdamW)(model.parameters(), lr=0.1)
+    if stepped:
+        train(model, optimizer, 1)
+    bridge = weakref.ref(bridge_of(model))
+    module = model.unwrap()
+    module(tokens()).sum().backward()
+    with pytest.raises(PhaseError, match="AdamW holds shards of a ShardLite model that was unwrapped"):
+        optimizer.step()
+    gc.collect()
+    assert bridge() is None
+    assert not hasattr(model, "anything")
 
 
-def spent_body(group: Any) -> None:
+class Listed(nn.Module):
+    """A module that keeps its parameters in a plain list, too, and refuses new attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        object.__setattr__(self, "weights", [self.layer.weight])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "weights" in vars(self):
+            raise AttributeError("frozen")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0] + self.layer.bias
+
+
+@pytest.mark.parametrize("stage", [3, 2, 0])
+@pytest.mark.ranks(1, 2)
+def test_parameters_are_the_same_objects(group: Any, stage: int) -> None:
+    """Parameters are the same objects with the hooks of the program, whoever has references to them."""
+    inner, seen = Listed(), []
+    before = dict(inner.named_parameters())
+    before["layer.weight"].register_hook(lambda grad: grad * 0)
+    before["layer.bias"].register_post_accumulate_grad_hook(lambda _: seen.append("bias"))
+    model = ShardLite(inner, group=group, stage=stage)
+    module = model.unwrap()
+    assert all(param is before[name] for name, param in module.named_parameters())
+    seen.clear()
+    weight = before["layer.weight"].detach().clone()
+    optimizer = AdamW(module.parameters(), lr=0.1, weight_decay=0.0)
+    module(torch.ones(2, 6)).sum().backward()
+    assert seen == ["bias"]
+    optimizer.step()
+    same_bits("masked", before["layer.weight"].detach(), weight)
+    assert not any(ShardInfo.is_of(param) for param in module.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_accumulated_gradients_are_not_lost(group: Any) -> None:
+    """Gradients that would be lost are not, and the model goes on."""
+    model = wrapped(group)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with model.no_sync():
+        with pytest.raises(PhaseError, match="gradients are accumulated, and not reduced"):
+            model.unwrap()
+        model(tokens()).sum().backward()
+    with pytest.raises(PhaseError, match="gradients are accumulated, and not reduced"):
+        model.unwrap()
+    train(model, optimizer, 1)
+    model.unwrap()
+
+
+@pytest.mark.ranks(2)
+def test_the_wrapper_is_spent(group: Any) -> None:
     model = wrapped(group)
     ema = EMA(model)
     with pytest.raises(PhaseError, match=r"outside of EMA\.swapped"), ema.swapped():
@@ -181,89 +237,3 @@ def spent_body(group: Any) -> None:
     gc.collect()
     assert bridge() is None, "shards are freed even while the program keeps the wrapper"
     module(tokens())
-
-
-def leftover_body(group: Any, ours: bool, stepped: bool) -> None:
-    """An optimizer of before would train nothing: its step is an error, and it keeps nothing alive."""
-    model = wrapped(group)
-    optimizer = (AdamW if ours else optim.AdamW)(model.parameters(), lr=0.1)
-    if stepped:
-        train(model, optimizer, 1)
-    bridge = weakref.ref(bridge_of(model))
-    module = model.unwrap()
-    module(tokens()).sum().backward()
-    with pytest.raises(PhaseError, match="AdamW holds shards of a ShardLite model that was unwrapped"):
-        optimizer.step()
-    gc.collect()
-    assert bridge() is None
-    assert not hasattr(model, "anything")
-
-
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("ours", [False, True])
-def test_optimizers_of_before_are_refused(cluster, ours, stepped):
-    cluster.check(leftover_body, 2, ours, stepped)
-
-
-class Listed(nn.Module):
-    """A module that keeps its parameters in a plain list, too, and refuses new attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        object.__setattr__(self, "weights", [self.layer.weight])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "weights" in vars(self):
-            raise AttributeError("frozen")
-        super().__setattr__(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weights[0] + self.layer.bias
-
-
-def same_objects_body(group: Any, stage: int) -> None:
-    """Parameters are the same objects with the hooks of the program, whoever has references to them."""
-    inner, seen = Listed(), []
-    before = dict(inner.named_parameters())
-    before["layer.weight"].register_hook(lambda grad: grad * 0)
-    before["layer.bias"].register_post_accumulate_grad_hook(lambda _: seen.append("bias"))
-    model = ShardLite(inner, group=group, stage=stage)
-    module = model.unwrap()
-    assert all(param is before[name] for name, param in module.named_parameters())
-    seen.clear()
-    weight = before["layer.weight"].detach().clone()
-    optimizer = AdamW(module.parameters(), lr=0.1, weight_decay=0.0)
-    module(torch.ones(2, 6)).sum().backward()
-    assert seen == ["bias"]
-    optimizer.step()
-    same_bits("masked", before["layer.weight"].detach(), weight)
-    assert not any(ShardInfo.is_of(param) for param in module.parameters())
-
-
-@pytest.mark.parametrize("stage", [3, 2, 0])
-def test_parameters_are_the_same_objects(cluster, stage):
-    cluster.check(same_objects_body, 2, stage)
-    cluster.check(same_objects_body, 1, stage)
-
-
-def accumulated_body(group: Any) -> None:
-    """Gradients that would be lost are not, and the model goes on."""
-    model = wrapped(group)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    with model.no_sync():
-        with pytest.raises(PhaseError, match="gradients are accumulated, and not reduced"):
-            model.unwrap()
-        model(tokens()).sum().backward()
-    with pytest.raises(PhaseError, match="gradients are accumulated, and not reduced"):
-        model.unwrap()
-    train(model, optimizer, 1)
-    model.unwrap()
-
-
-def test_accumulated_gradients_are_not_lost(cluster):
-    cluster.check(accumulated_body, 2)
-
-
-def test_the_wrapper_is_spent(cluster):
-    cluster.check(spent_body, 2)

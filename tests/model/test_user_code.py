@@ -88,8 +88,10 @@ def watched(model: Any, turn: Turn) -> Tensor:
     return model(rows(turn).requires_grad_()).square().mean()
 
 
-def observes(group: Any, before: bool, stage: int) -> None:
-    """Body of a rank: what hooks see and change is what they do in the twin, added before wrapping or after it.
+@pytest.mark.parametrize("before", [True, False], ids=["before-wrapping", "after-wrapping"])
+@pytest.mark.ways((2, 3))
+def test_forward_and_backward_hooks_of_modules(group: Any, before: bool, stage: int) -> None:
+    """What hooks see and change is what they do in the twin, added before wrapping or after it.
 
     Where a unit ends, a hook that was added after wrapping comes too late to read its weights.
     """
@@ -107,14 +109,9 @@ def observes(group: Any, before: bool, stage: int) -> None:
             same_bits(f"step {step}: {what}", got, expected)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before-wrapping", "after-wrapping"])
 @pytest.mark.ways((2, 3))
-def test_forward_and_backward_hooks_of_modules(cluster, before, world_size, stage):
-    cluster.check(observes, world_size, before, stage)
-
-
-def sees_all(group: Any, stage: int) -> None:
-    """Body of a rank: hooks of every module of the process, and one that leaves the model by an exception."""
+def test_global_hooks_and_hooks_that_stop_a_forward(group: Any, stage: int) -> None:
+    """Hooks of every module of the process, and one that leaves the model by an exception."""
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, y: seen.append(type(module)))
     try:
@@ -131,11 +128,6 @@ def sees_all(group: Any, stage: int) -> None:
         pair.model(rows(Turn(0, 0, 0)))
     handle.remove()
     pair.step(on_rows)
-
-
-@pytest.mark.ways((2, 3))
-def test_global_hooks_and_hooks_that_stop_a_forward(cluster, world_size, stage):
-    cluster.check(sees_all, world_size, stage)
 
 
 # ---- autograd functions that keep weights themselves --------------------------------------------------------------
@@ -189,25 +181,16 @@ class Saving(nn.Module):
         return torch.tanh(Saves.apply(x, self.weight))
 
 
-def keeps(group: Any, stage: int) -> None:
-    """Body of a rank: reported at stage 3, where it costs memory, and right at every stage."""
+@pytest.mark.ways((4, 3), (2, 2))
+def test_a_function_that_keeps_a_view_of_a_weight_is_right_and_reported(group: Any, stage: int) -> None:
+    """Reported at stage 3, where it costs memory, and right at every stage."""
     with pytest.warns(EscapedViewWarning, match="outlived") if stage == 3 else nullcontext():
         trained(lambda: nn.Sequential(*(Quantised() for _ in range(4))), on_rows, group, stage=stage)
 
 
-@pytest.mark.ways((4, 3), (2, 2))
-def test_a_function_that_keeps_a_view_of_a_weight_is_right_and_reported(cluster, world_size, stage):
-    cluster.check(keeps, world_size, stage)
-
-
-def saves(group: Any, stage: int) -> None:
-    """Body of a rank."""
-    trained(lambda: nn.Sequential(*(Saving() for _ in range(4))), on_rows, group, stage=stage)
-
-
 @pytest.mark.ways((2, 3))
-def test_a_function_that_saves_weights_for_backward(cluster, world_size, stage):
-    cluster.check(saves, world_size, stage)
+def test_a_function_that_saves_weights_for_backward(group: Any, stage: int) -> None:
+    trained(lambda: nn.Sequential(*(Saving() for _ in range(4))), on_rows, group, stage=stage)
 
 
 # ---- function transforms ------------------------------------------------------------------------------------------
@@ -249,8 +232,8 @@ def blocks(kind: type[nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(kind() for _ in range(3)))
 
 
-def transforms(group: Any, stage: int) -> None:
-    """Body of a rank."""
+@pytest.mark.ways((2, 3))
+def test_vmap_and_functional_call_inside_a_forward(group: Any, stage: int) -> None:
     for kind in (ByRows, CallsFunctionally, Adapts):
         trained(blocks(kind), on_rows, group, stage=stage)
 
@@ -262,12 +245,8 @@ def transforms(group: Any, stage: int) -> None:
 
 
 @pytest.mark.ways((2, 3))
-def test_vmap_and_functional_call_inside_a_forward(cluster, world_size, stage):
-    cluster.check(transforms, world_size, stage)
-
-
-def replaces(group: Any, stage: int) -> None:
-    """Body of a rank: a unit that is called with other tensors would use those, and train nothing."""
+def test_functional_call_of_a_unit_with_other_tensors_is_an_error(group: Any, stage: int) -> None:
+    """A unit that is called with other tensors would use those, and train nothing."""
     model = ShardLite(net(), group=group, stage=stage)
     x = rows(Turn(0, 0, 0))
     doubled = {name: 2 * shard for name, shard in model.named_parameters()}
@@ -279,20 +258,11 @@ def replaces(group: Any, stage: int) -> None:
 
 
 @pytest.mark.ways((2, 3))
-def test_functional_call_of_a_unit_with_other_tensors_is_an_error(cluster, world_size, stage):
-    cluster.check(replaces, world_size, stage)
-
-
-def takes_slopes(group: Any, stage: int) -> None:
-    """Body of a rank: PyTorch has no function transforms of differentiation under saved-tensor hooks (stage 3)."""
+def test_func_grad_inside_a_forward_works_below_stage_3(group: Any, stage: int) -> None:
+    """PyTorch has no function transforms of differentiation under saved-tensor hooks (stage 3)."""
     if stage < 3:
         trained(blocks(TakesSlopes), on_rows, group, stage=stage)
         return
     model = ShardLite(blocks(TakesSlopes)(), group=group, stage=stage)
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         on_rows(model, Turn(0, 0, 0))
-
-
-@pytest.mark.ways((2, 3))
-def test_func_grad_inside_a_forward_works_below_stage_3(cluster, world_size, stage):
-    cluster.check(takes_slopes, world_size, stage)

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from shardlite_kernels import FORMATS
 from torch import nn
 
 from shardlite.optim.adamw import AdamW
@@ -12,8 +13,10 @@ from shardlite.params import ShardInfo
 from tests.support.optim_cases import (
     HYPER,
     NUMELS,
+    SCENARIOS,
     PaddedTwins,
     assert_same,
+    by_cpu,
     fused_twin,
     make_arena,
     run,
@@ -150,46 +153,10 @@ def test_a_gradient_that_lies_in_the_padding_of_another_is_not_taken_for_zeros(t
     assert not arena.flat[33:64].any()
 
 
-@pytest.mark.parametrize("unused", [0, 1, 2])
-def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_step_count(unused):
-    arena = make_arena([64, 33, 64])
-    twins = [nn.Parameter(p.detach().clone().flatten()) for p in arena.params]
-    optimizer, twin_optimizer = AdamW(arena.params, **HYPER), torch.optim.AdamW(twins, **HYPER)
-    for seed in range(4):
-        arena.new_grads(seed)
-        if seed in (0, 2):
-            arena.params[unused].grad = None
-        for param, twin in zip(arena.params, twins, strict=True):
-            twin.grad = None if param.grad is None else param.grad.clone().flatten()
-        optimizer.step()
-        twin_optimizer.step()
-        assert (arena.params[unused] in optimizer.state) == (seed > 0)
-    counts = [optimizer.state[param]["step"].item() for param in arena.params]
-    assert counts == [2 if index == unused else 4 for index in range(3)]
-    got = torch.cat([param.data.flatten() for param in arena.params])
-    torch.testing.assert_close(got, torch.cat([t.data for t in twins]), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("steps", [(2, 3), (0, 1)])
-def test_a_frozen_parameter_is_left_alone_and_continues_later(steps):
-    """Frozen from the start, or once it has a state, which then keeps its place."""
-    arena = make_arena([100, 33, 64])
-    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
-    frozen, addresses = arena.params[1], set()
-    for seed in range(6):
-        arena.new_grads(seed)
-        frozen.requires_grad_(seed not in steps)
-        twins.take_grads()
-        if not frozen.requires_grad:
-            twins.flats[1].grad = None  # a gradient from before it was frozen is not a reason to step
-        optimizer.step()
-        twins.optimizer.step()
-        twins.assert_same()
-        twins.assert_same_states(optimizer)
-        if frozen in optimizer.state:
-            addresses.add(optimizer.state[frozen]["exp_avg"].data_ptr())
-    assert [optimizer.state[param]["step"].item() for param in arena.params] == [6, 4, 6]
-    assert len(addresses) == 1
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("moments", FORMATS)
+def test_each_parameter_is_stepped_as_if_it_were_alone(moments, name):
+    SCENARIOS[name].run(moments, by_cpu)
 
 
 def test_the_state_of_a_frozen_parameter_moves_along():

@@ -48,22 +48,6 @@ def test_a_grad_scaler_without_gradients():
     assert len(optimizer.state) == 0
 
 
-@pytest.mark.parametrize("grad_scale", [None, 3.0])
-def test_anybody_may_set_the_flag(grad_scale):
-    arena = make_arena([100, 33])
-    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
-    for seed, flag in enumerate([0.0, 1.0, 1.0, 0.0]):
-        arena.new_grads(seed)
-        arena.params[seed % 2].grad = None
-        twins.take_grads()
-        for each in (optimizer, twins.optimizer):
-            each.found_inf = torch.tensor(flag)
-            each.grad_scale = None if grad_scale is None else torch.tensor(grad_scale)
-            each.step()
-        twins.assert_same()
-        twins.assert_same_states(optimizer)
-
-
 @pytest.mark.parametrize("flag", [1.0, 2.0, float("nan")])
 def test_with_the_flag_nothing_changes(flag):
     """Two devices that both found an infinity make a flag of 2, which PyTorch does not see."""

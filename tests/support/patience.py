@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.internals import bridge
+
 PATIENCE = float(os.environ.get("SHARDLITE_TEST_PATIENCE", "1"))
 
 
@@ -24,4 +26,4 @@ def until(there: Callable[[], bool], what: str = "it") -> None:
 
 def passes_over(model: Any) -> None:
     """Wait for what ranks exchange beside the program at the end of each pass, so that it is counted. Collective."""
-    model._bridge.gatherer._collect(lambda ended: True)
+    bridge(model).gatherer._collect(lambda ended: True)

@@ -1,12 +1,12 @@
 """Systems that train one model on the same batches, each returning a record of its results. Judging is done elsewhere.
 
-    sharded               by ShardLite, at any stage
-    simple, ring_ordered  plain twins, whose gradients are averaged in the simplest way, or in ring order
-    data_parallel         by `torch.nn.parallel.DistributedDataParallel`
-    one_process           rank 0 alone, on the batches of all ranks
-    survey, exact         no training, only the first step: each rank separately, and in fp64
+    sharded        by ShardLite, at any stage
+    replicated     plain twins, whose gradients are averaged in the simplest way, or in ring order
+    data_parallel  by `torch.nn.parallel.DistributedDataParallel`
+    one_process    rank 0 alone, on the batches of all ranks
+    survey, exact  no training, only the first step: each rank separately, and in fp64
 
-The first three compute as `Precision` says, the others in the model's own dtypes.
+The first two compute as `Precision` says, the others in the model's own dtypes.
 
 Legend: `W` ranks.
 """
@@ -14,8 +14,7 @@ Legend: `W` ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardlite.apps.verify.plain import Mean, PaddedAdamW, Twin, ring_mean, simple_mean
+from shardlite.apps.verify.plain import Mean, PaddedAdamW, Twin, simple_mean
 from shardlite.apps.verify.task import Batch, Task, doubled, joined_batch, mean_loss
 from shardlite.comm import all_gather_json
 from shardlite.model import ShardLite
@@ -78,47 +77,67 @@ class Survey:
 
 def sharded(task: Task, stage: int) -> Record:
     """Train by ShardLite."""
-    return _train(_Sharded(task, stage))
+    module = task.model()
+    shapes = {name: param.shape for name, param in module.named_parameters()}
+    options: dict[str, Any] = {"units": task.units, "precision": task.precision, "group": task.group}
+    model = ShardLite(module, stage=stage, buffers="own", **options)
+    optimizer = AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+
+    def run(step: int) -> Tensor:
+        return _backward(model(*task.batch(step, task.rank)))
+
+    return _train(task, optimizer, run, lambda: _whole_gradients(model, shapes, task.group), model.full_state_dict)
 
 
-def simple(task: Task) -> tuple[Record, bool]:
-    """Train plain twins whose gradients are averaged in the simplest way.
+def replicated(task: Task, mean: Mean) -> tuple[Record, bool]:
+    """Train plain twins whose gradients are averaged by `mean`.
 
     Also return whether any rank did not use a parameter in any step.
     """
-    system = _Plain(task, _twin(task, simple_mean))
-    return _train(system), system.twin.unused
+    twin = _twin(task, mean)
+    optimizer = PaddedAdamW(twin.masters.values(), lr=task.lr, weight_decay=task.weight_decay)
 
+    def run(step: int) -> Tensor:
+        loss: Tensor = twin.backward(lambda: _backward(twin(*task.batch(step, task.rank))))
+        return loss
 
-def ring_ordered(task: Task) -> Record:
-    """Train plain twins whose gradients are averaged in the order of ShardLite's ring."""
-    return _train(_Plain(task, _twin(task, ring_mean)))
+    trained = {name: master for name, master in twin.masters.items() if master.requires_grad}
+    return _train(task, optimizer, run, lambda: _gradients(trained), twin.state_dict), twin.unused
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
     """Train by PyTorch's data parallelism. `unused`: whether some rank does not use all parameters."""
-    with _silent_data_parallel():
-        return _train(_DataParallel(task, unused))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        warnings.filterwarnings("ignore", ".*[Gg]rad strides do not match")
+        module = task.model()
+        options = {"broadcast_buffers": False, "find_unused_parameters": unused}
+        model = DistributedDataParallel(module, process_group=task.group, **options)
+        return _train_in_torch(task, module, lambda step: model(*task.batch(step, task.rank)))
 
 
 def one_process(task: Task, *, join: bool) -> Record:
     """Train on the batches of all ranks in this process: in one batch, or by the mean of the ranks' losses."""
-    return _train(_OneProcess(task, join))
+    module, ranks = task.model(), range(task.world_size)
+
+    def loss(step: int) -> Tensor:
+        joined = joined_batch([task.batch(step, rank) for rank in ranks]) if join else None
+        return mean_loss(task, module, step, ranks) if joined is None else module(*joined)
+
+    return _train_in_torch(task, module, loss)
 
 
 def survey(task: Task) -> Survey:
     """Run the first step on each rank separately: with `Precision`, in the model's own dtypes, and in fp64."""
     twin = _twin(task, simple_mean)
     with twin.caught() as sums:
-        loss = mean_loss(task, twin, 0, [task.rank])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = _backward(mean_loss(task, twin, 0, [task.rank]))
     own = _step(loss, sums, twin.masters)
     plain = _first_step(task, _replicated(task), [task.rank])
     true = exact(task, _replicated(task), [task.rank])
-    errors = None
-    if not _any_rank(task, true is None):
-        assert true is not None
-        errors = _mean_over_ranks(task, _apart(own, true))
+    everywhere = all(all_gather_json(task.group, true is not None, "which ranks compute in fp64"))
+    errors = _mean_over_ranks(task, _apart(own, true)) if true is not None and everywhere else None
     sizes = {name: grad.abs() for name, grad in own.gradients.items()}
     magnitudes = _mean_over_ranks(task, Step(own.loss.abs(), sizes))
     return Survey(magnitudes, _mean_over_ranks(task, _apart(own, plain)), errors)
@@ -140,131 +159,45 @@ def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-class _System:
-    """A module, trained on this rank's batches. Subclasses override what differs."""
-
-    def __init__(self, task: Task, module: nn.Module, optimizer: Callable[..., Optimizer]) -> None:
-        self.task = task
-        self.module = module
-        self.optimizer = optimizer(module.parameters(), lr=task.lr, weight_decay=task.weight_decay)
-
-    def loss(self, step: int) -> Tensor:
-        """Run forward."""
-        value: Tensor = self.module(*self.task.batch(step, self.task.rank))
-        return value
-
-    def run(self, step: int) -> Tensor:
-        """Run forward and backward, and average the gradients over the ranks."""
-        loss = self.loss(step)
-        loss.backward()  # type: ignore[no-untyped-call]
-        _densify(self.module)
-        return loss
-
-    def gradients(self) -> Gradients:
-        """Return the whole gradients."""
-        return _gradients(_trainable(self.module))
-
-    def weights(self) -> Mapping[str, Any]:
-        """Return a whole state dict."""
-        state: dict[str, Any] = self.module.state_dict()
-        return state
-
-
-class _Sharded(_System):
-    def __init__(self, task: Task, stage: int) -> None:
-        module = task.model()
-        self._shapes = {name: param.shape for name, param in module.named_parameters()}
-        self._model = ShardLite(
-            module, stage=stage, units=task.units, precision=task.precision, group=task.group, buffers="own"
-        )
-        super().__init__(task, self._model, AdamW)
-
-    def gradients(self) -> Gradients:
-        """Assemble each gradient from the consecutive shards of all ranks, or return it if it is whole."""
-        params, group = _trainable(self.module), self.task.group
-        with as_they_are():  # gradients of placeholders and shards, without unsharding them
-            own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).reshape(-1) for n, p in params.items()}
-        counts = all_gather_json(
-            group, {name: None if grad is None else grad.numel() for name, grad in own.items()}, "gradients"
-        )
-        whole: dict[str, Tensor | None] = {}
-        for name, grad in own.items():
-            dtype, device = params[name].dtype, params[name].device
-            parts = [
-                None if each[name] is None else torch.empty(each[name], dtype=dtype, device=device) for each in counts
-            ]
-            parts[dist.get_rank(group)] = grad
-            for rank, part in enumerate(parts):
-                if part is not None and part.numel():
-                    dist.broadcast(part, group=group, group_src=rank)
-            whole[name] = _assembled(parts, grad, self._shapes[name])
-        return whole
-
-    def weights(self) -> Mapping[str, Any]:
-        return self._model.full_state_dict()
-
-
-class _Plain(_System):
-    def __init__(self, task: Task, twin: Twin) -> None:
-        self.task, self.twin = task, twin
-        self.optimizer = PaddedAdamW(twin.masters.values(), lr=task.lr, weight_decay=task.weight_decay)
-
-    def run(self, step: int) -> Tensor:
-        def backward() -> Tensor:
-            loss: Tensor = self.twin(*self.task.batch(step, self.task.rank))
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        loss: Tensor = self.twin.backward(backward)
-        return loss
-
-    def gradients(self) -> Gradients:
-        return _gradients({name: master for name, master in self.twin.masters.items() if master.requires_grad})
-
-    def weights(self) -> Mapping[str, Any]:
-        return self.twin.state_dict()
-
-
-class _DataParallel(_System):
-    def __init__(self, task: Task, unused: bool) -> None:
-        super().__init__(task, task.model(), _fused_adamw)
-        self._model = DistributedDataParallel(
-            self.module, process_group=task.group, broadcast_buffers=False, find_unused_parameters=unused
-        )
-
-    def loss(self, step: int) -> Tensor:
-        value: Tensor = self._model(*self.task.batch(step, self.task.rank))
-        return value
-
-
-class _OneProcess(_System):
-    def __init__(self, task: Task, join: bool) -> None:
-        super().__init__(task, task.model(), _fused_adamw)
-        self._join = join
-
-    def loss(self, step: int) -> Tensor:
-        batches = [self.task.batch(step, rank) for rank in range(self.task.world_size)]
-        joined = joined_batch(batches) if self._join else None
-        return mean_loss(self.task, self.module, step, range(len(batches))) if joined is None else self.module(*joined)
-
-
-def _train(system: _System) -> Record:
-    """Run all steps."""
+def _train(
+    task: Task,
+    optimizer: Optimizer,
+    run: Callable[[int], Tensor],
+    gradients: Callable[[], Gradients],
+    state: Callable[[], Mapping[str, Any]],
+) -> Record:
+    """Run all steps. `run` is a forward and backward that averages gradients over the ranks, and returns the loss."""
     losses: list[Tensor] = []
     first: Gradients = {}
-    for step in range(system.task.steps):
-        loss = system.run(step)
-        first = first or system.gradients()
-        system.optimizer.step()
-        system.optimizer.zero_grad()
-        losses.append(loss.detach().clone())
-    return Record(losses, first, _floats(system.weights()))
+    for step in range(task.steps):
+        losses.append(run(step).detach().clone())
+        first = first or gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    tensors = {name: value for name, value in state().items() if isinstance(value, Tensor)}
+    return Record(losses, first, {name: value.clone() for name, value in tensors.items() if value.is_floating_point()})
+
+
+def _train_in_torch(task: Task, module: nn.Module, loss: Callable[[int], Tensor]) -> Record:
+    """Train an unsharded module with PyTorch's AdamW."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=task.lr, weight_decay=task.weight_decay, fused=True)
+
+    def run(step: int) -> Tensor:
+        value = _backward(loss(step))
+        _densify(module)
+        return value
+
+    return _train(task, optimizer, run, lambda: _gradients(_trainable(module)), module.state_dict)
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple) -> Step:
     """Run forward and backward. An unused parameter has a zero gradient."""
-    loss = mean_loss(task, module, 0, ranks, convert)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss = _backward(mean_loss(task, module, 0, ranks, convert))
     _densify(module)
     params = _trainable(module)
     return _step(loss, _gradients(params), params)
@@ -296,10 +229,6 @@ def _twin(task: Task, mean: Mean) -> Twin:
     return Twin(_replicated(task), task.world_size, task.units, mean, precision=task.precision, group=group)
 
 
-def _fused_adamw(*args: Any, **options: Any) -> Optimizer:
-    return torch.optim.AdamW(*args, **options, fused=True)
-
-
 # ---- what a model holds ---------------------------------------------------------------------------------------------
 
 
@@ -309,11 +238,6 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _gradients(params: Mapping[str, nn.Parameter]) -> Gradients:
     return {name: None if param.grad is None else param.grad.clone() for name, param in params.items()}
-
-
-def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {name: value.clone() for name, value in tensors.items() if value.is_floating_point()}
 
 
 def _densify(module: nn.Module) -> None:
@@ -331,30 +255,27 @@ def _mean_over_ranks(task: Task, step: Step) -> Step:
     return step
 
 
-def _any_rank(task: Task, yes: bool) -> bool:
-    ranks = torch.tensor(int(yes))
-    dist.all_reduce(ranks, group=task.group)
-    return bool(ranks.item())
-
-
 def _apart(one: Step, other: Step) -> Step:
     gradients = {name: (grad - other.gradients[name]).abs() for name, grad in one.gradients.items()}
     return Step((one.loss - other.loss).abs(), gradients)
 
 
-def _assembled(pieces: Sequence[Tensor | None], own: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Join the pieces of all ranks if they make up a whole; otherwise return the own one, which must be whole."""
-    there = [piece for piece in pieces if piece is not None]
-    if there and sum(piece.numel() for piece in there) == shape.numel():
-        return torch.cat(there).view(shape)
-    return None if own is None else own.clone().view(shape)
-
-
-@contextmanager
-def _silent_data_parallel() -> Iterator[None]:
-    """Suppress warnings about slow data parallelism, and about the new name of one of its arguments."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-        warnings.filterwarnings("ignore", ".*[Gg]rad strides do not match")
-        yield
+def _whole_gradients(model: ShardLite, shapes: Mapping[str, torch.Size], group: dist.ProcessGroup | None) -> Gradients:
+    """Assemble each gradient from the consecutive shards of all ranks, or return it if it is whole."""
+    params = _trainable(model)
+    with as_they_are():  # gradients of placeholders and shards, without unsharding them
+        own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).reshape(-1) for n, p in params.items()}
+    numels = {name: None if grad is None else grad.numel() for name, grad in own.items()}
+    counts = all_gather_json(group, numels, "gradients")
+    whole: dict[str, Tensor | None] = {}
+    for name, grad in own.items():
+        pieces = {rank: count[name] for rank, count in enumerate(counts) if count[name] is not None}
+        if pieces and sum(pieces.values()) == shapes[name].numel():
+            parts = [grad if r == dist.get_rank(group) else params[name].new_empty(n) for r, n in pieces.items()]
+            for rank, part in zip(pieces, parts, strict=True):
+                if part is not None and part.numel():
+                    dist.broadcast(part, group=group, group_src=rank)
+            whole[name] = torch.cat([part for part in parts if part is not None]).view(shapes[name])
+        else:
+            whole[name] = None if grad is None else grad.clone().view(shapes[name])
+    return whole

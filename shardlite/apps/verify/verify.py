@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlite.apps.tables import aligned
 from shardlite.apps.verify import elastic as elastic_runs
 from shardlite.apps.verify import twins
 from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
+from shardlite.apps.verify.plain import ring_mean, simple_mean
 from shardlite.apps.verify.task import Batch, Task, joins
 from shardlite.build import STAGES, UnitPolicy
 from shardlite.comm import all_gather_json
@@ -84,14 +86,14 @@ class Report:
 
     def table(self) -> str:
         """Format all comparisons, and the result."""
-        cells = [[f"{_OURS} against", "", "difference", "ulps", ""]]
-        for above, row in zip([None, *self.rows], self.rows, strict=False):
-            opponent = "" if above is not None and above.opponent == row.opponent else row.opponent
-            cells.append([opponent, row.quantity, _number(row.absolute), _number(row.ulps), row.verdict])
-        ranks = _ranks(self.world_size)
+        cells, opponent = [[f"{_OURS} against", "", "", "difference", "ulps"]], ""
+        for row in self.rows:
+            label = "" if row.opponent == opponent else row.opponent
+            cells.append([label, row.quantity, row.verdict, f"{row.absolute:.3g}", f"{row.ulps:.3g}"])
+            opponent = row.opponent
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         result = "ok" if self.first_failure is None else f"FAILED: {self.first_failure}"
-        return f"{_aligned(cells)}\n{ranks}, {steps}: {result}"
+        return f"{aligned(cells, words=3)}\n{_ranks(self.world_size)}, {steps}: {result}"
 
 
 def verify(
@@ -178,10 +180,10 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
     # A sum of two commutes; more are added in another order by the ring.
     bounds = SAME if world_size <= 2 else Bounds(first_loss=same_bits, gradients=summed.simple)
-    simple, unused = twins.simple(task)
+    simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)
     if world_size > 2:
-        yield from _compare(ours, "twin in ring order", twins.ring_ordered(task), SAME)
+        yield from _compare(ours, "twin in ring order", twins.replicated(task, ring_mean)[0], SAME)
     bounds = Bounds(first_loss=None if task.casts else same_bits, gradients=summed.data_parallel)
     opponent = f"DistributedDataParallel{_plain(task)}"
     yield from _compare(ours, opponent, twins.data_parallel(task, unused=unused), bounds)
@@ -308,22 +310,5 @@ def _mean_losses(task: Task, record: twins.Record) -> list[Tensor]:
     return list((total / task.world_size).to(record.losses[0].dtype).unbind())
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format `rows` as text, with the third and fourth column right-aligned and the others left-aligned."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i in (2, 3) else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

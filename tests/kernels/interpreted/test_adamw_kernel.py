@@ -21,9 +21,6 @@ from tests.kernels.adamw_cases import (
 from tests.kernels.all_pairs import all_pairs
 from tests.kernels.bits import assert_same_bits, pairs
 
-# The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
-
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 20_005  # more than one program; neither whole groups nor a multiple of 16
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)

@@ -17,9 +17,6 @@ from tests.kernels.interpreted.ring_ranks import (
     peers_of,
 )
 
-# The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
-
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 worlds = pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 seeds = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])

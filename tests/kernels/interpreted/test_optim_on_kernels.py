@@ -2,60 +2,13 @@
 
 import pytest
 import torch
-from shardlite_kernels import FORMATS, Hyper, adamw_reference, adamw_scalars_reference
+from shardlite_kernels import FORMATS, Hyper, adamw_scalars_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite.optim import counts
 from shardlite.optim.adamw import AdamW
-from tests.kernels.adamw_cases import one_row, state_of
 from tests.kernels.bits import assert_same_bits
-from tests.support.optim_cases import HYPER, make_arena, padded, small_model
-
-# The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
-
-
-class Reference:
-    """`adamw_reference` on a padded copy of each parameter, with a count that the host keeps.
-
-    `params` are those of the optimizer, in its order; `only` some of them are stepped.
-    """
-
-    def __init__(self, params, moments="fp32", only=None):
-        self._params = params
-        self._only = range(len(params)) if only is None else only
-        zeros = [torch.zeros_like(padded(param)) for param in params]
-        self.states = [
-            state_of(("whole", moments), padded(param), zero, zero) for param, zero in zip(params, zeros, strict=True)
-        ]
-        self.counts = [0 for _ in params]
-
-    def step(self, found_inf=0.0, grad_scale=1.0, max_update=float("inf"), **changed):
-        """`grad_scale` divides a copy; that the gradient itself is written is checked elsewhere."""
-        hyper = HYPER | changed
-        numbers = Hyper(hyper["lr"], *hyper["betas"], hyper["eps"], hyper["weight_decay"], max_update)
-        for index in self._only:
-            param = self._params[index]
-            if param.grad is not None and param.requires_grad:
-                grad = padded(param.grad)
-                flags = {"active": float(found_inf == 0), "grad_scale": grad_scale}
-                table = one_row(len(grad), self.counts[index] + 1, numbers, number=index, **flags)
-                adamw_reference(self.states[index], grad, table, unscale=True)
-                self.counts[index] += found_inf == 0
-
-    def assert_same(self, optimizer):
-        for index in self._only:
-            param, state, mine = self._params[index], self.states[index], optimizer.state[self._params[index]]
-            assert mine["step"].item() == self.counts[index]
-            pairs = (
-                (param.data, state.param),
-                *((mine[name], getattr(state, name)) for name in ("exp_avg", "exp_avg_sq")),
-            )
-            for got, expected in pairs:
-                assert_same_bits(got.flatten(), expected[: param.numel()])
-            if state.avg_exponent is not None:
-                assert_same_bits(mine["exp_avg_exponent"], state.avg_exponent)
-                assert_same_bits(mine["exp_avg_sq_exponent"], state.sq_exponent)
+from tests.support.optim_cases import HYPER, SCENARIOS, Alone, by_reference, flags, make_arena, small_model
 
 
 @pytest.fixture
@@ -71,57 +24,13 @@ def launches(monkeypatch):
     return numels
 
 
-def flags(optimizer, found_inf=None, grad_scale=None):
-    optimizer.found_inf = None if found_inf is None else torch.tensor(found_inf)
-    optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale)
-
-
 @pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("moments", FORMATS)
-def test_steps_are_those_of_the_reference(launches, moments):
-    """Of each parameter alone: random bits depend on nothing but where in its parameter an element lies."""
-    arena = make_arena()
-    reference, optimizer = Reference(arena.params, moments), AdamW(arena.params, **HYPER, state=moments)
-    for seed in range(4):
-        arena.new_grads(seed)
-        reference.step()
-        optimizer.step()
-    reference.assert_same(optimizer)
-    assert len(launches) == 4
-
-
-@pytest.mark.usefixtures("fused")
-def test_what_is_skipped_does_not_count():
-    """One parameter misses a step that counts, one a step that does not: only the first has another count after."""
-    arena = make_arena([64, 64, 64])
-    reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
-    for seed, (flag, unused) in enumerate([(1.0, None), (0.0, None), (1.0, 0), (0.0, 1), (0.0, None), (0.0, None)]):
-        arena.new_grads(seed)
-        if unused is not None:
-            arena.params[unused].grad = None
-        flags(optimizer, flag)
-        reference.step(found_inf=flag)
-        optimizer.step()
-        reference.assert_same(optimizer)
-    assert reference.counts == [4, 3, 4]
-
-
-@pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("moments", FORMATS)
-def test_parameters_with_any_histories_are_one_launch(launches, moments):
-    """Also across those without a gradient, where what lies in its place is not looked at."""
-    arena = make_arena([64, 64, 64, 64])
-    reference, optimizer = Reference(arena.params, moments), AdamW(arena.params, **HYPER, state=moments)
-    for seed, unused in enumerate([[], [3], [], [1, 2], [0], []]):
-        arena.new_grads(seed)
-        for index in unused:
-            arena.params[index].grad.fill_(float("nan"))
-            arena.params[index].grad = None
-        reference.step()
-        optimizer.step()
-    reference.assert_same(optimizer)
-    assert reference.counts == [5, 5, 5, 5]
-    assert launches == [256, 192, 256, 256, 192, 256]
+def test_steps_are_those_of_the_reference(launches, moments, name):
+    """Of each parameter alone, in one launch, also across parameters without a gradient."""
+    SCENARIOS[name].run(moments, by_reference)
+    assert launches == {"unused": [256, 192, 256, 256, 192, 256]}.get(name, launches)
 
 
 def test_without_a_gradient_in_the_same_place_launches_are_several(launches):
@@ -147,69 +56,18 @@ def test_a_scale_divides_nothing_of_a_parameter_without_a_gradient(launches):
 
 
 @pytest.mark.usefixtures("fused")
-def test_a_scale_divides_gradients():
-    arena = make_arena([100, 33])
-    reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
-    for seed, flag in enumerate([0.0, 1.0, 0.0]):
-        arena.new_grads(seed)
-        before = arena.flat_grad.clone()
-        flags(optimizer, flag, 3.0)
-        reference.step(found_inf=flag, grad_scale=3.0)
-        optimizer.step()
-        assert_same_bits(arena.flat_grad, before if flag else before / 3)
-    reference.assert_same(optimizer)
-
-
-@pytest.mark.usefixtures("fused")
-def test_a_learning_rate_may_change_anywhere():
-    arena = make_arena([64, 33])
-    lr = torch.tensor(HYPER["lr"], dtype=torch.float64)
-    reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER | {"lr": lr})
-    for seed in range(5):
-        arena.new_grads(seed)
-        if seed in (1, 2):
-            lr *= 0.3
-        if seed == 3:
-            optimizer.param_groups[0]["lr"] = 1e-4
-        if seed == 4:
-            optimizer.param_groups[0]["weight_decay"] = 0.0
-        group = optimizer.param_groups[0]
-        reference.step(lr=float(group["lr"]), weight_decay=group["weight_decay"])
-        optimizer.step()
-        reference.assert_same(optimizer)
-
-
-@pytest.mark.usefixtures("fused")
 def test_groups_have_their_own_hyper_parameters(launches):
     arena = make_arena([64, 64, 64])
     first, second, third = arena.params
-    ordered = [second, third, first]
-    references = [Reference(ordered, only=[0]), Reference(ordered, only=[1]), Reference(ordered, only=[2])]
+    alone = Alone([second, third, first], update=by_reference)
     groups = [{"params": [second], "lr": 0.5, "eps": 1e-3}, {"params": [third]}, {"params": [first], "max_update": 0.3}]
     optimizer = AdamW(groups, **HYPER)
     for seed in range(3):
         arena.new_grads(seed)
-        references[0].step(lr=0.5, eps=1e-3)
-        references[1].step()
-        references[2].step(max_update=0.3)
+        alone.step(each=[{"lr": 0.5, "eps": 1e-3}, {}, {"max_update": 0.3}])
         optimizer.step()
-    for reference in references:
-        reference.assert_same(optimizer)
+    alone.assert_same(optimizer)
     assert launches == [192] * 3
-
-
-@pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("moments", FORMATS)
-def test_a_limit_may_change(moments):
-    arena = make_arena([64, 33])
-    reference = Reference(arena.params, moments)
-    optimizer = AdamW(arena.params, **HYPER, state=moments, max_update=0.5)
-    for seed, limit in enumerate([0.5, 0.1, None]):
-        arena.new_grads(seed)
-        optimizer.param_groups[0]["max_update"] = limit
-        reference.step(max_update=float("inf") if limit is None else limit)
-        optimizer.step()
-        reference.assert_same(optimizer)
 
 
 def test_a_loaded_state_goes_on():
@@ -228,33 +86,6 @@ def test_a_loaded_state_goes_on():
         if seed == 2:
             twin.flat.copy_(arena.flat)
     assert_same_bits(twin.flat, arena.flat)
-
-
-@pytest.mark.usefixtures("fused")
-def test_a_count_that_was_set_by_hand_counts():
-    arena = make_arena([64, 64])
-    reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
-    for seed in range(3):
-        arena.new_grads(seed)
-        if seed == 2:
-            optimizer.state[arena.params[1]]["step"].fill_(7)
-            reference.counts[1] = 7
-        reference.step()
-        optimizer.step()
-    reference.assert_same(optimizer)
-
-
-@pytest.mark.usefixtures("fused")
-def test_a_frozen_parameter_continues_later():
-    arena = make_arena([64, 33])
-    reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
-    for seed in range(4):
-        arena.new_grads(seed)
-        arena.params[0].requires_grad_(seed not in (1, 2))
-        reference.step()
-        optimizer.step()
-    reference.assert_same(optimizer)
-    assert reference.counts == [2, 4]
 
 
 class _NoWaiting(TorchDispatchMode):

@@ -8,7 +8,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, ShardLite
 from tests.support.internals import units
-from tests.support.twins.sharded import Loss, Turn, _seeded, accumulating, same_bits
+from tests.support.twins.sharded import Loss, Turn, _seeded, accumulating, same_bits, same_states
 
 Schedule = Callable[[optim.Optimizer], Any]
 Ranks = Callable[[Iterable[nn.Parameter]], Any]
@@ -119,8 +119,7 @@ class Duo:
     def full(self) -> None:
         """Compare whole state dicts."""
         expected, got = (side.model.full_state_dict() for side in self.sides)
-        for name, value in expected.items():
-            same_bits(name, got[name], value)
+        same_states("state", got, expected)
 
 
 def alike(

@@ -81,6 +81,19 @@ def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"{what}: {int(wrong.sum())} of {got.numel()} elements differ, (got, expected): {pairs}")
 
 
+def same_states(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare tensors by name."""
+    assert got.keys() == expected.keys(), f"{what}: {got.keys() ^ expected.keys()}"
+    for name, value in expected.items():
+        same_bits(f"{what}: {name!r}", got[name].detach(), value.detach())
+
+
+def with_twin(module: nn.Module, group: object, **options: Any) -> tuple[ShardLite, nn.Module]:
+    """Wrap a module; return the model and a plain copy of the module."""
+    twin = copy.deepcopy(module)
+    return ShardLite(module, group=group, **options), twin
+
+
 def local_parts(model: ShardLite, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cut whole tensors, named like the model's parameters, into what this rank's shards hold."""
     parts = {}
@@ -119,8 +132,7 @@ def compare(
     module: nn.Module, loss: Callable[[nn.Module], Tensor], group: object, **options: object
 ) -> tuple[ShardLite, nn.Module]:
     """Run one forward and backward of a module and of its sharded copy; the gradients must be the same bits."""
-    twin = copy.deepcopy(module)
-    model = ShardLite(module, group=group, **options)
+    model, twin = with_twin(module, group, **options)
     model.trace.take()
     model.ledger.reset_peak()
     loss(twin).backward()

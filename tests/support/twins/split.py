@@ -11,7 +11,7 @@ from shardlite import AdamW, Precision, ShardLite
 from tests.support.models.losses import BF16, on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import Pair, Turn, _seeded, same_bits
+from tests.support.twins.sharded import Pair, Turn, _seeded, same_bits, same_states
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 
@@ -76,8 +76,7 @@ class SplitPair(Pair):
             optimizer.step()
             optimizer.zero_grad()
         full = self.model.full_state_dict()
-        for name, value in self.twin.state_dict().items():
-            same_bits(self._what(f"full_state_dict()[{name!r}]"), full[name], value)
+        same_states(self._what("full_state_dict()"), full, self.twin.state_dict())
         self._steps += 1
 
 
