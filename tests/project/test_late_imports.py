@@ -12,8 +12,6 @@ from shardlite import build, config
 from shardlite.apps import options
 from shardlite.apps.memory import command as memory_command
 from shardlite.apps.memory.systems import SYSTEMS
-from shardlite.apps.plan import command as plan_command
-from shardlite.apps.plan.clusters import CLUSTERS
 from tests.support.ranks.scripts import ROOT, Done, run_process
 
 HEAVY = (
@@ -179,5 +177,4 @@ def test_names_that_the_command_line_knows_without_pytorch_are_those_of_the_libr
     assert options.STATES == config.STATES
     assert options.MOST_RANKS == build.MOST_RANKS
     assert {options.dtype_of(name) for name in options.DTYPES} == set(config.WIRE)
-    assert tuple(CLUSTERS) == plan_command.CLUSTERS
     assert tuple(SYSTEMS) == memory_command.SYSTEMS

@@ -1,7 +1,7 @@
 """Clusters by name, and a cost model of their links.
 
-The source of each figure stands beside it. Rates that programs reach are marked as measured or assumed. All times
-that follow from them are predictions.
+`hardware.json` has the figures with their sources. Rates that programs reach are marked as measured or assumed. All
+times that follow from them are predictions.
 
 The model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al., 1993),
 the work per message is separate from its latency: four numbers per link. The times of `W` ranks with one message per
@@ -21,33 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from shardlite.apps.plan.cards import CARDS, DATASHEETS, Card
+from shardlite.apps.plan.cards import CARDS, HARDWARE, Card
 from shardlite.errors import LayoutError
 
 Operation = Literal["all-gather", "reduce-scatter"]
 
 _MICROSECOND = 1e-6
-
-# Latency of a step of a ring with the protocol "Simple", and what a collective costs at least, in the tuning model of
-# NCCL 2.19 to 2.21 (github.com/NVIDIA/nccl, src/graph/tuning.cc: hwLat and baseLat).
-_NVLINK_STEP, _PCI_STEP, _NETWORK_STEP = 3.4 * _MICROSECOND, 5.7 * _MICROSECOND, 14.0 * _MICROSECOND
-_BASE = 8.4 * _MICROSECOND
-
-_NVSWITCH_SHARE = 0.69
-"""Fraction of an NVLink's data-sheet rate: 208 of 300 GB/s per direction between A100 (github.com/NVIDIA/nccl-tests,
-issue 178). Assumed for H100 and H200, too.
-"""
-
-_NDR_SHARE = 0.97
-"""Fraction of 400 Gbit/s: "48-49 GB/s per NIC" (NVIDIA in github.com/NVIDIA/nccl-tests, issue 267)."""
-
-_HDR_SHARE = 0.85
-"""Fraction of 200 Gbit/s: 84.8 of 100 GB/s over four of them (github.com/NVIDIA/nccl-tests, issue 119)."""
-
-_SHARE = 0.8
-"""Fraction of the rate of PCIe and Ethernet. Assumed."""
 
 
 class LinkCost(NamedTuple):
@@ -168,80 +149,29 @@ class Cluster:
         return 2 * self.base + first + second
 
 
-def _nvlink(card: Card, rate: float) -> LinkCost:
-    return _link(card, rate * _NVSWITCH_SHARE, _NVLINK_STEP)
+def _link(card: Card, wire: str, rate: float) -> LinkCost:
+    """Return the costs of a wire of `rate` bytes per second. An addition reads two numbers and writes one."""
+    figures = HARDWARE["wires"][wire]
+    return LinkCost(alpha=figures["step"] * _MICROSECOND, beta=1 / (rate * figures["share"]), gamma=3 / card.bandwidth)
 
 
-def _link(card: Card, rate: float, step: float) -> LinkCost:
-    """Return the costs of a link of `rate` bytes per second. An addition reads two numbers and writes one."""
-    return LinkCost(alpha=step, beta=1 / rate, gamma=3 / card.bandwidth)
+def _cluster(name: str, *, card: str, inside: tuple[str, float], nic: tuple[str, float], **others: Any) -> Cluster:
+    """Return a cluster of GPUs from its figures in `hardware.json`."""
+    each = CARDS[card]
+    base = HARDWARE["base"] * _MICROSECOND
+    return Cluster(name=name, card=each, inside=_link(each, *inside), nic=_link(each, *nic), base=base, **others)
 
 
-def _dgx(name: str, card: Card, inside: float, nic: float, *sheet: str) -> Cluster:
-    """Return hosts of eight GPUs with an InfiniBand card each. `sheet` has both rates and the host in words."""
-    nvlink, infiniband, host = sheet
-    return Cluster(
-        name=name,
-        card=card,
-        node=8,
-        inside=_nvlink(card, inside),
-        nic=_link(card, nic, _NETWORK_STEP),
-        nics=8,
-        base=_BASE,
-        source=f"NVSwitch {nvlink} both ways, a {infiniband} InfiniBand card per GPU: {DATASHEETS}, {host}",
-    )
+_CPU = Cluster(
+    name="cpu",
+    card=CARDS["CPU core"],
+    node=1 << 30,
+    inside=LINKS["shared_memory"],
+    nic=LINKS["shared_memory"],
+    nics=1,
+    base=0.0,
+    source="shared memory of one host, fitted by bench/ring/fit.py",
+    on_gpu=False,
+)
 
-
-_A100, _H100, _H200, _CPU = (CARDS[name] for name in ("A100-80GB", "H100", "H200", "CPU core"))
-
-CLUSTERS = {
-    cluster.name: cluster
-    for cluster in (
-        _dgx("dgx-h100", _H100, 450e9, 50e9 * _NDR_SHARE, "900 GB/s", "400 Gbit/s", "DGX H100"),
-        _dgx("dgx-h200", _H200, 450e9, 50e9 * _NDR_SHARE, "900 GB/s", "400 Gbit/s", "DGX H200"),
-        _dgx("dgx-a100", _A100, 300e9, 25e9 * _HDR_SHARE, "600 GB/s", "200 Gbit/s", "DGX A100"),
-        Cluster(
-            name="nvlink-a100",
-            card=_A100,
-            node=2,
-            inside=_nvlink(_A100, 300e9),
-            nic=_link(_A100, 12.5e9 * _SHARE, _NETWORK_STEP),
-            nics=1,
-            base=_BASE,
-            source=f"NVLink bridge 600 GB/s both ways between two cards: {DATASHEETS}, A100 PCIe; one 100 Gbit/s "
-            "Ethernet card per pair is assumed",
-        ),
-        Cluster(
-            name="pcie-a100",
-            card=_A100,
-            node=8,
-            inside=_link(_A100, 32e9 * _SHARE, _PCI_STEP),
-            nic=_link(_A100, 12.5e9 * _SHARE, _NETWORK_STEP),
-            nics=1,
-            base=_BASE,
-            source=f"PCIe 4.0 x16, 64 GB/s both ways: {DATASHEETS} of the A100 PCIe; one 100 Gbit/s Ethernet card per "
-            "node is assumed",
-        ),
-        Cluster(
-            name="ethernet-a100",
-            card=_A100,
-            node=1,
-            inside=_link(_A100, 3.125e9 * _SHARE, _NETWORK_STEP),
-            nic=_link(_A100, 3.125e9 * _SHARE, _NETWORK_STEP),
-            nics=1,
-            base=_BASE,
-            source="one card per host and 25 Gbit/s Ethernet (IEEE 802.3by)",
-        ),
-        Cluster(
-            name="cpu",
-            card=_CPU,
-            node=1 << 30,
-            inside=LINKS["shared_memory"],
-            nic=LINKS["shared_memory"],
-            nics=1,
-            base=0.0,
-            source="shared memory of one host, fitted by bench/ring/fit.py",
-            on_gpu=False,
-        ),
-    )
-}
+CLUSTERS = {**{name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}, "cpu": _CPU}

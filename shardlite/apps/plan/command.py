@@ -6,10 +6,8 @@ from typing import Any
 
 from shardlite.apps.options import MOST_RANKS, add_model, add_training, check_numbers, usage_errors
 from shardlite.apps.plan.cards import memory_of
+from shardlite.apps.plan.clusters import CLUSTERS
 from shardlite.apps.plan.presets import check_model
-
-CLUSTERS = ("dgx-h100", "dgx-h200", "dgx-a100", "nvlink-a100", "pcie-a100", "ethernet-a100", "cpu")
-"""Names in `clusters.py`, which imports PyTorch."""
 
 
 def add_plan(commands: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,35 +37,8 @@ class Shape:
     source: str
 
 
-_GPT2 = {"kind": "gpt2", "vocabulary": 50257, "context": 1024, "source": "Radford et al. 2019"}
-_LLAMA2 = {"kind": "llama", "vocabulary": 32000, "context": 4096, "source": "Touvron et al. 2023"}
-
-PRESETS: dict[str, Shape] = {
-    "gpt2": Shape(layers=12, width=768, heads=12, **_GPT2),  # type: ignore[arg-type]
-    "gpt2-medium": Shape(layers=24, width=1024, heads=16, **_GPT2),  # type: ignore[arg-type]
-    "gpt2-large": Shape(layers=36, width=1280, heads=20, **_GPT2),  # type: ignore[arg-type]
-    "gpt2-xl": Shape(layers=48, width=1600, heads=25, **_GPT2),  # type: ignore[arg-type]
-    "turing-nlg": Shape(
-        kind="gpt2", layers=78, width=4256, heads=28, vocabulary=50257, context=1024, source="Rasley et al. 2020"
-    ),
-    "gpt3-175b": Shape(
-        kind="gpt2", layers=96, width=12288, heads=96, vocabulary=50257, context=2048, source="Brown et al. 2020"
-    ),
-    "llama-2-7b": Shape(layers=32, width=4096, heads=32, hidden=11008, **_LLAMA2),  # type: ignore[arg-type]
-    "llama-2-13b": Shape(layers=40, width=5120, heads=40, hidden=13824, **_LLAMA2),  # type: ignore[arg-type]
-    "llama-2-70b": Shape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, **_LLAMA2),  # type: ignore[arg-type]
-    "llama-3-8b": Shape(
-        kind="llama",
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        hidden=14336,
-        vocabulary=128256,
-        context=8192,
-        source="Dubey et al. 2024",
-    ),
-}
+_SHAPES = json.loads(Path(__file__).with_name("presets.json").read_text())
+PRESETS: dict[str, Shape] = {name: Shape(**shape) for name, shape in _SHAPES.items()}
 
 
 def check_model(model: str) -> None:
