@@ -50,7 +50,7 @@ from bench.support.table import Columns, Row, cells_of, markdown_table
 from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.systems import OPTIMIZER
-from shardlite.comm.collectives import reduce_scatter, staging_numel
+from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
 from shardlite.comm.transport.group_collectives import SHORTEST, NcclCollectives, rows_numel, slices_in
 from shardlite.config import Route
 
@@ -155,7 +155,7 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
             transport.slice_nbytes = 1  # as many slices, of as few elements as can be
             full, out = torch.zeros(world_size * len(slices) * SHORTEST), torch.zeros(len(slices) * SHORTEST)
             staging = torch.zeros(staging_numel(len(full), transport, full.dtype))
-            call = partial(reduce_scatter, full, transport, out=out, divisor=world_size, staging=staging)
+            call = partial(reduce_scatter, full, transport, last=StoreMean(out, world_size), staging=staging)
             spent = [1e6 * seconds(call, full.device)[1] for _ in range(WARM_UP + rounds)][WARM_UP:]
             rows.append(
                 {

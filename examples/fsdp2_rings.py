@@ -27,6 +27,7 @@ from shardlite.comm import (
     SUMMABLE,
     Operation,
     ProgramStreams,
+    StoreMean,
     StreamQueue,
     Transport,
     Work,
@@ -180,7 +181,7 @@ class RingReduceScatter(_RingCollective):
         def reduce() -> None:
             if factor != 1:
                 input_tensor.mul_(factor)
-            reduce_scatter(input_tensor, transport, out=output_tensor, divisor=divisor, operation=operation)
+            reduce_scatter(input_tensor, transport, last=StoreMean(output_tensor, divisor), operation=operation)
 
         return self._connections.run(reduce, transport, input_tensor.device, async_op=async_op)
 

@@ -214,7 +214,7 @@ def _reduction(kernel: str, transport: WholeCollectives, report: Report) -> None
     staging = torch.zeros(needed, device=report.device)
 
     def reduce() -> None:
-        collectives.reduce_scatter(full, transport, out=out, divisor=ranks, staging=staging)
+        collectives.reduce_scatter(full, transport, last=collectives.StoreMean(out, ranks), staging=staging)
 
     reduce()
     found = milliseconds(reduce, report.device, _ROUNDS)

@@ -182,6 +182,8 @@ def _of_ours(
         case "all-gather":
             return lambda: collectives.all_gather(full, transport, operation=name())
         case "reduce-scatter":
-            return lambda: collectives.reduce_scatter(full, transport, out=shard, staging=staging, operation=name())
+            return lambda: collectives.reduce_scatter(
+                full, transport, last=collectives.StoreMean(shard), staging=staging, operation=name()
+            )
         case "all-reduce":
             return lambda: collectives.all_reduce(full, transport, staging=staging, operation=name())

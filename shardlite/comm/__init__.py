@@ -6,9 +6,10 @@ executes them, `streams.py` overlaps operations with the computation. Read `coll
 """
 
 from shardlite.comm import schedule
-from shardlite.comm.chunking import CHUNK_BYTES
+from shardlite.comm.chunking import CHUNK_BYTES, cut_up
 from shardlite.comm.collectives import (
     SUMMABLE,
+    StoreMean,
     all_gather,
     all_reduce,
     are_equal,

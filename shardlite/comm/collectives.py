@@ -111,18 +111,38 @@ def all_gather(
         run_gather(channel, plan, cut.of(full, plan.parts))
 
 
+class StoreMean(NamedTuple):
+    """Last hop of a reduction that stores the sum, divided."""
+
+    out: Tensor | None = None
+    """Memory for the result, [numel of the shard]. `None`: the shard's own place in the full buffer."""
+
+    divisor: int = 1
+    stats: Tensor | None = None
+    """Memory for the statistics of the shard, [P, 2]: a row per block (`shardlite_kernels.stats`)."""
+
+    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+        """Add what was received to `own`, or add up all rows that were received, and store the mean."""
+        part, stats = self.out, self.stats
+        assert part is not None, "reduce_scatter fills it in"
+        stop = start + received.shape[-1]
+        if stop - start < part.numel():
+            block = stats_block(part)
+            part, stats = part[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
+        if own is None:
+            add_rows(part, received, first, self.divisor, stats)
+        else:
+            hop(part, received, own, self.divisor, stats)
+
+
 def reduce_scatter(
     full: Tensor,
     transport: Transport,
     *,
-    cuts: Sequence[int] | None = None,
-    out: Tensor | None = None,
-    divisor: int = 1,
-    stats: Tensor | None = None,
+    cut: Cut | None = None,
     last: LastHop | None = None,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
-    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Add `full` [n] over the ranks and return segment `r` of the sum, divided by `divisor`.
 
@@ -135,55 +155,62 @@ def reduce_scatter(
         r=1   [b0 b1 b2]     [b0    b1    a2+b2]  [.        c1+a1+b1 .       ]
         r=2   [c0 c1 c2]     [b0+c0 c1    c2   ]  [.        .        a2+b2+c2]
 
-    The shard is written to `out` [its numel] or, without it, to its own place in `full`. The rest of `full` is
-    overwritten with partial sums, which travel in its dtype. For a bf16 or fp16 `full`, `out` may be fp32: the last
-    addition and the division are then rounded to fp32 only.
+    The rest of `full` is overwritten with partial sums, which travel in its dtype.
 
-    With `stats` [P, 2] the last addition also writes the statistics of the shard, a row per block of `B` elements
-    (`shardlite_kernels.stats`). Chunks are multiples of `B` then, so rows depend on the cut as little as the sum does.
-
-    With `last`, that function makes the last addition and consumes the sum. Nothing is divided or written then, nor are
-    `stats` (chunks are multiples of `B` all the same), and the returned shard is undefined. On one rank there is no
-    addition, so `last` is not called.
+    `last` makes the last addition. By default it stores the sum in the shard's place. `StoreMean(out, divisor, stats)`
+    divides it, stores it in `out`, and computes its statistics. For a bf16 or fp16 `full`, `out` may be fp32: the last
+    addition and the division are then rounded to fp32 only. Any other `last` consumes the sum: the returned shard is
+    undefined then, and on one rank, where there is no addition, `last` is not called. If there are `stats`, or `last`
+    consumes the sum, messages are multiples of a block of statistics, so their rows do not depend on the messages.
 
     Messages are received in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs
     none if `out` is given, has the same dtype, and all segments are equal: `out` is free until the last step.
 
+    Args:
+        full: this rank's summand, [n].
+        transport: connects the ranks.
+        cut: where segments and messages begin, as `cut_up` returns it. Defaults to equal segments.
+        last: makes the last addition.
+        staging: memory for messages.
+        operation: names the operation in errors and counts.
+
     Raises:
-        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided;
-            wrong `cuts`.
+        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided.
         ValueError: `stats` do not fit.
         CommError: a peer failed, timed out or runs another operation; `full` and `out` are then undefined.
     """
     _check_flat("full", full)
-    _check_arithmetic(full, divisor)
-    grain = 1 if stats is None and last is None else stats_block(full)
-    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
+    mean = StoreMean() if last is None else last if isinstance(last, StoreMean) else None
+    _check_arithmetic(full, 1 if mean is None else mean.divisor)
+    grain = 1 if mean is not None and mean.stats is None else stats_block(full)
+    if cut is None:
+        cut = cut_up(full.numel(), full.dtype, transport, None, grain=grain)
+    assert cut.grain % grain == 0, "messages are multiples of a block of statistics"
     start, stop = cut.bounds[transport.rank]
-    shard = full[start:stop] if out is None else out
+    shard = full[start:stop] if mean is None or mean.out is None else mean.out
     _check_out(full, shard, stop - start)
-    if stats is not None:
-        check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
+    if mean is not None and mean.stats is not None:
+        check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, mean.stats)
     if transport.world_size == 1:
-        return _finished_alone(full[start:stop], shard, divisor, stats)
-    finish = last or _Mean(shard, divisor, stats)
-    if isinstance(transport, WholeCollectives):
-        with Running(operation, full):
+        return shard if mean is None else _finished_alone(full[start:stop], shard, mean.divisor, mean.stats)
+    finish = last if mean is None else mean._replace(out=shard)
+    assert finish is not None, "a mean, or what the caller gave"
+    with Running(operation, full):
+        if isinstance(transport, WholeCollectives):
             across = transport.nbytes_across(cut, full.itemsize)
             operation.count_collective((full.numel() - (stop - start)) * full.itemsize, across)
-            if last is None and transport.rings(full, cut):
-                transport.ring_reduce(shard, full, divisor)
-                if stats is not None:
-                    write_stats(shard, stats)
+            if mean is not None and transport.rings(full, cut):
+                transport.ring_reduce(shard, full, mean.divisor)
+                if mean.stats is not None:
+                    write_stats(shard, mean.stats)
             else:
                 _reduce_rows(full, transport, cut, finish, staging)
-        return shard
-    plan = _reduction(transport)
-    in_out = stages_in_out(transport) and staging is None and last is None and cut.even and shard.dtype == full.dtype
-    slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
-    with Running(operation, full):
-        channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
-        run_reduce(channel, plan, cut.of(full, plan.parts), finish, slots)
+        else:
+            plan = _reduction(transport)
+            free = shard if mean is not None and staging is None and shard.dtype == full.dtype else None
+            slots = _slots(full, cut, plan, transport, staging, free)
+            channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
+            run_reduce(channel, plan, cut.of(full, plan.parts), finish, slots)
     return shard
 
 
@@ -238,15 +265,8 @@ def all_reduce(
             run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
         return
     # Both halves may share a tag: on each link all messages of the first are posted before those of the second.
-    reduce_scatter(
-        full,
-        transport,
-        cuts=cuts,
-        divisor=divisor,
-        staging=staging,
-        operation=operation,
-        chunk_bytes=chunk_bytes,
-    )
+    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    reduce_scatter(full, transport, cut=cut, last=StoreMean(divisor=divisor), staging=staging, operation=operation)
     all_gather(full, transport, cuts=cuts, operation=operation, chunk_bytes=chunk_bytes)
 
 
@@ -342,8 +362,12 @@ def _all_reduce_flags(full: Tensor, transport: WholeCollectives, divisor: int) -
     add_rows(full, rows.view(-1, 1), 1, divisor)
 
 
-def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None) -> Sequence[Tensor]:
-    """Split the staging buffer, allocated if `None`, into slots for incoming partial sums."""
+def _slots(
+    full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None, free: Tensor | None
+) -> Sequence[Tensor]:
+    """Return slots for incoming partial sums: in `staging`, or in the shard if that is `free` until the last step."""
+    if free is not None and stages_in_out(transport) and cut.even and _apart(free, full):
+        return cut.chunks(free)
     length = cut.slot_numel(transport)
     needed = cut.slots(plan, transport) * length
     if staging is None and not needed:
@@ -352,25 +376,6 @@ def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
     return split(staging[:needed], length)
-
-
-class _Mean(NamedTuple):
-    """Last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
-
-    shard: Tensor
-    divisor: int
-    stats: Tensor | None
-
-    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
-        part, stats = self.shard, self.stats
-        stop = start + received.shape[-1]
-        if stop - start < part.numel():
-            block = stats_block(part)
-            part, stats = part[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
-        if own is None:
-            add_rows(part, received, first, self.divisor, stats)
-        else:
-            hop(part, received, own, self.divisor, stats)
 
 
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:

@@ -33,10 +33,12 @@ from shardlite.comm import (
     Context,
     FusedStep,
     Operation,
+    StoreMean,
     Transport,
     Work,
     all_gather,
     all_reduce,
+    cut_up,
     reduce_scatter,
     ring_step,
     rings_in_kernel,
@@ -251,16 +253,10 @@ class ReduceQueue:
         if given.half is not None:
             hop(mean.own, given.half, full, given.divisor, mean.stats)
         elif not in_place:
-            reduce_scatter(
-                full,
-                shard,
-                cuts=cuts,
-                out=mean.own,
-                divisor=1 if replicas else given.divisor,
-                stats=None if replicas else mean.stats,
-                staging=self._staging_for(full, mean),
-                operation=given.operation,
-            )
+            last = StoreMean(mean.own) if replicas else StoreMean(mean.own, given.divisor, mean.stats)
+            staging = self._staging_for(full, mean)
+            cut = cut_up(len(full), full.dtype, shard, cuts, grain=1 if replicas else stats_block(full))
+            reduce_scatter(full, shard, cut=cut, last=last, staging=staging, operation=given.operation)
         if replicas:
             self._reduce_over_replicas(mean.own, replicas, given)
         if in_place or replicas:
@@ -290,7 +286,8 @@ class ReduceQueue:
                 ring_step(full, shard, fused, divisor=given.divisor, operation=given.operation)
             return fused is not None
         staging = self._staging_of(flat, full)
-        reduce_scatter(full, shard, cuts=cuts, last=given.last_hop, staging=staging, operation=given.operation)
+        cut = cut_up(len(full), full.dtype, shard, cuts, grain=stats_block(full))
+        reduce_scatter(full, shard, cut=cut, last=given.last_hop, staging=staging, operation=given.operation)
         return True
 
     def _count_users(self, given: FlatReduction) -> Tensor:

@@ -15,8 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import ShardLite
-from shardlite.comm.collectives import reduce_scatter, staging_numel
+from shardlite.comm.collectives import staging_numel
 from shardlite.params.parameters import as_they_are
+from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.worlds import run
 from tests.support.twins.sharded import WIDE, same_bits, some_stages
 

@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 
 from shardlite.apps import launch
-from shardlite.comm import Operation, Transport, all_gather, all_gather_json, choose, reduce_scatter, staging_numel
+from shardlite.comm import (
+    Operation,
+    StoreMean,
+    Transport,
+    all_gather,
+    all_gather_json,
+    choose,
+    reduce_scatter,
+    staging_numel,
+)
 from shardlite.config import Route, TransportName
 from shardlite.errors import LayoutError, ShardLiteError
 
@@ -155,7 +164,7 @@ def _calls(transport: Transport, device: torch.device, name: str) -> list[Call]:
 
     def reduce(i: int) -> None:
         operation = Operation(f"trial of {name}, reduction", i)
-        reduce_scatter(full, transport, out=shard, staging=staging, operation=operation)
+        reduce_scatter(full, transport, last=StoreMean(shard), staging=staging, operation=operation)
 
     return [
         Call(device, lambda: full.fill_(-1.0)[own].fill_(rank), gather, lambda: bool((full == owners).all())),

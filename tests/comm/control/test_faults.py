@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import ShardLite
-from shardlite.comm.collectives import all_gather, reduce_scatter
+from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.models.small import Residual
 from tests.support.patience import seconds, until
 from tests.support.ranks.doomed import JOIN
+from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.delegating import Delegating
 from tests.support.twins.sharded import slow
 

@@ -87,7 +87,7 @@ def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
         transport.fast = room is None
         full, out = torch.empty(numel), torch.empty(numel // ranks)
         staging = torch.empty(collectives.staging_numel(numel, transport, full.dtype))
-        collectives.reduce_scatter(full, transport, out=out, staging=staging)
+        collectives.reduce_scatter(full, transport, last=collectives.StoreMean(out), staging=staging)
     assert gpu.moved == moved
     assert_no_race(gpu)
 

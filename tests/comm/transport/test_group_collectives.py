@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import Precision, ShardLite
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.collectives import all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
@@ -28,6 +28,7 @@ from tests.support.models.small import LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster
 from tests.support.transports.both_ways import train_over_both
+from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import FLOATS, Case, assert_equal_bits, cases_for, reduce_everything, ring_sum
 from tests.support.transports.worlds import run
 from tests.support.twins.duos import Side

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import LayoutError, Precision, ShardLite
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.collectives import all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import formula, order_of_addition
 from shardlite.comm.schedule import reduce_scatter as schedule_of
@@ -34,6 +34,7 @@ from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster, run_local
 from tests.support.transports.both_ways import train_over_both
+from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import FLOATS, Case, add, assert_equal_bits, cases_for, tensor_of
 from tests.support.twins.plain import add_round
 from tests.support.twins.sharded import STAGES, Pair, Turn, slow

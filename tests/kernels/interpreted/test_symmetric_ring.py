@@ -19,13 +19,14 @@ from triton._C.libtriton.ir import ATOMIC_OP
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
 
 from shardlite import AdamW, CommError
-from shardlite.comm import Operation, reduce_scatter, ring_step
+from shardlite.comm import Operation, ring_step
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
 from tests.kernels.adamw_cases import mixed_table, random_state
 from tests.kernels.interpreted.language import quicken
 from tests.kernels.interpreted.ring_ranks import REST
 from tests.support.optim_cases import place_shards
 from tests.support.transports import symmetric_training
+from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.played_symmetric import launches, played, run_memories, run_played
 from tests.support.transports.symmetric_training import STEPS
 from tests.support.twins.plain import RECIPES, Recipe, of
