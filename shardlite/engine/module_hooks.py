@@ -5,7 +5,7 @@ other than `forward`, or a module recomputed by activation checkpointing finds i
 hooks are then the innermost ones, even if a user's (`save_on_cpu`, a checkpoint) were entered later.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -150,7 +150,8 @@ class ModuleHooks:
                 "load it with load_full_state_dict()"
             )
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
-            _check_held(units)
+            if not all(unit.users or not unit.needs_gather for unit in units):  # a graph contains weights, no gathers
+                raise LayoutError(NO_GRAPH)
             return
         if self._thread != get_ident():
             self._claim()
@@ -281,12 +282,6 @@ def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list
                 location = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
                 found[home[param]].append(location)
     return found
-
-
-def _check_held(units: Iterable[Unit]) -> None:
-    """Raise unless `gathered()` holds the units: a recorded graph contains weights, and no gathers."""
-    if not all(unit.users or not unit.needs_gather for unit in units):
-        raise LayoutError(NO_GRAPH)
 
 
 def _of_shards(tensor: Tensor) -> bool:

@@ -388,9 +388,8 @@ class StreamRun(BackwardRun):
         with nullcontext() if behind is None else queue.operations.stream(behind):
             reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs), behind=behind)
-        if behind is not None:  # results are memory of the queue's stream, which the program uses
-            for tensor in chain(*(mean[1:] for mean in reduction.means), (step.bad for step in reduction.steps)):
-                self._context.streams.take(tensor)
+        if behind is not None:
+            self._hand_over(reduction)
         if is_queues:
             bucket.release()
         self._record(reduction)
@@ -407,6 +406,11 @@ class StreamRun(BackwardRun):
         copy_in, gradients = bucket.copy_in()
         work = self._queue.operations.submit(copy_in, behind=behind)
         self.copying.append(_Copies(gradients, work, len(self.started) - 1))
+
+    def _hand_over(self, reduction: Reduction) -> None:
+        """Let the program use results, which are memory of the queue's stream."""
+        for tensor in chain(*(mean[1:] for mean in reduction.means), (step.bad for step in reduction.steps)):
+            self._context.streams.take(tensor)
 
 
 def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory: bool) -> bool:

@@ -312,6 +312,11 @@ class Unit:
             for flat, start in zip(self.flats, self._starts, strict=True)
         ]
 
+    def escaped(self) -> bool:
+        """Return whether other tensors than the module's parameters view the full weights of a unit in use."""
+        assert self.buffer is not None, "a unit in use has a buffer"
+        return self.buffer.escaped(len(self._params) if self.bound else 0)
+
     def check_not_overwritten(self, offset: int) -> None:
         """Check that the full weights at this byte of the buffer are those from before the backward's own steps.
 

@@ -166,8 +166,10 @@ class BufferPolicy:
 
     def is_done(self, unit: int) -> bool:
         """Return whether this backward will use neither a unit nor its buffer again."""
-        is_last = self._order.is_last_use(unit)
-        return is_last and (self._units[unit].keep_unsharded or not self._buffers_are_awaited())
+        if not self._order.is_last_use(unit):
+            return False
+        # An idle buffer serves units that the pass will need and that have none yet.
+        return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
 
     def victim_for(self, unit: int) -> int | None:
         """Return the unit to evict before `unit` takes a buffer: itself if it has a stale one, or an idle unit."""
@@ -210,10 +212,6 @@ class BufferPolicy:
         """Yield the buffers that are kept and free."""
         for pool in set(self._pools):
             yield from pool.spare()
-
-    def _buffers_are_awaited(self) -> bool:
-        """Return whether the pass will need units that have no buffer yet, and so can use an idle one's."""
-        return any(unit not in self.buffers for unit in self._order.expected())
 
     def _held(self) -> int:
         return sum(not self._units[unit].keep_unsharded for unit in self.buffers)

@@ -71,8 +71,10 @@ class Call:
 
     def forget_handles(self) -> None:
         """Reshard the unit, because autograd has dropped the last handle."""
-        self.calls.live[self.unit].remove(self)
-        if self.uses and _is_viewed(self.unit):
+        unit = self.unit
+        self.calls.live[unit].remove(self)
+        # Do other tensors than the module's parameters view the full weights, and is this their last use?
+        if self.uses and unit.users == 1 and unit.escaped():
             self.calls.lingering.append(self)
         else:
             self.release()
@@ -135,11 +137,8 @@ class Handle:
         buffer = self.call.unit.buffer
         assert buffer is not None, "a unit in use has a buffer"
         with isolated():
-            (whole,) = buffer.views(self.dtype, self._as_dtype)
+            (whole,) = buffer.views(self.dtype, lambda memory: [memory.view(self.dtype)])
             return whole.as_strided(self.size, self.stride, self.offset)
-
-    def _as_dtype(self, memory: Tensor) -> list[Tensor]:
-        return [memory.view(self.dtype)]
 
 
 @dataclass(slots=True)
@@ -214,12 +213,6 @@ class Calls:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
         return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
-
-
-def _is_viewed(unit: Unit) -> bool:
-    """Return whether other tensors than the module's parameters view the full weights, and this is their last use."""
-    assert unit.buffer is not None, "a unit in use has a buffer"
-    return unit.users == 1 and unit.buffer.escaped(len(unit.params()) if unit.bound else 0)
 
 
 class SavedTensorHooks:
