@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardlite import Precision
-from shardlite.comm import collectives, context
+from shardlite.comm import broadcast, chunking, context
 from tests.support.models.small import Residual
 from tests.support.transports.delays import Delayed
 from tests.support.twins.sharded import Pair, Turn
@@ -45,21 +46,11 @@ def late_messages(seed: int) -> Iterator[None]:
 @contextmanager
 def short_messages(nbytes: int) -> Iterator[None]:
     """Let collectives send many messages for each segment, so that they overlap with additions."""
-    functions = [
-        collectives.all_gather,
-        collectives.reduce_scatter,
-        collectives.all_reduce,
-        collectives.broadcast,
-        collectives.staging_numel,
-    ]
-    before = [function.__kwdefaults__["chunk_bytes"] for function in functions]
-    try:
-        for function in functions:
-            function.__kwdefaults__["chunk_bytes"] = nbytes
+    chunking._cut_of.cache_clear()
+    defaults = {"chunk_bytes": nbytes}
+    with mock.patch.object(chunking, "CHUNK_BYTES", nbytes), mock.patch.dict(broadcast.__kwdefaults__, defaults):
         yield
-    finally:
-        for function, default in zip(functions, before, strict=True):
-            function.__kwdefaults__["chunk_bytes"] = default
+    chunking._cut_of.cache_clear()
 
 
 @contextmanager
