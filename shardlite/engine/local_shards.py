@@ -1,16 +1,19 @@
-"""The shards of one wrapped model, as optimizers see them, and checks of what programs do to them."""
+"""The shards of one wrapped model: as optimizers see them, and as the module's own parameters reach them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from shardlite.comm import Context, all_gather
+from shardlite.engine.backward import Backward
+from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.watch import watch
 from shardlite.errors import LayoutError
-from shardlite.params import Flat, Placeholder, ShardTensor, Unit, as_they_are
+from shardlite.params import Flat, Placeholder, ShardTensor, Unit, as_they_are, attach
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
@@ -18,16 +21,20 @@ ShardRange = tuple[str, int, int, int]
 
 
 @dataclass(eq=False, slots=True)
-class _Seen:
-    """A shard at the latest check."""
+class _Entry:
+    """A shard, the parameter that it stands for, and both as they were at the latest check."""
 
-    shard: nn.Parameter
+    name: str
     param: nn.Parameter
+    shard: nn.Parameter
+    unit: Unit
+    flat: Flat
+    row: int
     address: int
     trainable: bool
 
     def follow(self) -> None:
-        """Copy `requires_grad` from the parameter that the shard stands for."""
+        """Copy `requires_grad` from the parameter."""
         if self.trainable != self.param.requires_grad:
             self.trainable = self.param.requires_grad
             self.shard.requires_grad_(self.trainable)
@@ -37,30 +44,33 @@ class Shards:
     """This rank's shard of each parameter."""
 
     def __init__(self, units: Sequence[Unit], trace: Trace) -> None:
-        self._flats = flats = [flat for unit in units for flat in unit.flats]
         self._trace = trace
-        self._names = {
-            param: slot.name for flat in flats for param, slot in zip(flat.params, flat.layout.slots, strict=True)
-        }
-        self._of = {param: shard for flat in flats for param, shard in zip(flat.params, flat.shards, strict=True)}
-        self._param: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._of.items()}
-        self._ids = set(map(id, self._param))  # the hash of a tensor is computed in Python
-        self._unsharded: dict[Tensor, str] = {
-            param: self._names[param] for param, shard in self._of.items() if param is not shard
-        }
-        self._seen = {
-            param: _Seen(shard, param, shard.data_ptr(), shard.requires_grad) for param, shard in self._of.items()
-        }
+        self.entries = [
+            _Entry(slot.name, param, shard, unit, flat, row, shard.data_ptr(), shard.requires_grad)
+            for unit in units
+            for flat in unit.flats
+            for row, (slot, param, shard) in enumerate(zip(flat.layout.slots, flat.params, flat.shards, strict=True))
+        ]
+        self._by_param: dict[Tensor, _Entry] = {each.param: each for each in self.entries}
+        self._by_id = {id(each.shard): each for each in self.entries}  # the hash of a tensor is computed in Python
+        flats = [flat for unit in units for flat in unit.flats]
         self._permanent = any(flat.full is not None for flat in flats)
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
 
-        self._watch = watch(flats if self.are_parts else [])
         self.are_split = any(flat.low is not None for flat in flats)
         """Whether a shard may be the upper part of weights only."""
 
+        self._watch = watch((each.shard, each.flat, each.row) for each in self.entries if self.are_parts)
+
+    def attach(self, hooks: ModuleHooks, backward: Backward) -> None:
+        """Let the module's own parameters gather their values by `hooks`, and find their gradients in `backward`."""
+        self.hooks, self.backward = hooks, backward
+        for index, each in enumerate(self.entries):
+            attach(each.param, _Owner(each.name, ref(self), index))
+
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._of.values())
+        return (each.shard for each in self.entries)
 
     def of(self, name: str, param: nn.Parameter) -> nn.Parameter:
         """Return the shard of one of the module's own parameters.
@@ -68,25 +78,24 @@ class Shards:
         Raises:
             LayoutError: the module did not have it when it was wrapped.
         """
-        if param not in self._of:
+        if param not in self._by_param:
             raise LayoutError(f"parameter {name!r} was added or replaced after wrapping: do it before")
-        self._seen[param].follow()
-        return self._of[param]
+        self._by_param[param].follow()
+        return self._by_param[param].shard
 
     def by_param(self) -> dict[Tensor, nn.Parameter]:
         """Return the shard of each of the module's own parameters that is not its own shard."""
-        return {param: shard for param, shard in self._of.items() if param is not shard}
+        return {each.param: each.shard for each in self.entries if each.param is not each.shard}
 
     def names(self) -> dict[Tensor, str]:
         """Return the name of each shard."""
-        return {shard: self._names[param] for shard, param in self._param.items()}
+        return {each.shard: each.name for each in self.entries}
 
     def parts(self) -> dict[Tensor, ShardRange]:
         """Return the part of a parameter that each shard is."""
         return {
-            shard: (slot.name, *flat.range_of(row), slot.numel)
-            for flat in self._flats
-            for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True))
+            each.shard: (each.name, *each.flat.range_of(each.row), each.flat.layout.slots[each.row].numel)
+            for each in self.entries
         }
 
     def shard_tensors(self, context: Context) -> dict[Tensor, Callable[..., ShardTensor]]:
@@ -94,26 +103,25 @@ class Shards:
 
         Return an empty dict if no shard is partial.
         """
-        if not self.are_parts:
-            return {}
         return {
-            shard: partial(
+            each.shard: partial(
                 ShardTensor,
-                shape=slot.shape,
-                start=flat.range_of(row)[0],
-                gather=partial(gather_row, context, flat, row),
+                shape=each.flat.layout.slots[each.row].shape,
+                start=each.flat.range_of(each.row)[0],
+                gather=partial(gather_row, context, each.flat, each.row),
             )
-            for flat in self._flats
-            for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True))
+            for each in self.entries
+            if self.are_parts
         }
 
     def all_params(self) -> list[nn.Parameter]:
         """Return all shards, and the module's own parameters."""
-        return [*self._of.values(), *self._of]
+        return [*self, *(each.param for each in self.entries)]
 
     def first_unsharded(self, params: Iterable[Tensor]) -> str | None:
         """Return the name of the first of `params` that is the module's own and not a shard, if there is one."""
-        return next((name for param in params if (name := self._unsharded.get(param)) is not None), None)
+        found = (self._by_param.get(param) for param in params)
+        return next((each.name for each in found if each is not None and each.param is not each.shard), None)
 
     def check(self) -> None:
         """Raise if a change of a shard would have no effect.
@@ -122,26 +130,25 @@ class Shards:
             LayoutError: a shard was given other memory, a hook, or another `requires_grad`.
         """
         with as_they_are():
-            for seen in self._seen.values():
-                shard, param = seen.shard, seen.param
-                if shard.data_ptr() != seen.address:
-                    raise LayoutError(f"{self._words(shard)} was assigned other memory (`.data = ...`): copy into it")
+            for each in self.entries:
+                shard, param = each.shard, each.param
+                if shard.data_ptr() != each.address:
+                    raise LayoutError(
+                        f"the shard of parameter {each.name!r} was assigned other memory (`.data = ...`): copy into it"
+                    )
                 if param is shard:
                     continue
                 if shard._backward_hooks or shard._post_accumulate_grad_hooks:
                     raise LayoutError(
-                        f"{self._words(shard)} has a hook, which would never run because shards are not in "
-                        "autograd's graph. Register it on the module's own parameter"
+                        f"the shard of parameter {each.name!r} has a hook, which would never run because shards are "
+                        "not in autograd's graph. Register it on the module's own parameter"
                     )
-                own, wanted = shard.requires_grad, param.requires_grad
-                if own is seen.trainable is wanted:
-                    continue
-                if own not in (seen.trainable, wanted):
+                if shard.requires_grad not in (each.trainable, param.requires_grad):
                     raise LayoutError(
-                        f"requires_grad of {self._words(shard)} was set, but the module's own parameters decide: set "
-                        "it on them, or call requires_grad_() of the model"
+                        f"requires_grad of the shard of parameter {each.name!r} was set, but the module's own "
+                        "parameters decide: set it on them, or call requires_grad_() of the model"
                     )
-                seen.follow()
+                each.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Increment the versions of stepped shards, which PyTorch's fused optimizers do not."""
@@ -151,18 +158,71 @@ class Shards:
 
     def mark_changed(self, changed: Sequence[Tensor]) -> None:
         """Increment the versions by which gathers and autograd detect changed weights."""
-        ours = [shard for shard in changed if id(shard) in self._ids]
-        torch.autograd.graph.increment_version(ours)
+        ours = [entry for shard in changed if (entry := self._by_id.get(id(shard))) is not None]
+        torch.autograd.graph.increment_version([each.shard for each in ours])
         if self._permanent:  # autograd may have saved the full weights, which change with their shards or later
-            params = [self._param[shard] for shard in ours]
-            torch.autograd.graph.increment_version([param for param in params if self._shows_weights(param)])
+            full = [each.param for each in ours if each.param is not each.shard]
+            torch.autograd.graph.increment_version([param for param in full if not isinstance(param, Placeholder)])
 
-    def _shows_weights(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is neither its own shard nor a placeholder."""
-        return param not in self._param and not isinstance(param, Placeholder)
 
-    def _words(self, shard: Tensor) -> str:
-        return f"the shard of parameter {self._names[self._param[shard]]!r}"
+@dataclass(frozen=True)
+class _Owner:
+    """What one of the module's own parameters asks of the wrapped model. It keeps nothing alive."""
+
+    name: str
+    shards: "ref[Shards]"
+    index: int
+
+    def use(self) -> None:
+        """Gather the values.
+
+        Raises:
+            LayoutError: nothing is running that all ranks do alike.
+        """
+        shards = self.shards()
+        if shards is None or not shards.hooks.use(shards.entries[self.index].unit):
+            raise LayoutError(
+                f"parameter {self.name!r} is sharded, so its values are not here: use it inside `gathered()` of the "
+                "ShardLite model, or in the model's forward. (The local shards, which optimizers step, are in "
+                "`parameters()` of the ShardLite model.) If a hook of `model.module` reads it, as those of "
+                "`wandb.watch` do, call the ShardLite model instead of its modules, or remove the hook "
+                "(`wandb.unwatch`)"
+            )
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient: this rank's own one until it is reduced, then that of the shard."""
+        if (shards := self.shards()) is None:
+            return None
+        each = shards.entries[self.index]
+        waiting = shards.backward.gradient(each.unit, each.param)
+        return each.shard.grad if waiting is None else waiting
+
+    def touch(self) -> None:
+        """Record that the program gets the memory of the values.
+
+        Raises:
+            LayoutError: nothing is running, and the shard is other memory, so that writes would be lost.
+        """
+        if (shards := self.shards()) is None:
+            return
+        each = shards.entries[self.index]
+        if shards.hooks.running() or each.unit.users:
+            each.unit.touch()
+        elif each.unit.copied:
+            self.use()
+        elif each.param.numel() > each.shard.numel() and self.gradient() is not None:
+            raise LayoutError(
+                f"parameter {self.name!r} has a gradient on the shards only: `.data` of the whole parameter would be "
+                "stepped by a part. Step the shards, which `parameters()` of the ShardLite model are, or be inside "
+                "`gathered()`"
+            )
+
+    def drop_gradient(self) -> None:
+        """Drop the gradient."""
+        if (shards := self.shards()) is not None:
+            each = shards.entries[self.index]
+            shards.backward.drop_gradient(each.unit, each.param)
+            each.shard.grad = None
 
 
 def gather_row(context: Context, flat: Flat, row: int, local: Tensor) -> Tensor:

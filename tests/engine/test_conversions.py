@@ -96,25 +96,18 @@ def test_on_one_rank(cluster):
 
 
 def precise_body(group: Any) -> None:
-    """What counts is the dtype that the module's own parameters have."""
+    """What counts is the dtype that the module's own parameters have, and their memory format."""
     model = ShardLite(Net(), group=group, precision=Precision(compute=torch.bfloat16))
     assert model.module.layer.to(torch.bfloat16) is model.module.layer
     with pytest.raises(LayoutError, match=r"Precision\(compute=\.\.\.\)"):
         model.module.float()
-
-
-def test_with_a_compute_dtype(cluster):
-    cluster.check(precise_body, 2)
-
-
-def layout_body(group: Any) -> None:
-    model = ShardLite(nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)), group=group)
+    convolution = ShardLite(nn.Conv2d(2, 2, 3), group=group)
     with pytest.raises(LayoutError, match="cannot be moved or converted"):
-        model.to(memory_format=torch.channels_last)
+        convolution.to(memory_format=torch.channels_last)
 
 
-def test_another_memory_format(cluster):
-    cluster.check(layout_body, 2)
+def test_with_a_compute_dtype_and_to_another_memory_format(cluster):
+    cluster.check(precise_body, 2)
 
 
 def signature_body(group: Any, stage: int) -> None:

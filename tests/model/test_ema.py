@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -137,23 +138,6 @@ def test_decay_may_warm_up(cluster):
     cluster.check(warm_up_body, 2)
 
 
-def test_a_decay_of_one_and_of_nothing(cluster):
-    cluster.check(extremes_body, 2)
-
-
-def extremes_body(group):
-    """With 1 the averages stay, with 0 they are the weights."""
-    model = ShardLite(net(), group=group)
-    first = {name: shard.detach().clone() for name, shard in model.named_parameters()}
-    stays, follows = EMA(model, 1), EMA(model, 0.0)
-    square(model).backward()
-    optim.SGD(model.parameters(), lr=1.0).step()
-    for each, expected in ((stays, first), (follows, dict(model.named_parameters()))):
-        each.update()
-        for name, average in each.state_dict()["averages"].items():
-            same_bits(name, average, expected[name].detach())
-
-
 # ---- what it costs --------------------------------------------------------------------------------------------------
 
 
@@ -162,11 +146,10 @@ class Count(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, int] = {}
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.calls[name] = self.calls.get(name, 0) + 1
+        self.calls[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -261,13 +244,9 @@ def uses_body(group, stage):
     same_bits("forward outside", model(tokens).detach(), twin(tokens).detach())
 
 
-@pytest.mark.stages(2, 3)
-def test_whatever_is_done_inside_has_the_averages(cluster, stage):
-    cluster.check(uses_body, 2, stage)
-
-
-def test_whatever_is_done_inside_on_one_rank(cluster):
-    cluster.check(uses_body, 1, 3)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), slow(2, 2)])
+def test_whatever_is_done_inside_has_the_averages(cluster, world_size, stage):
+    cluster.check(uses_body, world_size, stage)
 
 
 def exception_body(group, stage):
@@ -347,11 +326,9 @@ def early_body(group, stage):
     for _ in range(2):
         with average.swapped():
             same_bits("averaged", model(x, count), twin(x, count))
-        for param in twin.parameters():
-            param.mul_(2)
+        torch._foreach_mul_(list(twin.parameters()), 2)
         same_bits("trained", model(x, count), twin(x, count))
-        for param in twin.parameters():
-            param.div_(2)
+        torch._foreach_div_(list(twin.parameters()), 2)
 
 
 @pytest.mark.parametrize("stage", [slow(1), 3])
@@ -508,22 +485,18 @@ def resume_body(group, stage):
     first[0].module[0].requires_grad_(True)
     train(*first)
     file = io.BytesIO()
-    torch.save({"model": first[0].full_state_dict(), **save(*first[1:])}, file)
+    torch.save([first[0].full_state_dict(), *(each.state_dict() for each in first[1:])], file)
     second = begin()
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    second[0].load_full_state_dict(saved["model"])
-    second[1].load_state_dict(saved["optimizer"])
-    second[2].load_state_dict(saved["ema"])  # it has averages of what is frozen here
+    weights, *states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    second[0].load_full_state_dict(weights)
+    for each, saved in zip(second[1:], states, strict=True):
+        each.load_state_dict(saved)  # there are averages of what is frozen here
     second[0].module[0].requires_grad_(True)
     for run in (first, second):
         train(*run)
     assert first[2].updates == second[2].updates == 6
     theirs = second[2].full_state_dict()
     same_state(first[2].full_state_dict(), theirs)
-
-
-def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
-    return {"optimizer": optimizer.state_dict(), "ema": average.state_dict()}
 
 
 @pytest.mark.stages(1, 3)
@@ -615,14 +588,6 @@ def in_use_body(group):
 
 
 @pytest.mark.parametrize("body", [arguments_body, inside_body, in_use_body], ids=lambda body: body.__name__)
-def test_mistakes_are_errors(cluster, body):
-    cluster.check(body, 2)
-
-
-def alone_body(group):
-    inside_body(group)
-    in_use_body(group)
-
-
-def test_mistakes_are_errors_on_one_rank(cluster):
-    cluster.check(alone_body, 1)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_mistakes_are_errors(cluster, world_size, body):
+    cluster.check(body, world_size)
