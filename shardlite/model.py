@@ -50,7 +50,6 @@ from shardlite.engine import (
     PartLoop,
     Shards,
     allow_conversions,
-    attach_all,
     cast_floats,
     give_shards,
     in_backward,
@@ -822,7 +821,7 @@ class ShardLite(nn.Module):
             modules = needs(self.module, plan.units, units)
             roots = [unit.module for unit in plan.units]
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
-            attach_all(units, self._hooks, self._backward)
+            shards.attach(self._hooks, self._backward)
         self._backward.catch_gradients()
         register_model(self._bridge)
         adopt(shards.by_param(), part_of(units))

@@ -8,7 +8,6 @@ lists what is changed in PyTorch.
 from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters
-from shardlite.engine.homes import attach_all
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations

@@ -8,8 +8,9 @@ that change them, and may have to leave one out.
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
 from shardlite.grads import Clipper, Skips, Step, Stepping
-from shardlite.optim import AdamW, steps_in_backward
+from shardlite.optim import InBackwardSteps, steps_in_backward
 from shardlite.params import Flat
 from shardlite.weights import Gathering
 
@@ -39,7 +40,6 @@ class InBackwardOptimizer:
     def __init__(self, shards: Shards, gatherer: Gathering) -> None:
         self._shards = shards
         self._gatherer = gatherer
-        self._now: ref[AdamW] | None = None
         self.followers: WeakSet[Any] = WeakSet()
         """Averages of the weights. Their `before_change()` is called before the trained weights change."""
 
@@ -53,8 +53,8 @@ class InBackwardOptimizer:
         self._shards.mark_changed(list(self._shards))
         self._gatherer.expire()
 
-    def optimizer(self) -> AdamW | None:
-        """Return the optimizer that steps inside the backward, if there is one.
+    def steps(self) -> InBackwardSteps | None:
+        """Return the steps of the optimizer that steps inside the backward, if there is one.
 
         Raises:
             LayoutError: there are several, or it lacks parameters.
@@ -67,43 +67,35 @@ class InBackwardOptimizer:
         Raises:
             PhaseError: an earlier backward has stepped, and its step is not closed.
         """
-        optimizer = self.optimizer()
-        if optimizer is None:
+        now = self.steps()
+        if now is None:
             return None
-        self._now = ref(optimizer)  # an optimizer that the program drops is gone
-        optimizer.ready()
-        if steps:
-            self.announce_change()
-            self._shards.check()
-            self._check_gradients()
-        return Stepping(self._prepare, self._end) if steps else None
-
-    def _check_gradients(self) -> None:
+        now.ready()
+        if not steps:
+            return None
+        self.announce_change()
+        self._shards.check()
         for shard, name in self._shards.names().items():
             if shard.grad is not None:
                 raise PhaseError(
                     f"AdamW(in_backward=True) steps with the gradients of a backward, but the shard of {name!r} has "
                     "a gradient already, which it would ignore: call zero_grad() first, and accumulate in no_sync()"
                 )
+        return Stepping(partial(self._prepare, now), partial(self._end, now))
 
-    def _prepare(self, flat: Flat) -> Step:
+    def _prepare(self, steps: InBackwardSteps, flat: Flat) -> Step:
         """Prepare the step of one flat."""
         own = flat.own_range(flat.gradients)
         starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
-        step = self._optimizer().prepare_in_backward(
+        step = steps.prepare(
             [(flat.shards[row], start) for row, start in zip(flat.trainable_slots, starts, strict=True)]
         )
         return Step(step.activate, step, step.fused, step.bad)
 
-    def _end(self, bad: Tensor) -> None:
+    def _end(self, steps: InBackwardSteps, bad: Tensor) -> None:
         """Record that shards have changed. `bad` [] is above 0 if any rank has found a NaN or an infinity."""
-        self._optimizer().note(bad)
+        steps.alarm.note(bad)
         self.mark_stepped()
-
-    def _optimizer(self) -> AdamW:
-        optimizer = None if self._now is None else self._now()
-        assert optimizer is not None, "an optimizer lives while its backward runs"
-        return optimizer
 
     def check(self) -> None:
         """Raise if steps in a backward have left NaNs. The host waits for a GPU.
@@ -111,8 +103,8 @@ class InBackwardOptimizer:
         Raises:
             NonFiniteError: they have.
         """
-        if (optimizer := self.optimizer()) is not None:
-            optimizer.check()
+        if (steps := self.steps()) is not None:
+            steps.alarm.wait()
 
     def refuse(self, what: str) -> None:
         """Raise if an optimizer steps inside the backward, where `what` has no effect.
@@ -120,7 +112,7 @@ class InBackwardOptimizer:
         Raises:
             PhaseError: one does.
         """
-        if self.optimizer() is not None:
+        if self.steps() is not None:
             raise PhaseError(
                 f"{what}: AdamW(in_backward=True) has stepped with each gradient as soon as it was ready, and keeps "
                 "none. Use AdamW without in_backward, or bound updates by AdamW(max_update=...)"
@@ -154,7 +146,7 @@ class OptimizerBridge:
         self.optimizers.add(optimizer)
         self.hooks.reset()
         graded = any(shard.grad is not None for shard in self.shards)
-        self.backward.check_step(graded=graded, inside=self.in_backward.optimizer() is not None)
+        self.backward.check_step(graded=graded, inside=self.in_backward.steps() is not None)
         if not getattr(optimizer, "in_backward", False):
             self.in_backward.refuse(f"a step of {type(optimizer).__name__}")
         self.in_backward.announce_change()

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -129,15 +130,14 @@ class _Part:
         return f"elements {self.start} to {self.stop} of {self.numel}"
 
 
-def watch(flats: Iterable[Flat]) -> Watch:
-    """Watch the shards of `flats`."""
+def watch(shards: Iterable[tuple[nn.Parameter, Flat, int]]) -> Watch:
+    """Watch shards. Each is given with its flat and its place in it."""
     look = Watch()
-    for flat in flats:
-        for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):
-            edges = [slot.within(*flat.layout.shard_range(rank)) for rank in range(flat.layout.world_size)]
-            without = [rank for rank, (first, stop) in enumerate(edges) if first == stop]
-            part = _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without)
-            look.shards.append((weakref.ref(shard), part))
+    for shard, flat, row in shards:
+        slot, cuts = flat.layout.slots[row], flat.cuts_of(row)
+        without = [rank for rank, (first, stop) in enumerate(pairwise(cuts)) if first == stop]
+        part = _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without)
+        look.shards.append((weakref.ref(shard), part))
     look.begin()
     return look
 

@@ -7,33 +7,22 @@ are stepped by `torch._fused_adamw_`. Knows nothing of units, ranks or communica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from shardlite_kernels import FORMATS, Hyper
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw as fused_adamw
 
-from shardlite.errors import LayoutError, PhaseError
+from shardlite.errors import LayoutError
 from shardlite.optim.counts import Amp, Group, StepCounts
-from shardlite.optim.in_backward import InBackwardStep, InBackwardSteps
-from shardlite.optim.layout import (
-    Decoder,
-    OptimizerLayout,
-    StateSlot,
-    by_counts,
-    canonical,
-    check_dense,
-    check_state,
-    contiguous_runs,
-    decoders,
-)
-from shardlite.params import Shard, ShardInfo
+from shardlite.optim.in_backward import Alarm, InBackwardSteps
+from shardlite.optim.layout import OptimizerLayout, canonical, check_state, decoders, step_slots
+from shardlite.optim.ordinary import check_ordinary, ordinary_state, step_ordinary
+from shardlite.params import ShardInfo
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
 """All optimizers of the process, by id. Ranks that are threads share the table; each finds its own optimizer by its
@@ -93,8 +82,9 @@ class AdamW(Optimizer):
 
     _step_supports_amp_scaling = True
     steps_split_weights = True
+    decoders = staticmethod(decoders)
     _layout: OptimizerLayout | None = None  # built on first use, and again when shards have moved
-    _steps_in_backward: InBackwardSteps | None = None
+    in_backward = False
     moments = "fp32"
     max_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -125,7 +115,8 @@ class AdamW(Optimizer):
             )
         self.moments = state
         self.max_norm = max_norm
-        self._steps_in_backward = InBackwardSteps(WeakMethod(self._open_step)) if in_backward else None
+        self.in_backward = in_backward
+        self.backward_steps = InBackwardSteps(self)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         super().__init__(params, defaults)
         _living[id(self)] = self
@@ -135,11 +126,6 @@ class AdamW(Optimizer):
         """Whether a step needs the global norm."""
         return self.max_norm is not None
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether steps are taken in the backward."""
-        return self._steps_in_backward is not None
-
     def add_param_group(self, param_group: Group) -> None:
         """Add a group. Missing hyper-parameters are those given to the constructor."""
         super().add_param_group(param_group)
@@ -148,7 +134,8 @@ class AdamW(Optimizer):
         except ValueError:
             del self.param_groups[-1]
             raise
-        self._catch(self.param_groups[-1]["params"])
+        if self.in_backward:
+            self.backward_steps.catch(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of PyTorch's AdamW, with moments in fp32, which is exact for narrow moments.
@@ -158,15 +145,10 @@ class AdamW(Optimizer):
         Raises:
             NonFiniteError: a step in a backward has left NaNs.
         """
-        self.check()
+        self.backward_steps.alarm.wait()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
-
-    @staticmethod
-    def decoders(entry: Mapping[str, Any]) -> Mapping[str, Decoder]:
-        """Return what decodes the narrow moments of one parameter to fp32, by name: functions with their tensors."""
-        return decoders(entry) if entry else {}
 
     def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Load states of parameters as `state_dict()` holds them: `step`, and moments in the shape of the parameter.
@@ -180,17 +162,16 @@ class AdamW(Optimizer):
             if param in slots:
                 slots[param].adopt(self.state)
             else:
-                self.state[param] = _plain_state(param, entry, copy=True)
+                self.state[param] = ordinary_state(param, entry, copy=True)
 
     def init_state(self) -> None:
         """Make the states that parameters do not have yet, as before a first step."""
         slots = self._current_layout().by_param
         for slot in slots.values():
-            if not slot.holds(self.state.get(slot.param)):
-                slot.adopt(self.state)
+            slot.adopt(self.state)
         for param in self._params():
             if param.requires_grad and param not in slots and not self.state.get(param):
-                self.state[param] = _plain_state(param, {})
+                self.state[param] = ordinary_state(param, {})
 
     def tables(self) -> list[Tensor]:
         """Return the tensors held besides the state: the row of scalars of each group of 32 elements."""
@@ -202,8 +183,7 @@ class AdamW(Optimizer):
         # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
         kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
-        if self._steps_in_backward is not None:
-            self._steps_in_backward.forget()
+        self.backward_steps.alarm = Alarm()  # weights are loaded with it
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling."""
@@ -212,7 +192,6 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a loaded or unpickled state, and copy the values of shards into the arenas."""
-        copied = state.pop("in_backward", False)
         for entry in state["state"].values():
             entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Unconverted)})
         check_loaded(state)
@@ -221,14 +200,15 @@ class AdamW(Optimizer):
             for option in (*_FIXED_OPTIONS, *_FREE_OPTIONS):
                 group.pop(option, None)
             group.setdefault("max_update", None)
-        if copied:
-            self._steps_in_backward = InBackwardSteps(WeakMethod(self._open_step))
-            self._catch(self._params())
+        if "in_backward" in state:  # a copy
+            self.backward_steps = InBackwardSteps(self)
+            if self.in_backward:
+                self.backward_steps.catch(self._params())
         shards = self._current_layout().by_param
         self._current_layout().adopt(self.state)
         for param, entry in self.state.items():
             if isinstance(param, Tensor) and param not in shards and entry:
-                self.state[param] = _plain_state(param, entry, copy=True)
+                self.state[param] = ordinary_state(param, entry, copy=True)
         _living[id(self)] = self
 
     @torch.no_grad()
@@ -243,24 +223,34 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._steps_in_backward is not None:
-            self._step_the_rest()
-            self._steps_in_backward.close(self.param_groups)
+        if self.in_backward:
+            self.backward_steps.close(self)
             return loss
         layout = self._current_layout()
-        others = self._others(layout)
+        ordinary = [(group, self._ordinary(group, layout)) for group in self.param_groups]
+        for group, params in ordinary:
+            check_ordinary(group, params, self.state)
         slots = layout.active(self.state)
         # The scaler deletes them after the step.
         grad_scale = getattr(self, "grad_scale", None)
-        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, bool(slots or others)))
-        counted = by_counts(slots)
-        for counts, rows in counted.items():
+        has_gradients = bool(slots) or any(params for _, params in ordinary)
+        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, has_gradients))
+        active: dict[StepCounts, list[int]] = {}
+        for slot in slots:
+            active.setdefault(slot.counts, []).append(slot.row)
+        for counts, rows in active.items():
             counts.begin(self.param_groups, rows, amp)
-        _step_slots(slots, unscale=amp.grad_scale is not None)
-        for counts in counted:
+        step_slots(slots, unscale=amp.grad_scale is not None)
+        for counts in active:
             counts.end()
-        self._step_others(others, amp)
+        for group, params in ordinary:
+            if params:
+                step_ordinary(group, params, self.state, amp)
         return loss
+
+    def _ordinary(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
+        """Return the trainable parameters of a group that have a gradient and are no shards."""
+        return [p for p in group["params"] if p.grad is not None and p.requires_grad and p not in layout.by_param]
 
     def _clip_factor(self, grad_scale: Tensor | None, has_gradients: bool) -> Tensor | None:
         """Return the factor [] for gradients: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
@@ -272,142 +262,6 @@ class AdamW(Optimizer):
             norm = torch.nn.utils.get_total_norm(grads)
         self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
         return torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
-
-    # ---- parameters that are no shards --------------------------------------------------------------------------
-
-    def _others(self, layout: OptimizerLayout) -> list[tuple[Group, list[Tensor]]]:
-        """Return each group with its trainable parameters that have a gradient and are no shards."""
-        found = []
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.requires_grad and p not in layout.by_param]
-            self._check_others(group, params)
-            found.append((group, params))
-        return [(group, params) for group, params in found if params]
-
-    def _check_others(self, group: Group, params: list[Tensor]) -> None:
-        for param in params:
-            check_state(param, self.state.get(param))
-            check_dense(param.grad)
-        if params and group["max_update"] is not None:
-            raise ValueError(
-                f"AdamW: max_update={group['max_update']} is supported for parameters of ShardLite models only, and "
-                "the group has others: give them a group with max_update=None"
-            )
-
-    def _step_others(self, others: Sequence[tuple[Group, list[Tensor]]], amp: Amp) -> None:
-        """Step parameters that are no shards as `torch.optim.AdamW(fused=True)` does."""
-        for group, params in others:
-            for param in params:
-                self.state[param] = _plain_state(param, self.state.get(param) or {})
-            grads = [grad for param in params if (grad := param.grad) is not None]
-            if amp.factor is not None:
-                grads = [grad * amp.factor.to(grad.device) for grad in grads]
-            entries = [self.state[param] for param in params]
-            steps, avgs, sqs = ([entry[name] for entry in entries] for name in ("step", "exp_avg", "exp_avg_sq"))
-            beta1, beta2 = group["betas"]
-            fused_adamw(
-                params,
-                grads,
-                exp_avgs=avgs,
-                exp_avg_sqs=sqs,
-                max_exp_avg_sqs=[],
-                state_steps=steps,
-                fused=True,
-                grad_scale=None if amp.grad_scale is None else torch.as_tensor(amp.grad_scale, dtype=torch.float32),
-                found_inf=None if amp.found_inf is None else (torch.as_tensor(amp.found_inf) != 0).float(),
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            torch.autograd.graph.increment_version(params)  # PyTorch's fused optimizers do not
-
-    # ---- in the backward ----------------------------------------------------------------------------------------
-
-    def prepare_in_backward(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
-        """Prepare the in-backward step of shards whose gradients are still to be reduced into one buffer.
-
-        `places` holds each shard with the offset of its gradient in that buffer, in elements.
-        """
-        assert self._steps_in_backward is not None
-        slots = self._layout_of_step().by_param
-        return self._steps_in_backward.prepare([(slots[param], start) for param, start in places])
-
-    def check(self) -> None:
-        """Raise `NonFiniteError` if steps in a backward have left NaNs. The host waits for a GPU."""
-        if self._steps_in_backward is not None:
-            self._steps_in_backward.check()
-
-    def ready(self) -> None:
-        """Raise `PhaseError` if the in-backward step of an earlier backward is not closed."""
-        if self._steps_in_backward is not None:
-            self._steps_in_backward.ready()
-
-    def note(self, bad: Tensor) -> None:
-        """Record whether the gradients of a step contained a NaN or an infinity: `bad` [] is above 0 if so."""
-        if self._steps_in_backward is not None:
-            self._steps_in_backward.note(bad)
-
-    def _open_step(self) -> list[StepCounts]:
-        """Open an in-backward step before its shards are known."""
-        self.init_state()
-        layout = self._current_layout()
-        for counts in layout.counts:
-            counts.begin(self.param_groups, [], Amp())
-        return layout.counts
-
-    def _catch(self, params: Iterable[Tensor]) -> None:
-        """Step parameters whose gradients are not reduced as soon as autograd has accumulated them."""
-        if self._steps_in_backward is not None:
-            for param in params:
-                if param.requires_grad and not isinstance(param, Shard):
-                    self._steps_in_backward.catch(param, WeakMethod(self._step_one))
-
-    def _step_the_rest(self) -> None:
-        """Step parameters that still have a gradient because they were frozen and had no hook.
-
-        Raises:
-            PhaseError: gradients were scaled, or a shard has a gradient that does not come from a backward.
-        """
-        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
-            raise PhaseError(
-                "AdamW(in_backward=True) has stepped with gradients as the backward computed them, scaled: use an "
-                "optimizer without in_backward with a gradient scaler. (bf16 needs no scaler)"
-            )
-        for param in self._params():
-            if param.grad is not None and param.requires_grad:
-                if isinstance(param, Shard):
-                    raise PhaseError(
-                        "AdamW(in_backward=True) steps with the gradients of a backward, but the gradient of a shard "
-                        "was set otherwise: call zero_grad(), or use an optimizer without in_backward"
-                    )
-                self._step_one(param)
-                self._catch([param])
-
-    @torch.no_grad()
-    def _step_one(self, param: Tensor) -> None:
-        """Step `param` with its gradient, and drop the gradient."""
-        assert self._steps_in_backward is not None
-        assert param.grad is not None
-        check_dense(param.grad)
-        slot = self._layout_of_step().by_param.get(param)
-        if slot is None:
-            group = next(group for group in self.param_groups if any(each is param for each in group["params"]))
-            self._check_others(group, [param])
-            self._steps_in_backward.open([param])
-            self._steps_in_backward.note((~param.grad.isfinite().all()).to(torch.int32))
-            self._step_others([(group, [param])], Amp())
-        else:
-            step = self.prepare_in_backward([(param, 0)])
-            step.activate(torch.ones(1, device=param.device))
-            if not slot.holds(self.state.get(param)):
-                slot.adopt(self.state)
-            _step_slots([slot], unscale=False, bad=step.bad)
-            self._steps_in_backward.note(step.bad)
-        param.grad = None
 
     # ---- layout -------------------------------------------------------------------------------------------------
 
@@ -426,19 +280,12 @@ class AdamW(Optimizer):
             group["params"][:] = [held.get(param, param) for param in group["params"]]
         for param in held:
             self.state.pop(param, None)
-            if self._steps_in_backward is not None:
-                self._steps_in_backward.release(param)
+            self.backward_steps.release(param)
         self.state.update(states)
         self._layout = None
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _layout_of_step(self) -> OptimizerLayout:
-        """Return the layout of the open in-backward step or, without one, the current layout."""
-        if self._layout is not None and self._steps_in_backward is not None and self._steps_in_backward.is_open:
-            return self._layout
-        return self._current_layout()
 
     def _current_layout(self) -> OptimizerLayout:
         if self._layout is None or not self._layout.fits(self.param_groups):
@@ -447,28 +294,6 @@ class AdamW(Optimizer):
             self._layout = OptimizerLayout(self.param_groups, self.state, self.moments)
             self._layout.adopt(self.state)
         return self._layout
-
-
-def _step_slots(slots: Sequence[StateSlot], unscale: bool, bad: Tensor | None = None) -> None:
-    """Step the slots, run by run. `bad` [], int32, becomes 1 if a gradient is not finite."""
-    for run in contiguous_runs(slots):
-        for elements, grad in run.pieces():
-            run.first.counts.update(elements, grad, bad)
-        if unscale:
-            run.give_back()
-    # The kernels wrote through views that have version counters of their own.
-    torch.autograd.graph.increment_version([slot.param for slot in slots])
-
-
-def _plain_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
-    """Return `entry`, or zeros, as PyTorch's fused kernel needs the state of a parameter that is no shard."""
-    if not entry:
-        moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), device=param.device), **moments}
-    step = torch.as_tensor(entry["step"]).to(param.device, torch.float32, copy=copy)
-    values = canonical(entry) if entry["exp_avg"].dtype != param.dtype else entry
-    moments = {name: values[name].to(param.device, param.dtype, copy=copy) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": step, **moments}
 
 
 # ---- all optimizers of the process ----------------------------------------------------------------------------------
@@ -488,18 +313,18 @@ def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor]
         optimizer._exchange(shards, part)
 
 
-def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None:
-    """Return the optimizer that steps shards in the backward, or `None`. `names` returns the shards with their names.
+def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSteps | None:
+    """Return the in-backward steps of the optimizer that has them, or `None`. `names` returns the shards' names.
 
     Raises:
         LayoutError: there are several, or it lacks a trainable shard.
     """
     candidates = [optimizer for optimizer in _optimizers() if optimizer.in_backward]
     shards = names() if candidates else {}
-    found = [o for o in candidates if any(param in shards for group in o.param_groups for param in group["params"])]
+    found = [optimizer for optimizer in candidates if any(param in shards for param in optimizer._params())]
     if not found:
         return None
-    held = {param for group in found[0].param_groups for param in group["params"]}
+    held = set(found[0]._params())
     missing = [name for shard, name in shards.items() if shard.requires_grad and shard not in held]
     if len(found) > 1 or missing:
         what = f"it lacks {missing[0]!r}" if missing else f"there are {len(found)}"
@@ -507,21 +332,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None
             "AdamW(in_backward=True) must be one, and hold all trainable parameters of a wrapped model, for gradients "
             f"are gone after the backward: {what}. Use param groups of one optimizer"
         )
-    return found[0]
-
-
-@contextmanager
-def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
-    """Keep optimizers from stepping `params` in backwards inside this context."""
-    wanted = set(params)
-    paused = [optimizer._steps_in_backward for optimizer in _optimizers() if optimizer._steps_in_backward is not None]
-    for hops in paused:
-        hops.pause(wanted)
-    try:
-        yield
-    finally:
-        for hops in paused:
-            hops.resume(wanted)
+    return found[0].backward_steps
 
 
 def _optimizers() -> list[AdamW]:

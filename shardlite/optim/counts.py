@@ -37,19 +37,6 @@ from torch import Tensor
 Group: TypeAlias = dict[str, Any]
 
 
-class CountRow(NamedTuple):
-    """Constants of one shard."""
-
-    group: int
-    """Index of the parameter group."""
-
-    number: int
-    """Index among all parameters of the optimizer."""
-
-    start: int
-    """Place of the whole parameter's first element in the arena of its moments, if all of it were stored there."""
-
-
 @dataclass(frozen=True)
 class Amp:
     """Input of a gradient scaler or of clipping to a step."""
@@ -79,18 +66,20 @@ class RunSlice(NamedTuple):
 
 
 class _Counts:
-    """Step counts of the shards on one device."""
+    """Step counts of the shards on one device.
 
-    def __init__(self, rows: Sequence[CountRow], device: torch.device) -> None:
-        self._rows = rows
-        self.steps = torch.zeros(len(rows), dtype=torch.float32, device=device)
+    Each shard is given as three integers: the index of its parameter group, its index among all parameters of the
+    optimizer, and where the whole parameter would start in the arena of its moments if all of it were stored there.
+    """
+
+    def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+        self._groups, *constants = zip(*shards, strict=True)
+        self._constants = [send(each, torch.int64, device) for each in constants]
+        self.steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         """Number of steps done, [R]."""
 
-        self._numbers = send([row.number for row in rows], torch.int64, device)
-        self._starts = send([row.start for row in rows], torch.int64, device)
-
     def _keys(self) -> Tensor:
-        return keys(self.steps + 1, self._numbers, self._starts)
+        return keys(self.steps + 1, *self._constants)
 
 
 class HostCounts(_Counts):
@@ -98,14 +87,14 @@ class HostCounts(_Counts):
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
         """Return whether one call can step the shards in these rows: adjacent ones of one group with one count."""
-        return adjacent and self._rows[last].group == self._rows[row].group and self._done[last] == self._done[row]
+        return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
     def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
         """Prepare a step of the rows in `active`: read all values on the host."""
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
         self._hypers = _hypers_here(groups)
-        self._constants: dict[tuple[float, int], CpuStep] = {}  # of this step, by count and group
+        self._steps: dict[tuple[float, int], CpuStep] = {}  # of this step, by count and group
         self._scale = None if amp.grad_scale is None else float(amp.grad_scale)
         self._factor = 1.0 if amp.factor is None else float(amp.factor)
         self._skip = amp.found_inf is not None and float(amp.found_inf) != 0
@@ -145,11 +134,11 @@ class HostCounts(_Counts):
                 self.steps[list(self._active)] += 1
 
     def _step(self, elements: RunSlice) -> CpuStep:
-        key = done, group = self._done[elements.row], self._rows[elements.row].group
-        step = self._constants.get(key)
+        key = done, group = self._done[elements.row], self._groups[elements.row]
+        step = self._steps.get(key)
         if step is None:
             step = CpuStep(number=done + 1, hyper=self._hypers[group], grad_scale=self._scale, factor=self._factor)
-            self._constants[key] = step
+            self._steps[key] = step
         if not elements.rows.numel():  # exact moments, which need no table
             return step
         return replace(step, table=self._table._replace(rows=elements.rows, first=elements.arena_offset))
@@ -167,9 +156,9 @@ class DeviceCounts(_Counts):
     after its first run.
     """
 
-    def __init__(self, rows: Sequence[CountRow], device: torch.device) -> None:
-        super().__init__(rows, device)
-        self._group_of = send([row.group for row in rows], torch.int64, device)
+    def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+        super().__init__(shards, device)
+        self._group_of = send(self._groups, torch.int64, device)
         self._sent: list[Hyper] = []
         self._wanted: set[int] | None = None
         self._row_numbers: dict[tuple[int, ...], Tensor] = {}
@@ -198,6 +187,7 @@ class DeviceCounts(_Counts):
             grad_scale=None if amp.grad_scale is None else _on(device, amp.grad_scale),
             factor=None if amp.factor is None else _on(device, amp.factor),
         )
+        self._active = self._scalars[:, -1]  # whether each row is stepped: a view [R]
         self._keys_now = self._keys()
 
     def outdated(self, groups: Sequence[Group]) -> bool:
@@ -226,11 +216,6 @@ class DeviceCounts(_Counts):
     def end(self) -> None:
         """Count the step for the rows that were stepped."""
         self.steps += self._active
-
-    @property
-    def _active(self) -> Tensor:
-        """Whether each row is stepped: a view [R]."""
-        return self._scalars[:, -1]
 
     def table_of(self, elements: RunSlice) -> Table:
         """Return the rows of scalars of this step."""

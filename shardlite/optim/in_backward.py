@@ -11,8 +11,10 @@ know units or communication.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from weakref import WeakMethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from shardlite_kernels import State, Table, is_here
@@ -20,59 +22,55 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
-from shardlite.optim.counts import Group, StepCounts
-from shardlite.optim.layout import StateSlot, follows, slice_of
+from shardlite.optim.counts import Amp
+from shardlite.optim.layout import OptimizerLayout, StateSlot, check_dense, runs, step_slots
+from shardlite.optim.ordinary import check_ordinary, step_ordinary
+from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
+
+if TYPE_CHECKING:
+    from shardlite.optim.adamw import AdamW
 
 LATER = 4
 """Steps after which all ranks raise for a gradient that was not finite on a GPU: their hosts have read it by then."""
+
+_paused: Counter[Tensor] = Counter()
+"""For each parameter that no backward steps now, the number of `accumulating` contexts. Ranks may be threads."""
+
+
+@contextmanager
+def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
+    """Keep optimizers from stepping `params` in backwards inside this context."""
+    wanted = set(params)
+    _paused.update(wanted)
+    try:
+        yield
+    finally:
+        _paused.subtract(wanted)
+        for param in wanted:
+            if not _paused[param]:
+                del _paused[param]
 
 
 class InBackwardSteps:
     """The in-backward steps of one optimizer."""
 
-    def __init__(self, begin: WeakMethod[Callable[[], list[StepCounts]]]) -> None:
-        self._begin = begin  # weak, like all references from hooks: a deleted optimizer must not step
-        self._counts: list[StepCounts] = []  # those of the open step
+    def __init__(self, optimizer: AdamW) -> None:
+        self._optimizer = ref(optimizer)  # weak, because hooks refer to this: a deleted optimizer must not step
+        self._layout: OptimizerLayout | None = None  # that of the open step
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
-        self._alarm = _Alarm()
-        self._paused: Counter[Tensor] = Counter()  # number of active pauses of each
+        self.alarm = Alarm()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step is open."""
-        return bool(self._counts)
-
-    def catch(self, param: Tensor, step: WeakMethod[Callable[[Tensor], None]]) -> None:
-        """Call `step(param)` when autograd has accumulated the gradient of `param`, unless paused."""
-
-        def take(param: Tensor) -> None:
-            if (now := step()) is None or self._paused[param]:
-                return
-            if param in self._done:
-                param.grad = None  # of a backward that is refused below
-            self.ready_for(param)
-            now(param)
-
-        if param not in self._handles:
-            self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-
-    def pause(self, params: Collection[Tensor]) -> None:
-        """Do not step `params` until `resume`."""
-        self._paused.update(params)
-
-    def resume(self, params: Collection[Tensor]) -> None:
-        """Undo one `pause` of `params` only: another thread may have paused others."""
-        self._paused.subtract(params)
+    def catch(self, params: Iterable[Tensor]) -> None:
+        """Step parameters that are no shards as soon as autograd has accumulated their gradients."""
         for param in params:
-            if self._paused[param] == 0:
-                del self._paused[param]
+            if param.requires_grad and not isinstance(param, Shard) and param not in self._handles:
+                self._handles[param] = param.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def release(self, param: Tensor) -> None:
         """Remove the hook of `param`."""
-        handle = self._handles.pop(param, None)
-        if handle is not None:
+        if (handle := self._handles.pop(param, None)) is not None:
             handle.remove()
 
     def ready(self) -> None:
@@ -87,75 +85,105 @@ class InBackwardSteps:
                 "each backward. To accumulate over several, run all but the last inside no_sync()"
             )
 
-    def ready_for(self, param: Tensor) -> None:
-        """Check that `param` was not stepped in a step that is still open.
+    def prepare(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
+        """Prepare the in-backward step of shards whose gradients are still to be reduced into one buffer.
 
-        Raises:
-            PhaseError: it was.
-        """
-        if param in self._done:
-            self.ready()
-
-    def prepare(self, members: Sequence[tuple[StateSlot, int]]) -> InBackwardStep:
-        """Return the in-backward step of `members`: slots with the offsets of their gradients in a buffer."""
-        self.open([slot.param for slot, _ in members])
-        return InBackwardStep(members)
-
-    def open(self, params: Sequence[Tensor]) -> None:
-        """Open a step if none is open, and record that `params` are stepped.
+        `places` holds each shard with the offset of its gradient in that buffer, in elements.
 
         Raises:
             PhaseError: one of them was stepped in a step that is still open.
         """
-        for param in params:
-            self.ready_for(param)
-        if not self._counts:
-            begin = self._begin()
-            assert begin is not None, "the optimizer has called"
-            self._counts = begin()
-        self._done.update(params)
+        slots = self._open([param for param, _ in places]).by_param
+        return InBackwardStep([(slots[param], start) for param, start in places])
 
-    def note(self, bad: Tensor) -> None:
-        """Record whether a gradient of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
-        self._alarm.note(bad)
-
-    def forget(self) -> None:
-        """Clear the alarm after other weights were loaded."""
-        self._alarm = _Alarm()
-
-    def check(self) -> None:
-        """Raise if a gradient contained a NaN or an infinity in any step. The host waits for a GPU.
-
-        Raises:
-            NonFiniteError: one did.
-        """
-        self._alarm.wait()
-
-    def close(self, groups: Sequence[Group]) -> None:
-        """Count the step; `groups` are the optimizer's current parameter groups.
+    def close(self, optimizer: AdamW) -> None:
+        """Step parameters that still have a gradient because they were frozen and had no hook. Count the step.
 
         Raises:
             NonFiniteError: a gradient contained a NaN or an infinity; on a GPU it is raised `LATER` steps later.
-            PhaseError: hyper-parameters changed since the backward, too late for this step.
+            PhaseError: gradients were scaled, a shard has a gradient that does not come from a backward, or
+                hyper-parameters changed since the backward, too late for this step.
         """
-        outdated = any(counts.outdated(groups) for counts in self._counts)
-        for counts in self._counts:
-            counts.end()
-        self._counts = []
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            raise PhaseError(
+                "AdamW(in_backward=True) has stepped with gradients as the backward computed them, scaled: use an "
+                "optimizer without in_backward with a gradient scaler. (bf16 needs no scaler)"
+            )
+        for param in optimizer._params():
+            if param.grad is not None and param.requires_grad:
+                if isinstance(param, Shard):
+                    raise PhaseError(
+                        "AdamW(in_backward=True) steps with the gradients of a backward, but the gradient of a shard "
+                        "was set otherwise: call zero_grad(), or use an optimizer without in_backward"
+                    )
+                self._step(optimizer, param)
+                self.catch([param])
+        counts = [] if self._layout is None else self._layout.counts
+        outdated = any(each.outdated(optimizer.param_groups) for each in counts)
+        for each in counts:
+            each.end()
+        self._layout = None
         self._done.clear()
-        self._alarm.look()
+        self.alarm.look()
         if outdated:
             raise PhaseError(
                 "hyper-parameters were changed between the backward and step(), but AdamW(in_backward=True) has "
                 "stepped in the backward with the former ones: change them before the backward, or after step()"
             )
 
+    def _hook(self, param: Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or param in _paused:
+            return
+        if param in self._done:
+            param.grad = None  # of a backward that is refused
+            self.ready()
+        self._step(optimizer, param)
+
+    def _open(self, params: Sequence[Tensor]) -> OptimizerLayout:
+        """Open a step if none is open, record that `params` are stepped, and return the layout of the step.
+
+        Raises:
+            PhaseError: one of them was stepped in a step that is still open.
+        """
+        if any(param in self._done for param in params):
+            self.ready()
+        if self._layout is None:
+            optimizer = self._optimizer()
+            assert optimizer is not None, "an optimizer lives while its backward runs"
+            optimizer.init_state()
+            self._layout = optimizer._current_layout()
+            for counts in self._layout.counts:
+                counts.begin(optimizer.param_groups, [], Amp())
+        self._done.update(params)
+        return self._layout
+
+    @torch.no_grad()
+    def _step(self, optimizer: AdamW, param: Tensor) -> None:
+        """Step `param` with its gradient, and drop the gradient."""
+        assert param.grad is not None
+        check_dense(param.grad)
+        slot = (self._layout or optimizer._current_layout()).by_param.get(param)
+        if slot is None:
+            group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
+            check_ordinary(group, [param], optimizer.state)
+            self._open([param])
+            self.alarm.note((~param.grad.isfinite().all()).to(torch.int32))
+            step_ordinary(group, [param], optimizer.state, Amp())
+        else:
+            step = self.prepare([(param, 0)])
+            step.activate(torch.ones(1, device=param.device))
+            slot.adopt(optimizer.state)
+            step_slots([slot], unscale=False, bad=step.bad)
+            self.alarm.note(step.bad)
+        param.grad = None
+
 
 class InBackwardStep:
     """The step of parameters whose gradients lie in one buffer. Call it with the summands of a part of the buffer."""
 
     def __init__(self, members: Sequence[tuple[StateSlot, int]]) -> None:
-        self._members = [(slot, start) for slot, start in members if slot.start < slot.end]
+        self._members = members
         self._rows = [slot.row for slot, _ in members]
         self._counts = members[0][0].counts if members else None
         device = members[0][0].param.device if members else torch.device("cpu")
@@ -180,7 +208,7 @@ class InBackwardStep:
         for slot, begin, end in self._stretches():
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
-                stretch = slice_of(slot, slot.start + low - begin, slot.start + high - begin)
+                stretch = slot.arena.slice_of(slot, slot.start + low - begin, slot.start + high - begin)
                 here = slice(low - start, high - start)
                 if received is None:
                     slot.counts.update(stretch, summand[here], self.bad)
@@ -198,28 +226,19 @@ class InBackwardStep:
         if len(stretches) != 1 or stretches[0][1:] != (0, numel):
             return None
         slot, _, _ = stretches[0]
-        stretch = slice_of(slot, slot.start, slot.start + numel)
+        stretch = slot.arena.slice_of(slot, slot.start, slot.start + numel)
         table = slot.counts.table_of(stretch)
         return None if table is None else (stretch.state, table, self.bad)
 
     def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
-        """Yield the contiguous runs that one call can step: the first slot, and where its gradients start and end."""
-        first = last = None
-        begin = 0
-        for slot, start in self._members:
-            if not slot.counts.is_active(slot.row):
-                continue
-            joins = first is not None and last is not None and follows(slot, last)
-            if first is None or last is None or not joins or start - begin != slot.start - first.start:
-                if first is not None and last is not None:
-                    yield first, begin, begin + last.stop - first.start
-                first, begin = slot, start
-            last = slot
-        if first is not None and last is not None:
+        """Yield the runs that one call can step: the first slot, and where its gradients start and end."""
+        active = ((slot, start) for slot, start in self._members if slot.counts.is_active(slot.row))
+        for run in runs(active, lambda last, begin, slot, start: start - begin == slot.start - last.start):
+            (first, begin), (last, _) = run[0], run[-1]
             yield first, begin, begin + last.stop - first.start
 
 
-class _Alarm:
+class Alarm:
     """Raises if a gradient of a step had a NaN or an infinity: at once on a CPU, some steps later on a GPU.
 
     The host does not wait for a GPU. The flag is equal on all ranks, and the device notes the step in which it was set

@@ -20,19 +20,20 @@ cut between ranks, which is at a multiple of 32, so the content of a group does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode
 from torch import Tensor
 
-from shardlite.optim.counts import CountRow, Group, HostCounts, RunSlice, StepCounts, counts_for
+from shardlite.optim.counts import Group, HostCounts, RunSlice, StepCounts, counts_for
 from shardlite.params import ALIGN, ShardInfo, is_padded, round_up
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
 
 
@@ -43,38 +44,33 @@ class OptimizerLayout:
     """
 
     def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, Any], moments: str) -> None:
-        self._members: list[list[StateSlot]] = []
-        number = 0
-        for index, group in enumerate(groups):
-            numbered = enumerate(group["params"], number)
-            number += len(group["params"])
-            shards = [(param, n) for n, param in numbered if ShardInfo.is_of(param)]
-            self._members.append([StateSlot(p, index, n) for p, n in shards if p.requires_grad or states.get(p)])
-        slots = [slot for members in self._members for slot in members]
+        numbers = count()
+        numbered = [[(param, next(numbers)) for param in group["params"]] for group in groups]
+        members = [
+            [StateSlot(p, i, n) for p, n in params if ShardInfo.is_of(p) and (p.requires_grad or states.get(p))]
+            for i, params in enumerate(numbered)
+        ]
+        self._places = [[(id(slot.param), slot.param.data_ptr()) for slot in slots] for slots in members]
+        slots = [slot for slots in members for slot in slots]
         self.by_param = {slot.param: slot for slot in slots}
-        for neighbours in _by_storage(slots):
-            Arena(neighbours, moments)
-        self.counts = _make_counts(slots)
+        for neighbours in _grouped(slots, StateSlot.storage):
+            Arena(sorted(neighbours, key=lambda slot: (slot.start, slot.end)), moments)
+        self.counts = [_make_counts(each) for each in _grouped(slots, lambda slot: slot.param.device)]
         self.slots = sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end))
 
     def fits(self, groups: Sequence[Group]) -> bool:
         """Return whether `groups` hold the shards of this layout, and none of them has moved."""
-        if len(groups) != len(self._members):
-            return False
-        for group, slots in zip(groups, self._members, strict=True):
-            shards = [p for p in group["params"] if p in self.by_param or (p.requires_grad and ShardInfo.is_of(p))]
-            if len(shards) != len(slots):
-                return False
-            for slot, param in zip(slots, shards, strict=True):
-                if slot.param is not param or slot.address != param.data_ptr():
-                    return False
-        return True
+        known = self.by_param
+        shards = [
+            [p for p in group["params"] if p in known or (p.requires_grad and ShardInfo.is_of(p))] for group in groups
+        ]
+        return self._places == [[(id(param), param.data_ptr()) for param in params] for params in shards]
 
     @torch.no_grad()
     def adopt(self, states: dict[Tensor, Any]) -> None:
         """Move all existing `states` of shards into the arenas."""
         for slot in self.slots:
-            if states.get(slot.param) and not slot.holds(states[slot.param]):
+            if states.get(slot.param):
                 slot.adopt(states)
 
     def active(self, states: dict[Tensor, Any]) -> list[StateSlot]:
@@ -82,18 +78,12 @@ class OptimizerLayout:
         slots = [slot for slot in self.slots if slot.param.requires_grad and slot.param.grad is not None]
         for slot in slots:
             check_dense(slot.param.grad)
-            if not slot.holds(states.get(slot.param)):
-                slot.adopt(states)
+            slot.adopt(states)
         return slots
 
 
 class StateSlot:
     """The place of one shard in its storage, in elements, and of its state in the arenas."""
-
-    __slots__ = (
-        *("address", "arena", "arena_offset", "counts", "end", "group", "low_start", "number", "param", "part", "row"),
-        *("start", "state", "stop"),
-    )
 
     arena: Arena
     counts: StepCounts
@@ -106,21 +96,27 @@ class StateSlot:
         self.group = group
         self.number = number  # index among all parameters of the optimizer
         self.part = ShardInfo.of(param)
-        self.address = param.data_ptr()
         self.start = int(param.storage_offset())
         self.low_start = 0 if self.part.low is None else int(self.part.low.storage_offset())
         self.end = self.start + param.numel()
         self.stop = self.start + round_up(param.numel(), ALIGN)  # with its padding
 
+    def storage(self) -> tuple[int, torch.dtype, torch.device]:
+        """Return the key of the shard's storage. An empty storage has a key of its own."""
+        param = self.param
+        return param.untyped_storage().data_ptr() or -1 - self.number, param.dtype, param.device
+
     def adopt(self, states: dict[Tensor, Any]) -> None:
         """Copy the entry of `states` for this shard (or zeros) into the arenas, and replace it by views of them."""
         given = states.get(self.param)
+        if given and all(map(is_, map(given.get, self.state), self.state.values())):
+            return  # it consists of views of the arenas
         check_state(self.param, given)
-        if not given:
+        if given:
+            self._copy_from(given)
+        else:
             for mine in self.state.values():
                 mine.zero_()
-        elif not self.holds(given):
-            self._copy_from(given)
         states[self.param] = dict(self.state)
 
     def _copy_from(self, given: dict[str, Any]) -> None:
@@ -130,24 +126,19 @@ class StateSlot:
         values = canonical(given)
         mine = self.arena.state(self, self.start, self.end)
         if mine.exact:
-            for name in _MOMENTS:
+            for name in MOMENTS:
                 if given[name] is not self.state[name]:
                     self.state[name].copy_(values[name])
         else:
-            m, v = (values[name].reshape(-1).to(self.param.device, torch.float32) for name in _MOMENTS)
+            m, v = (values[name].reshape(-1).to(self.param.device, torch.float32) for name in MOMENTS)
             encode(m, v, *mine.codes(), random=None)
-
-    def holds(self, state: dict[str, Any] | None) -> bool:
-        """Return whether `state` consists of views of the arenas, so exists and was not replaced from outside."""
-        mine = self.state
-        return bool(state) and all(map(is_, map(state.get, mine), mine.values()))  # type: ignore[union-attr]
 
 
 class Arena:
     """The moments of all shards in one storage: one buffer each, as long as the padded shards together."""
 
     rows: Tensor
-    """[G], the row of each group of 32 elements; [0] if it is not used."""
+    """[G], the row of each group of 32 elements; [0] if it is not used. Set with the step counts."""
 
     def __init__(self, slots: list[StateSlot], moments: str) -> None:
         self._slots = slots
@@ -161,7 +152,7 @@ class Arena:
         self.avg = torch.zeros(numel, dtype=dtype, device=param.device)
         self.sq = torch.zeros(numel, dtype=torch.uint8 if coded else dtype, device=param.device)
         self.exponents = torch.zeros(2 if coded else 0, numel // SCALE_BLOCK, dtype=torch.uint8, device=param.device)
-        self._runs: dict[tuple[int, int], tuple[State, Tensor]] = {}
+        self._slices: dict[tuple[int, int, int], RunSlice] = {}
 
     def fill_rows(self) -> None:
         """Compute the row of each group, for kernels and for stochastic rounding of moments."""
@@ -178,19 +169,19 @@ class Arena:
     def entry(self, slot: StateSlot) -> dict[str, Tensor]:
         """Return the optimizer state of one shard: moments in its shape, and their exponents."""
         avg, sq, *exponents = self.state(slot, slot.start, slot.end).codes()
-        entry = {name: moment.view(slot.param.shape) for name, moment in zip(_MOMENTS, (avg, sq), strict=True)}
+        entry = {name: moment.view(slot.param.shape) for name, moment in zip(MOMENTS, (avg, sq), strict=True)}
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
-    def run(self, first: StateSlot, start: int, stop: int) -> tuple[State, Tensor]:
-        """Return `state(first, start, stop)` and its rows, cached."""
-        if len(self._runs) > 4 * len(self._slots):
-            self._runs.clear()  # bounds the cache when the set of shards with gradients keeps changing
-        run = self._runs.get((start, stop))
-        if run is None:
+    def slice_of(self, first: StateSlot, start: int, stop: int) -> RunSlice:
+        """Return elements `[start, stop)` of the storage, in a run that begins with `first`, cached."""
+        if len(self._slices) > 4 * len(self._slots):
+            self._slices.clear()  # bounds the cache when the set of shards with gradients keeps changing
+        key = first.row, start, stop
+        if key not in self._slices:
             begin = first.arena_offset + start - first.start
             rows = self.rows[begin // SCALE_BLOCK : -(-(begin + stop - start) // SCALE_BLOCK)]
-            run = self._runs[start, stop] = self.state(first, start, stop), rows
-        return run
+            self._slices[key] = RunSlice(self.state(first, start, stop), rows, begin, first.row)
+        return self._slices[key]
 
     def state(self, first: StateSlot, start: int, stop: int) -> State:
         """Return the flat tensors to step from `start` to `stop` in a contiguous run that begins with `first`."""
@@ -204,108 +195,53 @@ class Arena:
         return State(_flat(first.param, start, stop), self.avg[here], self.sq[here], low, *exponents)
 
 
-def _by_storage(slots: Sequence[StateSlot]) -> list[list[StateSlot]]:
-    """Group slots by storage, in memory order. Empty storages are not merged."""
-    storages: dict[Any, list[StateSlot]] = {}
-    for index, slot in enumerate(slots):
-        param = slot.param
-        key = (param.untyped_storage().data_ptr() or -1 - index, param.dtype, param.device)
-        storages.setdefault(key, []).append(slot)
-    return [sorted(slots, key=lambda slot: (slot.start, slot.end)) for slots in storages.values()]
-
-
-def _make_counts(slots: Sequence[StateSlot]) -> list[StepCounts]:
-    """Assign each slot a row of step counts on its device. Return the step counts."""
-    by_device: dict[torch.device, list[StateSlot]] = {}
+def _grouped(slots: Iterable[StateSlot], key: Callable[[StateSlot], Hashable]) -> list[list[StateSlot]]:
+    """Group slots by a key, in the order in which keys come first."""
+    groups: dict[Hashable, list[StateSlot]] = {}
     for slot in slots:
-        by_device.setdefault(slot.param.device, []).append(slot)
-    made = []
-    for device, neighbours in by_device.items():
-        rows = [CountRow(slot.group, slot.number, slot.arena_offset - slot.part.offset) for slot in neighbours]
-        counts = counts_for(neighbours[0].param)(rows, device)
-        made.append(counts)
-        for row, slot in enumerate(neighbours):
-            slot.counts, slot.row = counts, row
-            slot.state = {"step": counts.steps[row], **slot.arena.entry(slot)}
+        groups.setdefault(key(slot), []).append(slot)
+    return list(groups.values())
+
+
+def _make_counts(slots: Sequence[StateSlot]) -> StepCounts:
+    """Return the step counts of the slots on one device. Assign each slot a row of them."""
+    device = slots[0].param.device
+    constants = [(slot.group, slot.number, slot.arena_offset - slot.part.offset) for slot in slots]
+    counts = counts_for(slots[0].param)(constants, device)
+    for row, slot in enumerate(slots):
+        slot.counts, slot.row = counts, row
+        slot.state = {"step": counts.steps[row], **slot.arena.entry(slot)}
     for arena in {id(slot.arena): slot.arena for slot in slots}.values():
         arena.fill_rows()
-    return made
+    return counts
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
-
-def by_counts(slots: Sequence[StateSlot]) -> dict[StepCounts, list[int]]:
-    """Return the rows of `slots` for each of the step counts."""
-    rows: dict[StepCounts, list[int]] = {}
-    for slot in slots:
-        rows.setdefault(slot.counts, []).append(slot.row)
-    return rows
+Place = TypeVar("Place")
 
 
-def contiguous_runs(slots: Sequence[StateSlot]) -> Iterator[ContiguousRun]:
-    """Group `slots`, in memory order, into contiguous runs. Slots without elements are skipped."""
-    run = None
-    for slot in slots:
-        grad = slot.param.grad
-        if grad is None or slot.start == slot.end:
+def runs(
+    members: Iterable[tuple[StateSlot, Place]], goes_on: Callable[[StateSlot, Place, StateSlot, Place], bool]
+) -> Iterator[list[tuple[StateSlot, Place]]]:
+    """Group slots, in memory order, into runs that one call can step. Slots without elements are left out.
+
+    Each slot comes with the place of its gradient. `goes_on(last, place, slot, place)` returns whether the gradients of
+    two slots are as far apart as the slots.
+    """
+    run: list[tuple[StateSlot, Place]] = []
+    for slot, place in members:
+        if slot.start == slot.end:
             continue
-        if run is None or not run.extend(slot, grad):
-            if run is not None:
-                yield run
-            run = ContiguousRun(slot, grad)
-    if run is not None:
+        if run and not (_follows(slot, run[-1][0]) and goes_on(*run[-1], slot, place)):
+            yield run
+            run = []
+        run.append((slot, place))
+    if run:
         yield run
 
 
-class ContiguousRun:
-    """Shards that one call can step, with gradients at the same distances in one buffer."""
-
-    def __init__(self, slot: StateSlot, grad: Tensor) -> None:
-        self.first = self._last = slot
-        self._padded = is_padded(grad) and grad.is_contiguous()
-        self._given, self._grad = grad, grad.contiguous()
-
-    def extend(self, slot: StateSlot, grad: Tensor) -> bool:
-        """Append `slot` if it continues the run, and only padding lies between its gradient and the last one."""
-        distance, padded = (slot.start - self.first.start) * grad.element_size(), is_padded(grad)
-        fits = (
-            follows(slot, self._last)
-            and ((self._padded and padded) or slot.start == self._last.end)
-            and grad.data_ptr() == self._grad.data_ptr() + distance
-            and grad.untyped_storage().data_ptr() == self._grad.untyped_storage().data_ptr()
-            and grad.dtype == self._grad.dtype
-            and grad.is_contiguous()
-        )
-        if fits:
-            self._last, self._padded = slot, padded
-        return fits
-
-    def pieces(self) -> Iterator[tuple[RunSlice, Tensor]]:
-        """Yield each piece to step with its gradient. Step each before requesting the next.
-
-        If the gradient is padded, the run is one piece. Otherwise the part within the last 32 elements is a piece of
-        its own, with a padded copy of its gradient.
-        """
-        start, end, stop = self.first.start, self._last.end, self._last.stop
-        begin = int(self._grad.storage_offset())
-        body = stop if self._padded or stop == end else start + (end - start) // ALIGN * ALIGN
-        if body > start:
-            yield slice_of(self.first, start, body), _flat(self._grad, begin, begin + body - start)
-        if body < stop:
-            ours = _flat(self._grad, begin + body - start, begin + end - start)
-            copy = ours.new_zeros(stop - body)
-            copy[: end - body] = ours
-            yield slice_of(self.first, body, stop), copy
-            ours.copy_(copy[: end - body])  # the step may have divided it by a scale
-
-    def give_back(self) -> None:
-        """Copy a gradient that was made contiguous back to the given one."""
-        if self._grad is not self._given:
-            self._given.copy_(self._grad)
-
-
-def follows(slot: StateSlot, last: StateSlot) -> bool:
+def _follows(slot: StateSlot, last: StateSlot) -> bool:
     """Return whether one call can step `last` and `slot`, which is behind it in memory."""
     distance = slot.start - last.start
     return (
@@ -316,10 +252,50 @@ def follows(slot: StateSlot, last: StateSlot) -> bool:
     )
 
 
-def slice_of(first: StateSlot, start: int, stop: int) -> RunSlice:
-    """Return elements `[start, stop)` of the storage, in a contiguous run that begins with `first`."""
-    state, rows = first.arena.run(first, start, stop)
-    return RunSlice(state, rows, first.arena_offset + start - first.start, first.row)
+def step_slots(slots: Sequence[StateSlot], *, unscale: bool, bad: Tensor | None = None) -> None:
+    """Step the slots by their gradients, run by run. `bad` [], int32, becomes 1 if a gradient is not finite."""
+    members = ((slot, grad) for slot in slots if (grad := slot.param.grad) is not None)
+    for run in runs(members, _in_one_buffer):
+        for elements, grad in _pieces(run, unscale):
+            run[0][0].counts.update(elements, grad, bad)
+    # The kernels wrote through views that have version counters of their own.
+    torch.autograd.graph.increment_version([slot.param for slot in slots])
+
+
+def _in_one_buffer(last: StateSlot, last_grad: Tensor, slot: StateSlot, grad: Tensor) -> bool:
+    """Return whether gradients lie like their slots in one buffer, with only padding between them."""
+    return (
+        (slot.start == last.end or (is_padded(last_grad) and is_padded(grad)))
+        and grad.data_ptr() == last_grad.data_ptr() + (slot.start - last.start) * grad.element_size()
+        and grad.untyped_storage().data_ptr() == last_grad.untyped_storage().data_ptr()
+        and grad.dtype == last_grad.dtype
+        and grad.is_contiguous()
+        and last_grad.is_contiguous()
+    )
+
+
+def _pieces(run: Sequence[tuple[StateSlot, Tensor]], unscale: bool) -> Iterator[tuple[RunSlice, Tensor]]:
+    """Yield each piece of a run to step, with its gradient. Step each before requesting the next.
+
+    If the gradient is padded, the run is one piece. Otherwise the part within the last 32 elements is a piece of its
+    own, with a padded copy of its gradient.
+    """
+    (first, given), (last, last_grad) = run[0], run[-1]
+    grad = given.contiguous()
+    start, end, stop = first.start, last.end, last.stop
+    begin = int(grad.storage_offset())
+    whole = stop == end or (is_padded(last_grad) and last_grad.is_contiguous())
+    body = stop if whole else start + (end - start) // ALIGN * ALIGN
+    if body > start:
+        yield first.arena.slice_of(first, start, body), _flat(grad, begin, begin + body - start)
+    if body < stop:
+        ours = _flat(grad, begin + body - start, begin + end - start)
+        copy = ours.new_zeros(stop - body)
+        copy[: end - body] = ours
+        yield first.arena.slice_of(first, body, stop), copy
+        ours.copy_(copy[: end - body])  # the step may have divided it by a scale
+    if unscale and grad is not given:
+        given.copy_(grad)
 
 
 def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -338,10 +314,10 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
     """
     if not state:
         return
-    names = {"step", *_MOMENTS}
+    names = {"step", *MOMENTS}
     if set(state) not in (names, names | set(_EXPONENTS)):
-        raise ValueError(f"AdamW: the state of a parameter must be step, {', '.join(_MOMENTS)}, got {', '.join(state)}")
-    for name in _MOMENTS:
+        raise ValueError(f"AdamW: the state of a parameter must be step, {', '.join(MOMENTS)}, got {', '.join(state)}")
+    for name in MOMENTS:
         if state[name].shape != param.shape:
             raise ValueError(f"AdamW: {name} has shape {tuple(state[name].shape)}, its parameter {tuple(param.shape)}")
 
@@ -359,9 +335,9 @@ def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> d
     """
     if not _is_narrow(entry):
         return dict(entry)
-    avg, sq = (entry[name] for name in _MOMENTS)
+    avg, sq = (entry[name] for name in MOMENTS)
     flats = decode(avg.reshape(-1), sq.reshape(-1), *(entry.get(name) for name in _EXPONENTS))
-    moments = {name: m.view(avg.shape).to(device or m.device) for name, m in zip(_MOMENTS, flats, strict=True)}
+    moments = {name: m.view(avg.shape).to(device or m.device) for name, m in zip(MOMENTS, flats, strict=True)}
     return {"step": entry["step"], **moments}
 
 
@@ -370,8 +346,8 @@ Decoder = tuple[Callable[..., Tensor], Sequence[Tensor]]
 
 
 def decoders(entry: Mapping[str, Any]) -> dict[str, Decoder]:
-    """Return what decodes each moment as `canonical` does, by name. Nothing if the state is not narrow."""
-    if not _is_narrow(entry):
+    """Return what decodes each moment as `canonical` does, by name. Empty if the state is not narrow."""
+    if not entry or not _is_narrow(entry):
         return {}
     codes = {name: value for name, value in entry.items() if name != "step"}
 
@@ -379,8 +355,8 @@ def decoders(entry: Mapping[str, Any]) -> dict[str, Decoder]:
         moment: Tensor = canonical({"step": None, **dict(zip(codes, given, strict=True))})[name]
         return moment
 
-    return {name: (partial(decode, name), list(codes.values())) for name in _MOMENTS}
+    return {name: (partial(decode, name), list(codes.values())) for name in MOMENTS}
 
 
 def _is_narrow(entry: Mapping[str, Any]) -> bool:
-    return entry[_MOMENTS[0]].dtype in (torch.bfloat16, torch.int8)
+    return entry[MOMENTS[0]].dtype in (torch.bfloat16, torch.int8)

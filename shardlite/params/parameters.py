@@ -7,7 +7,7 @@ model raises. So no computation reads the memory of a placeholder, which is NaN.
 A parameter becomes a placeholder and back by assignment to `__class__`, as `torch.nn.parameter.UninitializedParameter`
 does. It stays the same object and keeps its hooks. While it is full, its operations run as usual.
 
-What happens to the parameter of a unit is passed on to its owner, a record of `engine/homes.py`.
+What happens to the parameter of a unit is passed on to its owner, a record of `engine/local_shards.py`.
 """
 
 from collections.abc import Callable, Iterable

@@ -73,20 +73,20 @@ def steps_until_told(gpu, alarm, *, lag):
 
 @pytest.mark.parametrize("lag", range(in_backward.LATER))
 def test_all_ranks_are_told_in_the_same_step_however_late_copies_arrive(gpu, lag):
-    alarm = in_backward._Alarm()
+    alarm = in_backward.Alarm()
     step(alarm, 0)
     step(alarm, 0, 1, 0)
     assert steps_until_told(gpu, alarm, lag=lag) == in_backward.LATER
 
 
 def test_a_host_that_is_further_ahead_is_told_when_it_hears(gpu):
-    alarm = in_backward._Alarm()
+    alarm = in_backward.Alarm()
     step(alarm, 1)
     assert steps_until_told(gpu, alarm, lag=7) == 8
 
 
 def test_later_bad_steps_change_nothing_and_it_is_told_once(gpu):
-    alarm = in_backward._Alarm()
+    alarm = in_backward.Alarm()
     step(alarm, 1)
     gpu.arrive()
     for _ in range(in_backward.LATER - 1):
@@ -100,7 +100,7 @@ def test_later_bad_steps_change_nothing_and_it_is_told_once(gpu):
 
 
 def test_nothing_is_looked_at_while_a_graph_is_captured_but_noted(gpu):
-    alarm = in_backward._Alarm()
+    alarm = in_backward.Alarm()
     step(alarm, 1)
     gpu.arrive()
     gpu.capturing = True
@@ -112,7 +112,7 @@ def test_nothing_is_looked_at_while_a_graph_is_captured_but_noted(gpu):
 
 
 def test_steps_that_noted_nothing_count(gpu):
-    alarm = in_backward._Alarm()
+    alarm = in_backward.Alarm()
     step(alarm, 1)
     gpu.arrive()
     for _ in range(in_backward.LATER - 1):
@@ -134,7 +134,7 @@ def test_a_load_makes_it_forget(gpu):
 
 
 def test_who_keeps_weights_waits(gpu):
-    alarm = in_backward._Alarm()
+    alarm = in_backward.Alarm()
     alarm.wait()
     step(alarm, 0, kind=Tensor)
     alarm.wait()

@@ -172,7 +172,7 @@ BEFORE_A_STEP = [
 
 TO_THE_KERNEL = [
     "optim/adamw.py: step",
-    "optim/adamw.py: _step_slots",
+    "optim/layout.py: step_slots",
     "optim/counts.py: update",
 ]
 

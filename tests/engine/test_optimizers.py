@@ -8,6 +8,7 @@ Legend: `W` ranks.
 import copy
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -93,13 +94,18 @@ class Trained:
 # ---- built before the model was wrapped -----------------------------------------------------------------------------
 
 
+def split_by(
+    params: Named, chooses: Callable[[str, nn.Parameter], bool], names: bool = False, **options: Any
+) -> list[dict[str, Any]]:
+    """Two groups: what is chosen, without decay and with other options, is the second."""
+    groups: tuple[list[Any], list[Any]] = [], []
+    for name, param in params:
+        groups[chooses(name, param)].append((name, param) if names else param)
+    return [{"params": groups[0], "weight_decay": 0.4}, {"params": groups[1], "weight_decay": 0.0, **options}]
+
+
 def two_groups(params: Named) -> list[dict[str, Any]]:
-    """By name: another rate, and no decay."""
-    named = dict(params)
-    return [
-        {"params": [p for name, p in named.items() if "last" not in name], "weight_decay": 0.3},
-        {"params": [p for name, p in named.items() if "last" in name], "lr": 0.05, "weight_decay": 0.0},
-    ]
+    return split_by(params, lambda name, _: "last" in name, lr=0.05)
 
 
 def adopted_body(group: Any) -> None:
@@ -277,15 +283,13 @@ def whole_body(group: Any) -> None:
             trained = Trained(net(), group, stage=stage)
             optimizer, theirs = make(trained.model.parameters()), make(trained.twin.masters.values())
             trained.backward(0)
+            name = type(optimizer).__name__
+            words = f"^{name} computes with whole parameters.*use an elementwise optimizer"
+            with pytest.raises(LayoutError, match=words) if stage else nullcontext():
+                optimizer.step(lambda: torch.ones(()))
             if stage == 0:
-                for each in (optimizer, theirs):
-                    each.step(lambda: torch.ones(()))
-                trained.check(type(optimizer).__name__)
-            else:
-                words = f"^{type(optimizer).__name__} computes with whole parameters.*use an elementwise optimizer"
-                with pytest.raises(LayoutError, match=words):
-                    optimizer.step(lambda: torch.ones(()))
-                trained.check(type(optimizer).__name__)
+                theirs.step(lambda: torch.ones(()))
+            trained.check(name)
 
 
 def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(cluster):
@@ -296,20 +300,11 @@ def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(cl
 
 
 def by_dimension(params: Named) -> list[dict[str, Any]]:
-    named = dict(params)
-    return [
-        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": 0.5},
-        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    return split_by(params, lambda _, param: param.ndim < 2)
 
 
 def by_name(params: Named) -> list[dict[str, Any]]:
-    named = dict(params)
-    plain = {name for name in named if name.endswith("bias") or "norm" in name}
-    return [
-        {"params": [(name, p) for name, p in named.items() if name not in plain], "weight_decay": 0.5},
-        {"params": [(name, p) for name, p in named.items() if name in plain], "weight_decay": 0.0},
-    ]
+    return split_by(params, lambda name, _: name.endswith("bias") or "norm" in name, names=True)
 
 
 def groups_body(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> None:

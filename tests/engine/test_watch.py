@@ -42,32 +42,6 @@ def norms_by_hand(params: Params) -> None:
     torch.stack([p.grad.detach().norm(2) for p in params]).norm(2)
 
 
-def norms_of_old(params: Params) -> None:
-    total = 0.0
-    for p in params:
-        total += p.grad.data.norm(2).item() ** 2
-
-
-def norms_of_squares(params: Params) -> None:
-    math.sqrt(sum(float(p.grad.float().pow(2).sum()) for p in params))
-
-
-def norms_at_once(params: Params) -> None:
-    torch._foreach_norm([p.grad for p in params])
-
-
-def norms_of_linalg(params: Params) -> None:
-    torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad, 2) for p in params]), 2)
-
-
-def norms_of_copies(params: Params) -> None:
-    [p.grad.clone().div(2).norm() for p in params]
-
-
-def norms_of_all(params: Params) -> None:
-    torch.cat([p.grad.flatten() for p in params]).norm()
-
-
 def lamb(params: Params) -> None:
     """The trust ratio of each layer is that of norms of its weight and of its update."""
     for p in params:
@@ -82,38 +56,9 @@ def novograd(params: Params) -> None:
 
 
 def adaptive_clipping(params: Params) -> None:
-    for p in params:
-        if p.ndim > 1:
-            bound = p.detach().norm(2, dim=tuple(range(1, p.ndim)), keepdim=True).clamp(min=1e-3)
-            p.grad.mul_((bound / p.grad.norm(2, dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1))
-
-
-def centralisation(params: Params) -> None:
-    for p in params:
-        if p.ndim > 1:
-            p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.ndim)), keepdim=True))
-
-
-def projection(params: Params) -> None:
-    """AdamP's, and SGDP's."""
-    for p in params:
-        if p.ndim > 1:
-            functional.cosine_similarity(p.grad.view(p.size(0), -1), p.data.view(p.size(0), -1), dim=1)
-
-
-def xavier(params: Params) -> None:
-    for p in params:
-        if p.ndim > 1:
-            nn.init.xavier_uniform_(p)
-
-
-def statistics(params: Params) -> None:
-    [(p.detach().mean().item(), p.detach().std().item()) for p in params if p.numel() > 1]
-
-
-def noise(params: Params) -> None:
-    for p in params:
-        p.grad.add_(torch.randn_like(p) * 0.1)
+    for p in matrices(params):
+        bound = p.detach().norm(2, dim=tuple(range(1, p.ndim)), keepdim=True).clamp(min=1e-3)
+        p.grad.mul_((bound / p.grad.norm(2, dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1))
 
 
 def updates(params: Params) -> None:
@@ -121,14 +66,34 @@ def updates(params: Params) -> None:
     sum((p.detach() - was).norm() for p, was in zip(params, before, strict=True))
 
 
-USES = (
-    *(norms_by_hand, norms_of_old, norms_of_squares, norms_at_once, norms_of_linalg, lamb, novograd),
-    *(norms_of_copies, norms_of_all, noise, updates),
-    *(adaptive_clipping, centralisation, projection, xavier, statistics),
-)
+def matrices(params: Params) -> Params:
+    return [p for p in params if p.ndim > 1]
 
 
-def warned_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
+cosine = functional.cosine_similarity
+USES: dict[str, Callable[[Params], object]] = {
+    "norms by hand": norms_by_hand,
+    "norms of old": lambda params: sum(p.grad.data.norm(2).item() ** 2 for p in params),
+    "norms of squares": lambda params: math.sqrt(sum(float(p.grad.float().pow(2).sum()) for p in params)),
+    "norms at once": lambda params: torch._foreach_norm([p.grad for p in params]),
+    "norms of linalg": lambda params: [torch.linalg.vector_norm(p.grad, 2) for p in params],
+    "LAMB": lamb,
+    "NovoGrad": novograd,
+    "norms of copies": lambda params: [p.grad.clone().div(2).norm() for p in params],
+    "norms of all": lambda params: torch.cat([p.grad.flatten() for p in params]).norm(),
+    "noise": lambda params: [p.grad.add_(torch.randn_like(p) * 0.1) for p in params],
+    "updates": updates,
+    "adaptive clipping": adaptive_clipping,
+    "centralisation": lambda params: [p.grad.add_(-p.grad.mean(dim=1, keepdim=True)) for p in matrices(params)],
+    "AdamP": lambda params: [
+        cosine(p.grad.view(p.size(0), -1), p.data.view(p.size(0), -1), dim=1) for p in matrices(params)
+    ],
+    "xavier": lambda params: [nn.init.xavier_uniform_(p) for p in matrices(params)],
+    "statistics": lambda params: [(p.detach().mean().item(), p.detach().std().item()) for p in params if p.numel() > 1],
+}
+
+
+def warned_body(group: Any, name: str, stage: int) -> None:
     model, loss = model_and_loss(group, stage=stage)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -136,16 +101,16 @@ def warned_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
         model.clip_grad_norm_(1.0)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     params = [p for p in model.parameters() if p.grad is not None]
-    (message,) = heard(lambda: (use(params), use(params)))
+    (message,) = heard(lambda: (USES[name](params), USES[name](params)))
     assert "weight'" in message or "bias'" in message
     for word in ("elements ", "clip_grad_norm_()", "gathered()", "stage=0"):
         assert word in message
 
 
-@pytest.mark.parametrize(("use", "stage"), [(use, 1 + place % 3) for place, use in enumerate(USES)])
+@pytest.mark.parametrize(("name", "stage"), [(name, 1 + place % 3) for place, name in enumerate(USES)])
 @pytest.mark.sample(2)
-def test_uses_of_parts_are_warned_of_once(cluster, use, stage):
-    cluster.check(warned_body, 2, use, stage)
+def test_uses_of_parts_are_warned_of_once(cluster, name, stage):
+    cluster.check(warned_body, 2, name, stage)
 
 
 def penalty_body(group: Any, stage: int) -> None:
@@ -170,7 +135,7 @@ def whole_body(group: Any, stage: int) -> None:
     """Whole parameters are not watched."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
-    assert heard(lambda: [use(list(model.parameters())) for use in USES]) == []
+    assert heard(lambda: [use(list(model.parameters())) for use in USES.values()]) == []
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
@@ -178,24 +143,19 @@ def test_whole_parameters_are_not(cluster, world_size, stage):
     cluster.check(whole_body, world_size, stage)
 
 
-def largest(params: Params) -> None:
-    max(float(p.grad.abs().max()) for p in params)
+LONELY: dict[str, Callable[[Params], object]] = {
+    "largest": lambda params: max(float(p.grad.abs().max()) for p in params),
+    "infinite": lambda params: torch.stack([torch.norm(p.grad, math.inf) for p in params]).max(),
+    "first element": lambda params: [p.grad.view(-1)[0].item() for p in params],
+}
 
 
-def infinite(params: Params) -> None:
-    torch.stack([torch.norm(p.grad, math.inf) for p in params]).max()
-
-
-def first_element(params: Params) -> None:
-    [p.grad.view(-1)[0].item() for p in params]
-
-
-def alone_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
+def alone_body(group: Any, name: str, stage: int) -> None:
     """What would fail on the rank that has nothing of a parameter fails on all, in the same words."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
     with pytest.raises(LayoutError, match=r"of the gradient of the shard of '0\.bias': ranks \[0\] have no element"):
-        use([dict(model.named_parameters())["0.bias"]])
+        LONELY[name]([dict(model.named_parameters())["0.bias"]])
 
 
 def seldom_body(group: Any, stage: int) -> None:
@@ -227,9 +187,9 @@ def test_norms_that_are_logged_now_and_then(cluster, stage):
 
 
 @pytest.mark.parametrize("stage", [3, *map(slow, (1, 2))])
-@pytest.mark.parametrize("use", [largest, infinite, first_element])
-def test_what_one_rank_cannot_do_no_rank_does(cluster, use, stage):
-    cluster.check(alone_body, 2, use, stage)
+@pytest.mark.parametrize("name", LONELY)
+def test_what_one_rank_cannot_do_no_rank_does(cluster, name, stage):
+    cluster.check(alone_body, 2, name, stage)
 
 
 OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (

@@ -47,6 +47,14 @@ def step_shards(optimizer, params, shards, part, seed):
     optimizer.step()
 
 
+def trained():
+    """Whole parameters that were stepped once, with their optimizer, and the shards that they are to become."""
+    params = whole_params()
+    optimizer = AdamW(params, **HYPER)
+    step(optimizer, params, 0)
+    return params, optimizer, *shards_of(params)
+
+
 def copied(params):
     return [nn.Parameter(param.detach().clone()) for param in params]
 
@@ -93,30 +101,12 @@ def test_groups_and_schedulers_stay():
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
 
 
-def test_a_state_dict_goes_round_after_adoption():
-    params = whole_params()
-    optimizer = AdamW(params, **HYPER)
-    step(optimizer, params, 0)
-    shards, part = shards_of(params)
-    adopt(shards, part)
-    saved = copy.deepcopy(optimizer.state_dict())
-    twins = [nn.Parameter(shard.detach().clone()) for shard in shards.values()]
-    twin_optimizer = AdamW(twins, lr=9.0)
-    twin_optimizer.load_state_dict(saved)
-    for seed in (1, 2):
-        step_shards(optimizer, params, shards, part, seed)
-        for twin, shard in zip(twins, shards.values(), strict=True):
-            twin.grad = shard.grad.clone()
-        twin_optimizer.step()
-    assert_same([shard.data for shard in shards.values()], [twin.data for twin in twins])
-
-
 def test_doing_it_again_changes_nothing():
-    params = whole_params()
-    optimizer = AdamW(params, **HYPER)
-    step(optimizer, params, 0)
-    shards, part = shards_of(params)
+    _, optimizer, shards, part = trained()
     adopt(shards, part)
+    assert optimizer._layout is None
+    for shard, state in optimizer.state.items():
+        assert state["exp_avg"].untyped_storage().nbytes() == 4 * shard.numel(), "the whole state is kept"
     before = {shard: dict(state) for shard, state in optimizer.state.items()}
     adopt(shards, part)
     adopt({shard: shard for shard in shards.values()}, lambda param, tensor: 1 / 0)
@@ -140,11 +130,8 @@ def test_what_is_not_of_the_model_stays():
 
 
 def test_a_frozen_parameter_takes_its_state_along():
-    params = whole_params()
-    optimizer = AdamW(params, **HYPER)
-    step(optimizer, params, 0)
+    params, optimizer, shards, part = trained()
     params[1].requires_grad_(False)
-    shards, part = shards_of(params)
     shards[params[1]].requires_grad_(False)
     adopt(shards, part)
     expected = part(params[1], params[1].grad) * (1 - HYPER["betas"][0])
@@ -152,22 +139,8 @@ def test_a_frozen_parameter_takes_its_state_along():
     torch.testing.assert_close(optimizer.state[shards[params[1]]]["exp_avg"], expected)
 
 
-def test_the_whole_state_is_not_kept():
-    params = whole_params()
-    optimizer = AdamW(params, **HYPER)
-    step(optimizer, params, 0)
-    shards, part = shards_of(params)
-    adopt(shards, part)
-    assert optimizer._layout is None
-    for shard, state in optimizer.state.items():
-        assert state["exp_avg"].untyped_storage().nbytes() == 4 * shard.numel()
-
-
 def test_a_wrong_part_changes_nothing():
-    params = whole_params()
-    optimizer = AdamW(params, **HYPER)
-    step(optimizer, params, 0)
-    shards, part = shards_of(params)
+    params, optimizer, shards, part = trained()
     with pytest.raises(ValueError, match=r"exp_avg has shape \(8, 8\), its parameter \(32, 1\)"):
         adopt(shards, lambda param, tensor: tensor)
     assert optimizer.param_groups[0]["params"] == params

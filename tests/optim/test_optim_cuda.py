@@ -10,8 +10,7 @@ from torch import nn
 from shardlite import NonFiniteWarning
 from shardlite.grads.skip_step import Skips
 from shardlite.optim.adamw import AdamW
-from shardlite.params import ShardInfo
-from tests.support.optim_cases import HYPER, NUMELS, assert_same, padded_numel
+from tests.support.optim_cases import HYPER, NUMELS, assert_same, padded_numel, place_shards
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,13 +33,14 @@ def no_waiting():
 
 def make_params():
     torch.manual_seed(0)
-    flat, offset, params = torch.zeros(sum(map(padded_numel, NUMELS)), device="cuda"), 0, []
-    for numel in NUMELS:
-        flat[offset : offset + numel].normal_()
-        params.append(nn.Parameter(flat.data[offset : offset + numel]))
-        ShardInfo(0, None).mark(params[-1])
-        offset += padded_numel(numel)
+    params = place_shards([nn.Parameter(torch.randn(numel, device="cuda")) for numel in NUMELS])
+    flat = params[0].data.as_strided((sum(map(padded_numel, NUMELS)),), (1,), 0)
     return flat, params
+
+
+def kept(optimizer, params):
+    """Everything that the optimizer remembers of some parameters."""
+    return [value for param in params for value in optimizer.state[param].values()]
 
 
 def set_grads(flat, params):
@@ -49,10 +49,14 @@ def set_grads(flat, params):
         param.grad = grad[param.storage_offset() :][: param.numel()].normal_()
 
 
-@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2), "cuda"])
-def test_a_step_does_not_wait(no_waiting, lr):
+@pytest.mark.parametrize(
+    ("state", "lr"), [*((state, 1e-2) for state in FORMATS), ("fp32", torch.tensor(1e-2)), ("fp32", "cuda")]
+)
+def test_a_step_does_not_wait(no_waiting, state, lr):
+    """Nor does a step that leaves everything as it was, or the next one after a count was set from outside."""
     flat, params = make_params()
-    optimizer = AdamW(params, **HYPER | {"lr": torch.tensor(1e-2, device="cuda") if lr == "cuda" else lr})
+    lr = torch.tensor(1e-2, device="cuda") if lr == "cuda" else lr
+    optimizer = AdamW(params, **HYPER | {"lr": lr}, state=state, max_update=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     flags = [torch.tensor(float(flag), device="cuda") for flag in (0, 1, 0)]
     scale = torch.tensor(2.0, device="cuda")
@@ -64,10 +68,18 @@ def test_a_step_does_not_wait(no_waiting, lr):
             params[1].grad = None
         optimizer.found_inf, optimizer.grad_scale = flags[attempt % 3], scale if attempt > 3 else None
         optimizer.step()
-        if lr != "cuda":
+        if attempt == 1:
+            before = [flat.clone(), *(each.clone() for each in kept(optimizer, params))]
+            optimizer.found_inf = flags[1]
+            optimizer.step()
+            assert_same([flat, *kept(optimizer, params)], before)
+        if not torch.is_tensor(lr) or lr.is_cpu:
             scheduler.step()
+        if attempt == 4:
+            optimizer.state[params[0]]["step"].fill_(7)
     torch.cuda.set_sync_debug_mode("default")
-    assert [optimizer.state[param]["step"].item() for param in params] == [4, 4, 4, 4, 4, 4]
+    assert [optimizer.state[param]["step"].item() for param in params] == [8, 4, 4, 4, 4, 4]
+    assert flat.isfinite().all()
 
 
 def test_the_first_step_has_the_bits_of_torch_fused():
@@ -81,19 +93,6 @@ def test_the_first_step_has_the_bits_of_torch_fused():
     AdamW(params, **HYPER).step()
     torch.optim.AdamW([twin], **HYPER, fused=True).step()
     assert_same(flat, twin.data)
-
-
-def test_with_the_flag_nothing_changes():
-    flat, params = make_params()
-    optimizer = AdamW(params, **HYPER)
-    set_grads(flat, params)
-    optimizer.step()
-    everything = [flat, *(value for state in optimizer.state.values() for value in state.values())]
-    before = [tensor.clone() for tensor in everything]
-    set_grads(flat, params)
-    optimizer.found_inf, optimizer.grad_scale = torch.ones((), device="cuda"), torch.tensor(2.0, device="cuda")
-    optimizer.step()
-    assert_same(everything, before)
 
 
 def graph_of(step):
@@ -136,25 +135,9 @@ def test_a_captured_step_is_replayed(state, scaled):
                 graph = graph_of(optimizer.step) if graph is None else graph
                 graph.replay()
         torch.cuda.synchronize()
-        kept = [value for param in params for value in optimizer.state[param].values()]
-        outcomes.append([flat, grads, *kept])
+        outcomes.append([flat, grads, *kept(optimizer, params)])
     assert_same(outcomes[1], outcomes[0])
     assert {optimizer.state[param]["step"].item() for param in params} == {6.0 if scaled else 8.0}
-
-
-@pytest.mark.parametrize("state", FORMATS)
-def test_a_step_of_every_format_does_not_wait(no_waiting, state):
-    flat, params = make_params()
-    optimizer = AdamW(params, **HYPER, state=state, max_update=1.0)
-    for attempt in range(4):
-        set_grads(flat, params)
-        if attempt == 2:
-            no_waiting()
-            optimizer.state[params[0]]["step"].fill_(7)
-        optimizer.step()
-    torch.cuda.set_sync_debug_mode("default")
-    assert [optimizer.state[param]["step"].item() for param in params[:2]] == [9, 4]
-    assert flat.isfinite().all()
 
 
 @pytest.mark.parametrize("state", FORMATS)
@@ -163,13 +146,14 @@ def test_steps_in_the_backward_have_the_same_bits(state):
     for in_backward in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32)).cuda()
-        optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=in_backward)
+        params = place_shards(list(model.parameters()))
+        optimizer = AdamW(params, **HYPER, state=state, in_backward=in_backward)
         for _ in range(3):
             model(torch.randn(5, 64, device="cuda")).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        kept = [value for param in model.parameters() for value in optimizer.state[param].values()]
-        outcomes.append([*(param.data for param in model.parameters()), *kept])
+        assert optimizer.state[params[0]]["exp_avg"].dtype == FORMATS[state], "PyTorch's kernel has stepped it"
+        outcomes.append([*(param.data for param in params), *kept(optimizer, params)])
     assert_same(outcomes[1], outcomes[0])
 
 

@@ -138,20 +138,6 @@ def test_a_state_dict_says_what_the_codes_stand_for(state):
             assert (entry[name] - exact[key][name]).abs().max().item() < 0.03 * largest if largest else True
 
 
-@narrow_states
-def test_torch_continues_a_narrow_state(state):
-    params, optimizer = trained_plain(state)
-    saved = copy.deepcopy(optimizer.state_dict())
-    theirs = torch.optim.AdamW(params, lr=7.0)
-    theirs.load_state_dict(copy.deepcopy(saved))
-    assert theirs.param_groups[0]["lr"] == HYPER["lr"]
-    for key, param in enumerate(params):
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert_same(theirs.state[param][name], saved["state"][key][name])
-    step_plain(params, theirs, [5])
-    assert all(theirs.state[param]["step"] == 6 for param in params)
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @by_state
 def test_a_state_of_torch_is_continued(state, fused):

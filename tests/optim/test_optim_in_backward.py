@@ -14,33 +14,32 @@ from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, p
 by_state = pytest.mark.parametrize("state", FORMATS)
 
 
-def pair(**options):
-    """A model with an ordinary optimizer, and its twin with one that steps in the backward."""
-    models = small_model(), small_model()
-    optimizers = [
-        AdamW(model.parameters(), **HYPER, in_backward=in_backward, **options)
-        for model, in_backward in zip(models, (False, True), strict=True)
-    ]
-    return tuple(zip(models, optimizers, strict=True))
+def everything(model, optimizer):
+    """Weights and states, by the index of the parameter."""
+    return {"weights": [param.data for param in model.parameters()], **optimizer.state_dict()["state"]}
 
 
-def assert_same_runs(*runs):
-    (model, optimizer), (twin, twin_optimizer) = runs
-    assert_same(list(twin.parameters()), list(model.parameters()))
-    mine, theirs = (o.state_dict()["state"] for o in (optimizer, twin_optimizer))
-    assert mine.keys() == theirs.keys()
-    for key in mine:
-        assert_same(theirs[key], mine[key])
+def check_both(run, make=small_model, groups=None, **options):
+    """Check that `run(model, optimizer)` gives the same bits in the backward and without. Return those that did it in
+    the backward.
+    """
+    outcomes = []
+    for in_backward in (False, True):
+        model = make()
+        params = model.parameters() if groups is None else groups(model)
+        optimizer = AdamW(params, **HYPER, in_backward=in_backward, **options)
+        run(model, optimizer)
+        outcomes.append(everything(model, optimizer))
+    assert outcomes[0].keys() == outcomes[1].keys()
+    assert_same(outcomes[1], outcomes[0])
+    return model, optimizer
 
 
 @pytest.mark.parametrize("max_update", [None, 0.5])
 @by_state
 def test_the_bits_are_those_of_ordinary_steps(state, max_update):
-    runs = pair(state=state, max_update=max_update)
-    for model, optimizer in runs:
-        train(model, optimizer, range(5))
-    assert_same_runs(*runs)
-    assert all(param.grad is None for param in runs[1][0].parameters())
+    run = check_both(lambda *each: train(*each, range(5)), state=state, max_update=max_update)
+    assert all(param.grad is None for param in run[0].parameters())
 
 
 def test_weights_are_new_and_gradients_gone_before_step():
@@ -69,15 +68,15 @@ def test_step_without_a_backward_does_nothing():
 
 
 def test_zero_grad_may_be_called_anywhere():
-    runs = pair()
-    for model, optimizer in runs:
+    def run(model, optimizer):
         for seed in range(3):
             loss_of(model, seed).backward()
             optimizer.zero_grad() if optimizer.in_backward else None
             optimizer.step()
             optimizer.zero_grad()
             model.zero_grad()
-    assert_same_runs(*runs)
+
+    check_both(run)
 
 
 def test_a_second_backward_before_step_is_refused():
@@ -93,8 +92,7 @@ def test_a_second_backward_before_step_is_refused():
 
 
 def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
-    runs = pair()
-    for model, optimizer in runs:
+    def run(model, optimizer):
         for seed in range(0, 6, 2):
             with accumulating(model.parameters()):
                 loss_of(model, seed).backward()
@@ -102,23 +100,22 @@ def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
             loss_of(model, seed + 1).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_runs(*runs)
+
+    check_both(run)
 
 
 def test_two_backwards_of_different_parameters_are_one_step():
     """Each of two heads in a backward of its own, as after a forward of both."""
-    for in_backward in (False, True):
-        heads = small_model()
-        optimizer = AdamW(heads.parameters(), **HYPER, in_backward=in_backward)
+
+    def run(heads, optimizer):
         for seed in range(3):
             x = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed))
             heads[0](x).square().sum().backward()
             heads[2](torch.ones(4, 33)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if not in_backward:
-            expected = [param.data for param in heads.parameters()]
-    assert_same([param.data for param in heads.parameters()], expected)
+
+    check_both(run)
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
@@ -135,47 +132,42 @@ def test_what_is_not_finite_is_an_error_of_step(state, worst):
 
 
 def test_a_closure_has_its_backward_inside():
-    runs = pair()
-    for model, optimizer in runs:
+    def run(model, optimizer):
         for seed in range(3):
 
-            def closure(model=model, optimizer=optimizer, seed=seed):
+            def closure(seed=seed):
                 optimizer.zero_grad()
                 loss = loss_of(model, seed)
                 loss.backward()
                 return loss
 
-            loss = optimizer.step(closure)
-            assert loss.item() > 0
-    assert_same_runs(*runs)
+            assert optimizer.step(closure).item() > 0
+
+    check_both(run)
 
 
 def test_schedulers_and_groups():
-    runs = []
-    for in_backward in (False, True):
-        model = small_model()
-        groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters(), "lr": 0.3}]
-        optimizer = AdamW(groups, **HYPER, in_backward=in_backward)
+    def run(model, optimizer):
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for seed in range(4):
             train(model, optimizer, [seed])
             scheduler.step()
-        runs.append((model, optimizer))
-    assert_same_runs(*runs)
+
+    def groups(model):
+        return [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters(), "lr": 0.3}]
+
+    check_both(run, groups=groups)
 
 
 def test_a_group_that_is_added_later_is_stepped_too():
-    runs = []
-    for in_backward in (False, True):
-        model = small_model()
-        optimizer = AdamW(model[0].parameters(), **HYPER, in_backward=in_backward)
+    def run(model, optimizer):
         train(model, optimizer, [0])
         optimizer.add_param_group({"params": model[2].parameters()})
         model.zero_grad()
         train(model, optimizer, [1, 2])
-        runs.append((model, optimizer))
-    assert_same_runs(*runs)
-    assert all(param.grad is None for param in runs[1][0].parameters())
+
+    model, _ = check_both(run, groups=lambda model: model[0].parameters())
+    assert all(param.grad is None for param in model.parameters())
 
 
 class Tied(nn.Module):
@@ -190,54 +182,54 @@ class Tied(nn.Module):
         return torch.tanh(x @ self.weight) @ self.weight.T
 
 
+def tied():
+    model = Tied()
+    place_shards(list(model.parameters()))
+    return model
+
+
 @by_state
 def test_a_parameter_that_is_used_twice_is_stepped_once_by_the_sum(state):
-    models = Tied(), Tied()
-    for model in models:
-        place_shards(list(model.parameters()))
-    for model, in_backward in zip(models, (False, True), strict=True):
-        optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=in_backward)
+    def run(model, optimizer):
         train(model, optimizer, range(3))
         assert optimizer.state[model.weight]["step"].item() == 3.0
         assert_same(model.unused.data, torch.ones(5))
-    assert_same(models[1].weight, models[0].weight)
-    # It has a state, of zeros: what a backward brings is not known when the step begins.
-    assert optimizer.state[models[1].unused]["step"].item() == 0.0
+        # In the backward it has a state, of zeros: what a backward brings is not known when the step begins.
+        assert (model.unused in optimizer.state) == optimizer.in_backward
+        optimizer.state.pop(model.unused, None)
+
+    check_both(run, make=tied, state=state)
 
 
 def test_frozen_parameters_are_left_alone_until_they_are_trained():
-    runs = pair()
-    for model, optimizer in runs:
+    def run(model, optimizer):
         model[0].requires_grad_(False)
         frozen = copy.deepcopy(model[0].weight)
         train(model, optimizer, range(2))
         assert_same(model[0].weight.data, frozen.data)
         model[0].requires_grad_(True)
         train(model, optimizer, range(2, 4))
-    assert_same_runs(*runs)
-    assert runs[1][1].state[runs[1][0][0].weight]["step"].item() == 2.0
+        assert optimizer.state[model[0].weight]["step"].item() == 2.0
+
+    check_both(run)
 
 
 @by_state
 def test_parameters_of_an_arena(state):
-    arenas = make_arena(), make_arena()
-    for arena, in_backward in zip(arenas, (False, True), strict=True):
-        for param in arena.params:
-            param.grad = None
-        optimizer = AdamW(arena.params, **HYPER, state=state, in_backward=in_backward)
+    def run(model, optimizer):
+        optimizer.zero_grad()
         for seed in range(4):
             torch.manual_seed(seed)
-            sum((param * torch.randn_like(param)).sum() for param in arena.params).backward()
+            sum((param * torch.randn_like(param)).sum() for param in model).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for mine, theirs in zip(arenas[1].params, arenas[0].params, strict=True):
-        assert_same(mine.data, theirs.data)
+
+    check_both(run, make=lambda: nn.ParameterList(make_arena().params), state=state)
 
 
 @by_state
 def test_a_state_dict_goes_on_in_another_optimizer_of_either_kind(state):
-    expected, _ = pair(state=state)
-    train(*expected, range(6))
+    expected, _ = check_both(lambda *each: train(*each, range(6)), state=state)
     for first, second in ((True, False), (False, True)):
         model = small_model()
         optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=first)
@@ -247,4 +239,4 @@ def test_a_state_dict_goes_on_in_another_optimizer_of_either_kind(state):
         continued = AdamW(other.parameters(), state=state, in_backward=second)
         continued.load_state_dict(optimizer.state_dict())
         train(other, continued, range(3, 6))
-        assert_same(list(other.parameters()), list(expected[0].parameters()))
+        assert_same(list(other.parameters()), list(expected.parameters()))

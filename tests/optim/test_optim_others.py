@@ -31,13 +31,6 @@ def test_they_have_the_bits_of_torch_fused(dtype, options):
     assert_same([mine.state[p]["exp_avg_sq"] for p in ours], [torchs.state[p]["exp_avg_sq"] for p in theirs])
 
 
-def test_the_default_of_torch_is_close():
-    """Each of the 5 steps moves a weight by about `lr`, computed with a handful of roundings in both."""
-    ours, theirs = plain_params(), plain_params()
-    step_both([(ours, AdamW(ours, **HYPER)), (theirs, torch.optim.AdamW(theirs, **HYPER))], range(5))
-    torch.testing.assert_close(ours, theirs, rtol=5 * 2**-23, atol=5 * 10 * 2**-23 * HYPER["lr"])
-
-
 @pytest.mark.parametrize("flag", [0.0, 1.0, 2.0, float("nan")])
 def test_shards_and_others_are_stepped_and_left_out_together(flag):
     arena, others = make_arena(), plain_params()

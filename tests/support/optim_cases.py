@@ -24,8 +24,8 @@ class Arena:
     params: list[nn.Parameter]
 
     def new_grads(self, seed: int) -> None:
-        """Fresh gradients in a fresh buffer, with zeros between them."""
-        self.flat_grad = torch.zeros_like(self.flat)
+        """Fresh gradients in a fresh buffer, with zeros between them, and NaN where nothing is ours."""
+        self.flat_grad = torch.zeros_like(self.flat).masked_fill(self.flat.isnan(), float("nan"))
         generator = torch.Generator().manual_seed(seed)
         for param in self.params:
             here = slice(param.storage_offset(), param.storage_offset() + param.numel())
@@ -114,7 +114,7 @@ def plain_params():
 
 def place_shards(params):
     """Move parameters into one padded buffer and mark them, as wrapping does on one rank."""
-    flat, offset = torch.zeros(sum(padded_numel(param.numel()) for param in params)), 0
+    flat, offset = torch.zeros(sum(padded_numel(param.numel()) for param in params), device=params[0].device), 0
     for param in params:
         flat[offset : offset + param.numel()] = param.detach().flatten()
         param.data = flat.data[offset : offset + param.numel()].view(param.shape)

@@ -1,0 +1,59 @@
+"""Steps of parameters that are no shards, by PyTorch's fused AdamW: ignored ones, those of models not wrapped."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from shardlite.optim.counts import Amp, Group
+from shardlite.optim.layout import MOMENTS, canonical, check_dense, check_state
+
+
+def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
+    """Check that parameters of a group, which are no shards, can be stepped.
+
+    Raises:
+        ValueError: a state does not fit, a gradient is sparse, or the group has a `max_update`.
+    """
+    for param in params:
+        check_state(param, states.get(param))
+        check_dense(param.grad)
+    if params and group["max_update"] is not None:
+        raise ValueError(
+            f"AdamW: max_update={group['max_update']} is supported for parameters of ShardLite models only, and "
+            "the group has others: give them a group with max_update=None"
+        )
+
+
+def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any], amp: Amp) -> None:
+    """Step parameters with gradients as `torch.optim.AdamW(fused=True)` does."""
+    for param in params:
+        states[param] = ordinary_state(param, states.get(param) or {})
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if amp.factor is not None:
+        grads = [grad * amp.factor.to(grad.device) for grad in grads]
+    steps, avgs, sqs = ([states[param][name] for param in params] for name in ("step", *MOMENTS))
+    beta1, beta2 = group["betas"]
+    adamw(
+        *(params, grads, avgs, sqs, [], steps),
+        fused=True,
+        grad_scale=None if amp.grad_scale is None else torch.as_tensor(amp.grad_scale, dtype=torch.float32),
+        found_inf=None if amp.found_inf is None else (torch.as_tensor(amp.found_inf) != 0).float(),
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+    )
+    torch.autograd.graph.increment_version(params)  # PyTorch's fused optimizers do not
+
+
+def ordinary_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
+    """Return `entry`, or zeros, as PyTorch's fused kernel needs the state of a parameter that is no shard."""
+    if not entry:
+        return {"step": torch.zeros((), device=param.device), **{name: torch.zeros_like(param) for name in MOMENTS}}
+    step = torch.as_tensor(entry["step"]).to(param.device, torch.float32, copy=copy)
+    values = canonical(entry) if entry["exp_avg"].dtype != param.dtype else entry
+    return {"step": step, **{name: values[name].to(param.device, param.dtype, copy=copy) for name in MOMENTS}}
