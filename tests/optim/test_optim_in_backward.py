@@ -24,6 +24,15 @@ def pair(**options):
     return tuple(zip(models, optimizers, strict=True))
 
 
+def compared(act, **options):
+    """Run `act(model, optimizer)` with either kind of optimizer, and compare; return both runs."""
+    runs = pair(**options)
+    for model, optimizer in runs:
+        act(model, optimizer)
+    assert_same_runs(*runs)
+    return runs
+
+
 def assert_same_runs(*runs):
     (model, optimizer), (twin, twin_optimizer) = runs
     assert_same(list(twin.parameters()), list(model.parameters()))
@@ -36,10 +45,7 @@ def assert_same_runs(*runs):
 @pytest.mark.parametrize("max_update", [None, 0.5])
 @by_state
 def test_the_bits_are_those_of_ordinary_steps(state, max_update):
-    runs = pair(state=state, max_update=max_update)
-    for model, optimizer in runs:
-        train(model, optimizer, range(5))
-    assert_same_runs(*runs)
+    runs = compared(lambda *run: train(*run, range(5)), state=state, max_update=max_update)
     assert all(param.grad is None for param in runs[1][0].parameters())
 
 
@@ -69,15 +75,15 @@ def test_step_without_a_backward_does_nothing():
 
 
 def test_zero_grad_may_be_called_anywhere():
-    runs = pair()
-    for model, optimizer in runs:
+    def act(model, optimizer):
         for seed in range(3):
             loss_of(model, seed).backward()
             optimizer.zero_grad() if optimizer.in_backward else None
             optimizer.step()
             optimizer.zero_grad()
             model.zero_grad()
-    assert_same_runs(*runs)
+
+    compared(act)
 
 
 def test_a_second_backward_before_step_is_refused():
@@ -93,8 +99,7 @@ def test_a_second_backward_before_step_is_refused():
 
 
 def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
-    runs = pair()
-    for model, optimizer in runs:
+    def act(model, optimizer):
         for seed in range(0, 6, 2):
             with accumulating(model.parameters()):
                 loss_of(model, seed).backward()
@@ -102,23 +107,22 @@ def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
             loss_of(model, seed + 1).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_runs(*runs)
+
+    compared(act)
 
 
 def test_two_backwards_of_different_parameters_are_one_step():
     """Each of two heads in a backward of its own, as after a forward of both."""
-    for in_backward in (False, True):
-        heads = small_model()
-        optimizer = AdamW(heads.parameters(), **HYPER, in_backward=in_backward)
+
+    def act(heads, optimizer):
         for seed in range(3):
             x = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed))
             heads[0](x).square().sum().backward()
             heads[2](torch.ones(4, 33)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if not in_backward:
-            expected = [param.data for param in heads.parameters()]
-    assert_same([param.data for param in heads.parameters()], expected)
+
+    compared(act)
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
@@ -135,19 +139,18 @@ def test_what_is_not_finite_is_an_error_of_step(state, worst):
 
 
 def test_a_closure_has_its_backward_inside():
-    runs = pair()
-    for model, optimizer in runs:
+    def act(model, optimizer):
         for seed in range(3):
 
-            def closure(model=model, optimizer=optimizer, seed=seed):
+            def closure(seed=seed):
                 optimizer.zero_grad()
                 loss = loss_of(model, seed)
                 loss.backward()
                 return loss
 
-            loss = optimizer.step(closure)
-            assert loss.item() > 0
-    assert_same_runs(*runs)
+            assert optimizer.step(closure).item() > 0
+
+    compared(act)
 
 
 def test_schedulers_and_groups():
@@ -206,15 +209,15 @@ def test_a_parameter_that_is_used_twice_is_stepped_once_by_the_sum(state):
 
 
 def test_frozen_parameters_are_left_alone_until_they_are_trained():
-    runs = pair()
-    for model, optimizer in runs:
+    def act(model, optimizer):
         model[0].requires_grad_(False)
         frozen = copy.deepcopy(model[0].weight)
         train(model, optimizer, range(2))
         assert_same(model[0].weight.data, frozen.data)
         model[0].requires_grad_(True)
         train(model, optimizer, range(2, 4))
-    assert_same_runs(*runs)
+
+    runs = compared(act)
     assert runs[1][1].state[runs[1][0][0].weight]["step"].item() == 2.0
 
 
