@@ -137,14 +137,18 @@ def test_a_step_by_rows_is_their_sum_and_a_step(form, count, dtype):
 @pytest.mark.parametrize("worst", [float("inf"), float("-inf"), float("nan"), 3e38])
 @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 4])
 def test_a_bad_sum_is_seen(place, worst):
-    """While a chunk whose sum overflows, by which most chunks are found to be good, is not bad."""
     numel = CHUNK + 5
-    received, own, bad = torch.full((numel,), 1e38), torch.full((numel,), 1e38), torch.zeros((), dtype=torch.int32)
-    reduce_adamw_cpu(random_state(FORMS[0], numel, 0), received, own, cpu_step(numel), bad=bad)
-    assert bad == 0
+    received, own, bad = random_grad(numel, 0), random_grad(numel, 1), torch.zeros((), dtype=torch.int32)
     received[place] = own[place] = worst
     reduce_adamw_cpu(random_state(FORMS[0], numel, 0), received, own, cpu_step(numel), bad=bad)
     assert bad == 1
+
+
+def test_a_sum_that_is_large_in_all_is_not_bad():
+    """The sum over a chunk, by which most chunks are found to be good, overflows here."""
+    grad, bad = torch.full((64,), 1e38), torch.zeros((), dtype=torch.int32)
+    reduce_adamw_cpu(random_state(FORMS[0], 64, 0), grad, grad, cpu_step(64), bad=bad)
+    assert bad == 0
 
 
 @by_form
