@@ -70,19 +70,6 @@ def test_a_step_does_not_wait(no_waiting, lr):
     assert [optimizer.state[param]["step"].item() for param in params] == [4, 4, 4, 4, 4, 4]
 
 
-def test_the_first_step_has_the_bits_of_torch_fused():
-    """`beta^1` needs no power."""
-    flat, params = make_params()
-    twin = nn.Parameter(flat.clone())
-    set_grads(flat, params)
-    twin.grad = torch.zeros_like(flat)
-    for param in params:
-        twin.grad[param.storage_offset() :][: param.numel()] = param.grad
-    AdamW(params, **HYPER).step()
-    torch.optim.AdamW([twin], **HYPER, fused=True).step()
-    assert_same(flat, twin.data)
-
-
 def test_with_the_flag_nothing_changes():
     flat, params = make_params()
     optimizer = AdamW(params, **HYPER)
