@@ -18,7 +18,7 @@ from shardlite_kernels import (
     split_reference,
 )
 
-from tests.kernels.bits import assert_same_bits
+from tests.kernels.bits import assert_same_bits, pairs
 
 CPU = torch.device("cpu")
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -52,6 +52,13 @@ def random_state(form, numel, seed):
     generator = torch.Generator().manual_seed(seed)
     param, exp_avg, exp_avg_sq = torch.randn(3, numel, generator=generator)
     return state_of(form, param, exp_avg * 0.1, (exp_avg_sq * 0.1) ** 2)
+
+
+def awkward(numel=1003):
+    """Numbers that are hard to round: a weight, its moments, and a gradient."""
+    param, grad = pairs(numel, seed=3)
+    exp_avg, exp_avg_sq = (tensor.roll(7) for tensor in pairs(numel, seed=4))
+    return param, exp_avg, exp_avg_sq.abs(), grad
 
 
 def random_grad(numel, seed, dtype=torch.float32):

@@ -26,7 +26,6 @@ from tests.kernels.adamw_cases import (
 )
 from tests.kernels.bits import assert_same_bits
 
-LENGTHS = [0, 1, 1027, CHUNK, CHUNK + 1, 2 * CHUNK + 37]
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
 
 
@@ -63,19 +62,15 @@ def assert_all_same(got, expected):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+ALIKE = [(dtype, dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("dtype", "grad"), [*ALIKE, (torch.float32, torch.bfloat16), (torch.float32, torch.float16)])
 @pytest.mark.parametrize("numel", [1024, 1027, CHUNK + 1])
-def test_cpu_tensors_get_the_bits_of_torch_fused(dtype, numel):
+def test_cpu_tensors_get_the_bits_of_torch_fused(dtype, grad, numel):
+    """Narrow gradients are widened."""
     torch.manual_seed(0)
-    param, grads = torch.randn(numel).to(dtype), torch.randn(3, numel).to(dtype)
-    assert_all_same(steps(adamw_cpu, param, grads), fused_twin(param, grads))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients_are_widened(dtype):
-    torch.manual_seed(0)
-    numel = 300_000  # more than one chunk
-    param, grads = torch.randn(numel), torch.randn(2, numel).to(dtype)
+    param, grads = torch.randn(numel).to(dtype), torch.randn(3, numel).to(grad)
     assert_all_same(steps(adamw_cpu, param, grads), fused_twin(param, grads))
 
 
@@ -159,12 +154,6 @@ def test_the_reference_of_a_sum_adds_in_fp32(form):
     own[5] = float("inf")
     reduce_adamw_reference(mine, received, own, mixed_table(70), divisor=3, bad=bad)
     assert bad == 1
-
-
-def test_nothing_to_step():
-    state = new_state(torch.empty(0))
-    adamw_cpu(state, torch.empty(0), CpuStep(number=1, hyper=HYPER))
-    assert state.param.numel() == 0
 
 
 # Errors

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
@@ -19,6 +18,7 @@ from tests.support.internals import context
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.residual import WIDTH, net, square
 from tests.support.models.small import LanguageModel, MixedDtypes, with_lora
+from tests.support.transports.played_symmetric import Launches
 from tests.support.twins.sharded import (
     Loss,
     Pair,
@@ -138,30 +138,17 @@ def test_decay_may_warm_up(group):
 # ---- what it costs --------------------------------------------------------------------------------------------------
 
 
-class Count(TorchDispatchMode):
-    """Counts the calls of operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.stages(0, 3)
 @pytest.mark.ranks(1, 2)
 def test_an_update_is_one_call_on_the_arena(group, stage):
     """Of each unit's, where the averages are those of a part of the parameters."""
     model = ShardLite(LanguageModel(), group=group, stage=stage)
     average = EMA(model)
-    with Count() as count:
+    with Launches() as found:
         average.update()
     parts = group.size() if stage in (1, 2) else 1
     averages, parameters = (model.memory()[name] for name in ("averages", "parameters"))
-    assert count.calls == {"lerp_": len(model.unit_names) if parts > 1 else 1}
+    assert found.names == ["lerp_"] * (len(model.unit_names) if parts > 1 else 1)
     assert averages.now == averages.peak == parameters.now // parts
     del average
     gc.collect()

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models.residual import WIDTH, Block
+from tests.support.models.residual import WIDTH, Block, net
 from tests.support.twins.sharded import Pair, Turn, trained
 
 Run = Callable[[Callable[..., Any], Turn], Tensor]
@@ -36,11 +36,6 @@ def on_sequences(model: Callable[..., Any], turn: Turn) -> Tensor:
     """[B, T, D]. The seed is for dropout."""
     torch.manual_seed(turn.generator().initial_seed())
     return model(rows(turn, 3, 4)).square().mean()
-
-
-def blocks(make: Callable[[], nn.Module], count: int = 3) -> Callable[[], nn.Module]:
-    """Make a model of several of these, each a unit."""
-    return lambda: nn.Sequential(*(make() for _ in range(count)))
 
 
 class First(nn.Module):
@@ -193,21 +188,22 @@ class Case:
 
 LAYERS = {
     "LSTM-layers-dropout": Case(
-        blocks(lambda: First(nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)), 2), on_sequences
+        partial(net, 2, lambda: First(nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True))), on_sequences
     ),
     "LSTM-bidirectional-projected": Case(
-        blocks(lambda: First(nn.LSTM(WIDTH, 12, proj_size=8, bidirectional=True, batch_first=True)), 2), on_sequences
+        partial(net, 2, lambda: First(nn.LSTM(WIDTH, 12, proj_size=8, bidirectional=True, batch_first=True))),
+        on_sequences,
     ),
-    "LSTMCell": Case(blocks(Stepwise), on_sequences),
+    "LSTMCell": Case(partial(net, 3, Stepwise), on_sequences),
     "GRU-packed-sequences": Case(Packed, on_sequences),
-    "MultiheadAttention": Case(blocks(partial(SelfAttention, dropout=0.2)), on_sequences),
-    "MultiheadAttention-kdim-vdim": Case(blocks(CrossAttention), on_sequences),
-    "ParameterList-ParameterDict": Case(blocks(ListsAndDicts)),
-    "weights-read-by-the-parent": Case(blocks(ReadsItsChildren)),
+    "MultiheadAttention": Case(partial(net, 3, partial(SelfAttention, dropout=0.2)), on_sequences),
+    "MultiheadAttention-kdim-vdim": Case(partial(net, 3, CrossAttention), on_sequences),
+    "ParameterList-ParameterDict": Case(partial(net, 3, ListsAndDicts)),
+    "weights-read-by-the-parent": Case(partial(net, 3, ReadsItsChildren)),
     "shared-modules": Case(Siblings),
     "EmbeddingBag": Case(partial(Bags, sparse=False), on_ids),
     "EmbeddingBag-sparse-gradients": Case(partial(Bags, sparse=True), on_ids),
-    "convolutions": Case(blocks(Convolutions)),
+    "convolutions": Case(partial(net, 3, Convolutions)),
 }
 
 
@@ -276,7 +272,7 @@ class Recomputed(nn.Module):
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         self.outside = ListsAndDicts()
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.blocks = net()
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -290,7 +286,7 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.blocks = net()
         self.pool = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -381,7 +377,7 @@ def twice_cached(model: Callable[..., Any], turn: Turn) -> Tensor:
 @pytest.mark.ways((2, 3))
 def test_reparametrised_weights_train_like_the_twins(group: Any, name: str, stage: int) -> None:
     """What a rank's power iterations know is its own."""
-    pair = Pair(blocks(REPARAMETRISED[name]), group, stage=stage)
+    pair = Pair(partial(net, 3, REPARAMETRISED[name]), group, stage=stage)
     for loss in (on_rows, twice_cached):
         pair.step(loss, ("local", "step"), clip=0.01)
     pair.evaluate(on_rows)
@@ -405,7 +401,7 @@ class Normed(nn.Module):
 def test_batch_norm_statistics(group: Any, stage: int, buffers: str) -> None:
     """Statistics are rank 0's when a forward begins, or each rank has those of its own batches."""
     for momentum in (0.1, None):
-        pair = trained(blocks(partial(Normed, momentum)), on_rows, group, stage=stage, buffers=buffers)
+        pair = trained(partial(net, 3, partial(Normed, momentum)), on_rows, group, stage=stage, buffers=buffers)
         pair.evaluate(on_rows)
         statistics = dict(pair.model.named_buffers())["0.norm.running_mean"]
         gathered = [torch.empty_like(statistics) for _ in range(torch.distributed.get_world_size(group))]

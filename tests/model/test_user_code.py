@@ -8,6 +8,7 @@ Legend: `B` rows of a batch, `D` width.
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,12 +186,12 @@ class Saving(nn.Module):
 def test_a_function_that_keeps_a_view_of_a_weight_is_right_and_reported(group: Any, stage: int) -> None:
     """Reported at stage 3, where it costs memory, and right at every stage."""
     with pytest.warns(EscapedViewWarning, match="outlived") if stage == 3 else nullcontext():
-        trained(lambda: nn.Sequential(*(Quantised() for _ in range(4))), on_rows, group, stage=stage)
+        trained(partial(net, 4, Quantised), on_rows, group, stage=stage)
 
 
 @pytest.mark.ways((2, 3))
 def test_a_function_that_saves_weights_for_backward(group: Any, stage: int) -> None:
-    trained(lambda: nn.Sequential(*(Saving() for _ in range(4))), on_rows, group, stage=stage)
+    trained(partial(net, 4, Saving), on_rows, group, stage=stage)
 
 
 # ---- function transforms ------------------------------------------------------------------------------------------
@@ -228,14 +229,10 @@ class TakesSlopes(Block):
         return vmap(grad(lambda row: torch.tanh(self.inner(row)).sum()))(x)
 
 
-def blocks(kind: type[nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(kind() for _ in range(3)))
-
-
 @pytest.mark.ways((2, 3))
 def test_vmap_and_functional_call_inside_a_forward(group: Any, stage: int) -> None:
     for kind in (ByRows, CallsFunctionally, Adapts):
-        trained(blocks(kind), on_rows, group, stage=stage)
+        trained(partial(net, 3, kind), on_rows, group, stage=stage)
 
     def around(model: Model, turn: Turn) -> Tensor:
         module = model.module
@@ -261,8 +258,8 @@ def test_functional_call_of_a_unit_with_other_tensors_is_an_error(group: Any, st
 def test_func_grad_inside_a_forward_works_below_stage_3(group: Any, stage: int) -> None:
     """PyTorch has no function transforms of differentiation under saved-tensor hooks (stage 3)."""
     if stage < 3:
-        trained(blocks(TakesSlopes), on_rows, group, stage=stage)
+        trained(partial(net, 3, TakesSlopes), on_rows, group, stage=stage)
         return
-    model = ShardLite(blocks(TakesSlopes)(), group=group, stage=stage)
+    model = ShardLite(net(3, TakesSlopes), group=group, stage=stage)
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         on_rows(model, Turn(0, 0, 0))

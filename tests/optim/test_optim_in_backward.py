@@ -14,32 +14,39 @@ from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, p
 by_state = pytest.mark.parametrize("state", FORMATS)
 
 
-def everything(model, optimizer):
-    """Weights and states, by the index of the parameter."""
-    return {"weights": [param.data for param in model.parameters()], **optimizer.state_dict()["state"]}
+def pair(**options):
+    """A model with an ordinary optimizer, and its twin with one that steps in the backward."""
+    models = small_model(), small_model()
+    optimizers = [
+        AdamW(model.parameters(), **HYPER, in_backward=in_backward, **options)
+        for model, in_backward in zip(models, (False, True), strict=True)
+    ]
+    return tuple(zip(models, optimizers, strict=True))
 
 
-def check_both(run, make=small_model, groups=None, **options):
-    """Check that `run(model, optimizer)` gives the same bits in the backward and without. Return those that did it in
-    the backward.
-    """
-    outcomes = []
-    for in_backward in (False, True):
-        model = make()
-        params = model.parameters() if groups is None else groups(model)
-        optimizer = AdamW(params, **HYPER, in_backward=in_backward, **options)
-        run(model, optimizer)
-        outcomes.append(everything(model, optimizer))
-    assert outcomes[0].keys() == outcomes[1].keys()
-    assert_same(outcomes[1], outcomes[0])
-    return model, optimizer
+def compared(act, **options):
+    """Run `act(model, optimizer)` with either kind of optimizer, and compare; return both runs."""
+    runs = pair(**options)
+    for model, optimizer in runs:
+        act(model, optimizer)
+    assert_same_runs(*runs)
+    return runs
+
+
+def assert_same_runs(*runs):
+    (model, optimizer), (twin, twin_optimizer) = runs
+    assert_same(list(twin.parameters()), list(model.parameters()))
+    mine, theirs = (o.state_dict()["state"] for o in (optimizer, twin_optimizer))
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        assert_same(theirs[key], mine[key])
 
 
 @pytest.mark.parametrize("max_update", [None, 0.5])
 @by_state
 def test_the_bits_are_those_of_ordinary_steps(state, max_update):
-    run = check_both(lambda *each: train(*each, range(5)), state=state, max_update=max_update)
-    assert all(param.grad is None for param in run[0].parameters())
+    runs = compared(lambda *run: train(*run, range(5)), state=state, max_update=max_update)
+    assert all(param.grad is None for param in runs[1][0].parameters())
 
 
 def test_weights_are_new_and_gradients_gone_before_step():
@@ -68,7 +75,7 @@ def test_step_without_a_backward_does_nothing():
 
 
 def test_zero_grad_may_be_called_anywhere():
-    def run(model, optimizer):
+    def act(model, optimizer):
         for seed in range(3):
             loss_of(model, seed).backward()
             optimizer.zero_grad() if optimizer.in_backward else None
@@ -76,7 +83,7 @@ def test_zero_grad_may_be_called_anywhere():
             optimizer.zero_grad()
             model.zero_grad()
 
-    check_both(run)
+    compared(act)
 
 
 def test_a_second_backward_before_step_is_refused():
@@ -92,7 +99,7 @@ def test_a_second_backward_before_step_is_refused():
 
 
 def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
-    def run(model, optimizer):
+    def act(model, optimizer):
         for seed in range(0, 6, 2):
             with accumulating(model.parameters()):
                 loss_of(model, seed).backward()
@@ -101,13 +108,13 @@ def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
             optimizer.step()
             optimizer.zero_grad()
 
-    check_both(run)
+    compared(act)
 
 
 def test_two_backwards_of_different_parameters_are_one_step():
     """Each of two heads in a backward of its own, as after a forward of both."""
 
-    def run(heads, optimizer):
+    def act(heads, optimizer):
         for seed in range(3):
             x = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed))
             heads[0](x).square().sum().backward()
@@ -115,7 +122,7 @@ def test_two_backwards_of_different_parameters_are_one_step():
             optimizer.step()
             optimizer.zero_grad()
 
-    check_both(run)
+    compared(act)
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
@@ -132,7 +139,7 @@ def test_what_is_not_finite_is_an_error_of_step(state, worst):
 
 
 def test_a_closure_has_its_backward_inside():
-    def run(model, optimizer):
+    def act(model, optimizer):
         for seed in range(3):
 
             def closure(seed=seed):
@@ -143,31 +150,35 @@ def test_a_closure_has_its_backward_inside():
 
             assert optimizer.step(closure).item() > 0
 
-    check_both(run)
+    compared(act)
 
 
 def test_schedulers_and_groups():
-    def run(model, optimizer):
+    runs = []
+    for in_backward in (False, True):
+        model = small_model()
+        groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters(), "lr": 0.3}]
+        optimizer = AdamW(groups, **HYPER, in_backward=in_backward)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for seed in range(4):
             train(model, optimizer, [seed])
             scheduler.step()
-
-    def groups(model):
-        return [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters(), "lr": 0.3}]
-
-    check_both(run, groups=groups)
+        runs.append((model, optimizer))
+    assert_same_runs(*runs)
 
 
 def test_a_group_that_is_added_later_is_stepped_too():
-    def run(model, optimizer):
+    runs = []
+    for in_backward in (False, True):
+        model = small_model()
+        optimizer = AdamW(model[0].parameters(), **HYPER, in_backward=in_backward)
         train(model, optimizer, [0])
         optimizer.add_param_group({"params": model[2].parameters()})
         model.zero_grad()
         train(model, optimizer, [1, 2])
-
-    model, _ = check_both(run, groups=lambda model: model[0].parameters())
-    assert all(param.grad is None for param in model.parameters())
+        runs.append((model, optimizer))
+    assert_same_runs(*runs)
+    assert all(param.grad is None for param in runs[1][0].parameters())
 
 
 class Tied(nn.Module):
@@ -182,54 +193,54 @@ class Tied(nn.Module):
         return torch.tanh(x @ self.weight) @ self.weight.T
 
 
-def tied():
-    model = Tied()
-    place_shards(list(model.parameters()))
-    return model
-
-
 @by_state
 def test_a_parameter_that_is_used_twice_is_stepped_once_by_the_sum(state):
-    def run(model, optimizer):
+    models = Tied(), Tied()
+    for model in models:
+        place_shards(list(model.parameters()))
+    for model, in_backward in zip(models, (False, True), strict=True):
+        optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=in_backward)
         train(model, optimizer, range(3))
         assert optimizer.state[model.weight]["step"].item() == 3.0
         assert_same(model.unused.data, torch.ones(5))
-        # In the backward it has a state, of zeros: what a backward brings is not known when the step begins.
-        assert (model.unused in optimizer.state) == optimizer.in_backward
-        optimizer.state.pop(model.unused, None)
-
-    check_both(run, make=tied, state=state)
+    assert_same(models[1].weight, models[0].weight)
+    # It has a state, of zeros: what a backward brings is not known when the step begins.
+    assert optimizer.state[models[1].unused]["step"].item() == 0.0
 
 
 def test_frozen_parameters_are_left_alone_until_they_are_trained():
-    def run(model, optimizer):
+    def act(model, optimizer):
         model[0].requires_grad_(False)
         frozen = copy.deepcopy(model[0].weight)
         train(model, optimizer, range(2))
         assert_same(model[0].weight.data, frozen.data)
         model[0].requires_grad_(True)
         train(model, optimizer, range(2, 4))
-        assert optimizer.state[model[0].weight]["step"].item() == 2.0
 
-    check_both(run)
+    runs = compared(act)
+    assert runs[1][1].state[runs[1][0][0].weight]["step"].item() == 2.0
 
 
 @by_state
 def test_parameters_of_an_arena(state):
-    def run(model, optimizer):
-        optimizer.zero_grad()
+    arenas = make_arena(), make_arena()
+    for arena, in_backward in zip(arenas, (False, True), strict=True):
+        for param in arena.params:
+            param.grad = None
+        optimizer = AdamW(arena.params, **HYPER, state=state, in_backward=in_backward)
         for seed in range(4):
             torch.manual_seed(seed)
-            sum((param * torch.randn_like(param)).sum() for param in model).backward()
+            sum((param * torch.randn_like(param)).sum() for param in arena.params).backward()
             optimizer.step()
             optimizer.zero_grad()
-
-    check_both(run, make=lambda: nn.ParameterList(make_arena().params), state=state)
+    for mine, theirs in zip(arenas[1].params, arenas[0].params, strict=True):
+        assert_same(mine.data, theirs.data)
 
 
 @by_state
 def test_a_state_dict_goes_on_in_another_optimizer_of_either_kind(state):
-    expected, _ = check_both(lambda *each: train(*each, range(6)), state=state)
+    expected, _ = pair(state=state)
+    train(*expected, range(6))
     for first, second in ((True, False), (False, True)):
         model = small_model()
         optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=first)
@@ -239,4 +250,4 @@ def test_a_state_dict_goes_on_in_another_optimizer_of_either_kind(state):
         continued = AdamW(other.parameters(), state=state, in_backward=second)
         continued.load_state_dict(optimizer.state_dict())
         train(other, continued, range(3, 6))
-        assert_same(list(other.parameters()), list(expected.parameters()))
+        assert_same(list(other.parameters()), list(expected[0].parameters()))

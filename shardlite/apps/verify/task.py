@@ -53,6 +53,11 @@ class Task:
         return dist.get_world_size(self.group)
 
     @property
+    def parts(self) -> int:
+        """Number of parts of a global batch with order="tree"."""
+        return 2 * self.world_size
+
+    @property
     def casts(self) -> bool:
         """Whether weights, inputs or outputs are cast, so that plain PyTorch computes other numbers."""
         return (self.precision.compute, self.precision.output) != (None, None)

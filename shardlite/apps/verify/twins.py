@@ -4,9 +4,10 @@
     replicated     plain twins, whose gradients are averaged in the simplest way, or in ring order
     data_parallel  by `torch.nn.parallel.DistributedDataParallel`
     one_process    rank 0 alone, on the batches of all ranks
+    elastic        by ShardLite with order="tree", on different numbers of ranks
     survey, exact  no training, only the first step: each rank separately, and in fp64
 
-The first two compute as `Precision` says, the others in the model's own dtypes.
+`sharded`, `replicated` and `elastic` compute as `Precision` says, the others in the model's own dtypes.
 
 Legend: `W` ranks.
 """
@@ -16,6 +17,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
@@ -26,12 +30,17 @@ from torch.optim import Optimizer
 
 from shardlite.apps.verify.plain import Mean, PaddedAdamW, Twin, simple_mean
 from shardlite.apps.verify.task import Batch, Task, doubled, joined_batch, mean_loss
+from shardlite.checkpoint import load, save
 from shardlite.comm import all_gather_json
+from shardlite.config import Route
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
 from shardlite.params import as_they_are
 
+_CLIP = 1.0
+
 Gradients: TypeAlias = Mapping[str, Tensor | None]
+Weights: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Record:
     gradients: Gradients
     """Whole gradients of the first step, averaged over the ranks; `None` where no rank used a parameter."""
 
-    weights: Mapping[str, Tensor]
+    weights: Weights
     """Whole parameters and floating-point buffers after the last step."""
 
 
@@ -128,6 +137,30 @@ def one_process(task: Task, *, join: bool) -> Record:
     return _train_in_torch(task, module, loss)
 
 
+def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
+    """Train with order="tree" on 1, 2, 4, ... ranks, and on fewer and fewer of them. Collective.
+
+    The ranks of a smaller run are the first ones; the others wait for them.
+
+    Returns:
+        The whole parameters of each run by its number of ranks, those of the run whose number of ranks changed, and
+        its numbers of ranks. Only rank 0 has parameters.
+    """
+    counts = [1 << i for i in range(task.world_size.bit_length())]
+    made = {count: dist.new_group(range(count)) for count in counts}  # to be called by ranks outside, too
+    groups = {count: group if task.rank < count else None for count, group in made.items()}
+    path = counts[::-1][: task.steps]
+    edges = [i * task.steps // len(path) for i in range(len(path) + 1)]
+    fixed = {count: _train_parts(task, groups[count], range(task.steps), None) for count in counts}
+    changing: Weights = {}
+    with TemporaryDirectory() as own:
+        folder = Path(all_gather_json(task.group, own, "a folder")[0])
+        for count, (start, stop) in zip(path, pairwise(edges), strict=True):
+            changing = _train_parts(task, groups[count], range(start, stop), folder)
+            all_gather_json(task.group, None, "a run on fewer ranks")  # the folder is of use until here
+    return fixed, changing, path
+
+
 def survey(task: Task) -> Survey:
     """Run the first step on each rank separately: with `Precision`, in the model's own dtypes, and in fp64."""
     twin = _twin(task, simple_mean)
@@ -188,6 +221,28 @@ def _train_in_torch(task: Task, module: nn.Module, loss: Callable[[int], Tensor]
         return value
 
     return _train(task, optimizer, run, lambda: _gradients(_trainable(module)), module.state_dict)
+
+
+def _train_parts(task: Task, group: dist.ProcessGroup | None, steps: range, folder: Path | None) -> Weights:
+    """Train on the ranks of a group from what is in a folder, and save there. Return the parameters, on rank 0."""
+    if group is None:
+        return {}
+    route = Route(order="tree", parts=task.parts)
+    options: dict[str, Any] = {"units": task.units, "precision": task.precision, "route": route}
+    model = ShardLite(task.model(), group=group, buffers="own", **options)
+    optimizer = AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+    if folder is not None and steps.start:
+        load(folder, model, optimizer)
+    for step in steps:
+        for part in model.parts(step, seed=task.seed):
+            model(*task.make_batch(step, part)).backward()
+        model.clip_grad_norm_(_CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    if folder is not None:
+        save(folder, model, optimizer)
+    names = {name for name, _ in model.named_parameters()}
+    return {name: value for name, value in model.full_state_dict(rank=0).items() if name in names}
 
 
 def _backward(loss: Tensor) -> Tensor:

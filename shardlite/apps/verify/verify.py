@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite.apps.tables import aligned
-from shardlite.apps.verify import elastic as elastic_runs
 from shardlite.apps.verify import twins
 from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.apps.verify.plain import ring_mean, simple_mean
@@ -163,7 +162,7 @@ def verify(
         group=group,
     )
     if elastic:
-        elastic_runs.check(task)
+        _check_elastic(task)
     with torch.random.fork_rng(devices=[]):
         rows = list(_compare_elastic(task)) if elastic else []
         rows = [*_compare_all(task), *rows]
@@ -205,22 +204,37 @@ def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: tw
     yield from _compare(ours, opponent, twins.one_process(task, join=join), bounds)
 
 
+def _check_elastic(task: Task) -> None:
+    """Check that there is a tree over the ranks, and that some of them can make a group.
+
+    Raises:
+        LayoutError: their number is no power of two, or they are not all of the program.
+    """
+    if task.world_size.bit_count() != 1:
+        raise LayoutError(f"verify(elastic=True) compares powers of two of ranks, got {task.world_size} ranks")
+    if task.world_size != dist.get_world_size():
+        raise LayoutError(
+            f"verify(elastic=True) makes groups of ranks, for which PyTorch calls all {dist.get_world_size()} of the "
+            f"program: leave group=None, instead of a group of {task.world_size}"
+        )
+
+
 def _compare_elastic(task: Task) -> Iterator[ReportRow]:
     """Compare runs on fewer ranks with that on all of them, on rank 0: a row, and one for the run that changed."""
-    runs = elastic_runs.train(task)
+    fixed, changing, path = twins.elastic(task)
     if task.rank > 0:
         return
-    opponent = f"itself, order='tree', {runs.parts} parts"
-    ours = runs.fixed[task.world_size]
+    opponent = f"itself, order='tree', {task.parts} parts"
+    ours = fixed[task.world_size]
 
     def against(theirs: Mapping[str, Tensor], where: str) -> ReportRow:
         label = f"weight {{!r}} after step {task.steps} {where}"
         return _row(opponent, where, label, [ours, theirs], same_bits)
 
-    others = [against(theirs, f"on {_ranks(count)}") for count, theirs in runs.fixed.items()]
-    yield replace(_worst(others, who=""), quantity=f"on {', '.join(map(str, runs.fixed))} ranks")
-    if len(runs.path) > 1:
-        yield against(runs.changing, f"from {' to '.join(map(str, runs.path))} ranks")
+    others = [against(theirs, f"on {_ranks(count)}") for count, theirs in fixed.items()]
+    yield replace(_worst(others, who=""), quantity=f"on {', '.join(map(str, fixed))} ranks")
+    if len(path) > 1:
+        yield against(changing, f"from {' to '.join(map(str, path))} ranks")
 
 
 def _plain(task: Task) -> str:

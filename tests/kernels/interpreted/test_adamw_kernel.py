@@ -4,13 +4,25 @@ from itertools import pairwise
 
 import pytest
 import torch
-from shardlite_kernels import FORMATS, State, Table, adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
+from shardlite_kernels import (
+    FORMATS,
+    State,
+    Table,
+    adamw,
+    adamw_reference,
+    add_rows_adamw,
+    add_rows_adamw_reference,
+    reduce_adamw,
+    reduce_adamw_reference,
+    use_triton,
+)
 
 from tests.kernels.adamw_cases import (
     FORMS,
     HYPER,
     INACTIVE,
     assert_same_state,
+    awkward,
     groups,
     mixed_table,
     one_row,
@@ -19,7 +31,7 @@ from tests.kernels.adamw_cases import (
     state_of,
 )
 from tests.kernels.all_pairs import all_pairs
-from tests.kernels.bits import assert_same_bits, pairs
+from tests.kernels.bits import assert_same_bits
 
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 20_005  # more than one program; neither whole groups nor a multiple of 16
@@ -126,12 +138,6 @@ def test_what_is_not_active_stays(weights, moments, unscale, flag):
     assert_same_bits(same, grad)
 
 
-def awkward(numel=1003):
-    param, grad = pairs(numel, seed=3)
-    exp_avg, exp_avg_sq = (tensor.roll(7) for tensor in pairs(numel, seed=4))
-    return param, exp_avg, exp_avg_sq.abs(), grad
-
-
 @pytest.mark.usefixtures("fused")
 @by_pairs(["unscale", "weight_decay"], [False, True], [0.0, 0.1])
 def test_awkward_numbers(weights, moments, unscale, weight_decay):
@@ -160,10 +166,37 @@ def test_one_bad_element_is_seen(place, worst):
     assert assert_reduce_adamw_is_the_reference(state, received, own, mixed_table(NUMEL), 2)[1]
 
 
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("form", "count", "first"),
+    [
+        *((form, 3, 1) for form in FORMS),
+        *((FORMS[0], *each) for each in ((1, 0), (2, 0), (8, 7), (70, 3), (8, None), (128, None))),
+    ],
+)
+def test_add_rows_adamw(dtype, form, count, first):
+    numel = 1003
+    rows = torch.stack([random_grad(numel, seed, dtype) for seed in range(count)])
+    mine, theirs = (random_state(form, numel, 0) for _ in range(2))
+    my_bad, their_bad = torch.zeros(2, dtype=torch.int32)
+    add_rows_adamw(mine, rows, mixed_table(numel), divisor=count, first=first, bad=my_bad)
+    add_rows_adamw_reference(theirs, rows, mixed_table(numel), divisor=count, first=first, bad=their_bad)
+    assert_same_state(mine, theirs)
+    assert my_bad == their_bad == 0
+
+
 def test_a_flag_that_is_up_stays_up():
-    state, grad, bad = random_state(FORMS[0], 40, 0), random_grad(40, 0), torch.ones((), dtype=torch.int32)
-    reduce_adamw(state, grad, grad, one_row(40), bad=bad)
+    state, rows, bad = random_state(FORMS[0], 64, 0), torch.ones(3, 64), torch.zeros((), dtype=torch.int32)
+    rows[1, 5] = float("inf")
+    add_rows_adamw(state, rows, mixed_table(64), divisor=3, bad=bad)
     assert bad == 1
+    reduce_adamw(state, rows[0], rows[0], one_row(64), bad=bad)
+    assert bad == 1
+
+
+def test_cpu_tensors_are_interpreted_here():
+    assert use_triton(torch.empty(1))
 
 
 @pytest.mark.parametrize("hyper", [HYPER._replace(weight_decay=0.0), HYPER._replace(lr=0.0)])
@@ -203,7 +236,7 @@ def test_a_nan_is_not_limited(form):
 
 @by_form
 def test_nothing_is_written_beyond_the_end(form):
-    """Seventeen elements in the middle of buffers that are full of something else."""
+    """Seventeen elements in the middle of buffers that are full of something else, and none at all."""
     rest = random_state(form, 96, 5)
     buffers, grad = rest.clone(), torch.full((96,), 7.0)
     part = buffers.part(32, 49)
@@ -211,6 +244,7 @@ def test_nothing_is_written_beyond_the_end(form):
     for tensor, value in zip(part.tensors(), inside.tensors(), strict=True):
         tensor.copy_(value)
     adamw(part, grad[32:49], one_row(17, grad_scale=2.0), unscale=True)
+    reduce_adamw(buffers.part(0, 0), grad[:0], grad[:0], one_row(0))
     assert (part.weight() != inside.weight()).all()
     assert (grad[32:49] == 3.5).all()
     assert (torch.cat([grad[:32], grad[49:]]) == 7).all()
@@ -255,15 +289,6 @@ def test_what_is_random_depends_on_the_key_and_the_position(moments):
         assert_same_bits(other.exp_avg, outcomes[0].exp_avg)
         differing = (other.exp_avg_sq != outcomes[0].exp_avg_sq).float().mean()
         assert 0.2 < differing < 0.5  # a third, if both are uniform: 2 * the integral of x * (1 - x)
-
-
-@by_form
-def test_nothing_to_step(form):
-    empty = torch.empty(0)
-    state = state_of(form, empty, empty, empty)
-    adamw(state, empty, one_row(0))
-    reduce_adamw(state, empty, empty, one_row(0))
-    assert state.param.numel() == 0
 
 
 def test_rows_may_be_many():

@@ -32,13 +32,13 @@ from tests.support.transports.symmetric_training import STEPS
 from tests.support.twins.plain import RECIPES, Recipe, of
 from tests.support.twins.sharded import slow
 
-# A twin takes the same kernels for its whole parameters: PyTorch's operator has other bits (kernels/README.md).
-BY_KERNELS = {
-    "by-kernels": Recipe(
-        of(AdamW, lr=0.02, weight_decay=0.1),
-        twin=lambda params: AdamW(place_shards(list(params)), lr=0.02, weight_decay=0.1),
-    )
-}
+
+def whole(params):
+    """Step whole parameters by the kernels, as shards of one rank: PyTorch's operator has other bits."""
+    return AdamW(place_shards(list(params)), lr=0.02, weight_decay=0.1)
+
+
+BY_KERNELS = {"by-kernels": Recipe(of(AdamW, lr=0.02, weight_decay=0.1), twin=whole)}
 
 
 @contextmanager

@@ -21,8 +21,8 @@ class Block(nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
-def net(count: int = 3) -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(count)))
+def net(count: int = 3, make: Callable[[], nn.Module] = Block) -> nn.Sequential:
+    return nn.Sequential(*(make() for _ in range(count)))
 
 
 def batch() -> Tensor:

@@ -96,7 +96,7 @@ class Cluster:
         self.timeout = seconds(timeout)
         self._worlds = [_World(servers, size) for size in sizes]
 
-    def run(self, body: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, body: Callable[..., Any], world_size: int, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `body(group, *args, **kwargs)` on the first `world_size` ranks and return their results by rank.
 
         `body` is a top-level function. Arguments and results are pickled by value. All randomness is seeded alike.
@@ -106,16 +106,16 @@ class Cluster:
         """
         return self._results(self._call(_Task("group", body, args, kwargs), world_size))
 
-    def check(self, body: Callable[..., None], world_size: int, *args: Any, **kwargs: Any) -> None:
+    def check(self, body: Callable[..., None], world_size: int, /, *args: Any, **kwargs: Any) -> None:
         """Like `run`, for a body that asserts for itself on every rank, and so returns nothing."""
         assert self.run(body, world_size, *args, **kwargs) == [None] * world_size
 
-    def run_transport(self, body: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_transport(self, body: Callable[..., Any], world_size: int, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Like `run`, for a body that sees only a transport: `body(transport, *args, **kwargs)`."""
         return self._results(self._call(_Task("transport", body, args, kwargs), world_size))
 
     def failures(
-        self, body: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
+        self, body: Callable[..., Any], world_size: int, /, *args: Any, **kwargs: Any
     ) -> list[tuple[str, str] | None]:
         """Like `run`, for a body that should fail: return `(type name, message)` by rank, `None` where it did not.
 

@@ -78,7 +78,7 @@ def played(memory: PlayedMemory, timeout: timedelta = PATIENCE) -> SymmetricMemo
     return transport
 
 
-class _Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):
     """Records the operations that a GPU would run, by name: all but views and allocations."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Launches(TorchDispatchMode):
 
 def launches(transport: SymmetricMemoryTransport, call: Callable[[], object]) -> list[str]:
     """Return what `call` enqueues, in order."""
-    with _Launches() as found, patch.object(transport._memory, "before_barrier", lambda: found.names.append("barrier")):
+    with Launches() as found, patch.object(transport._memory, "before_barrier", lambda: found.names.append("barrier")):
         call()
     return found.names
 
