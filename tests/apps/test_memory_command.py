@@ -91,19 +91,19 @@ def on_cluster(cluster, monkeypatch, tmp_path):
 
 
 def check_rows(model: str, name: str) -> None:
-    """Compare rows of PyTorch's systems with the rules. Those of ShardLite are `test_plan_memory.py`'s subject."""
+    """Compare rows that `bench.footprint` has measured with the predictions, which are bounds for ShardLite."""
     predictor = Predictor(source_of(WORKLOADS[model]), progress=lambda _: None)
     rows = [json.loads(line) for line in (RESULTS / f"footprint-{name}.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if SYSTEMS[row["system"]].setting is None and "deepspeed" not in row["system"]]
-    assert len(rows) >= 7
+    rows = [row for row in rows if "deepspeed" not in row["system"]]
+    assert len(rows) >= 17
     for row in rows:
-        assert row["tensor_bytes"] == pytest.approx(
-            predictor.bounds(row["system"], SYSTEMS[row["system"]], row["ranks"])[1], rel=0.01
-        ), row
+        least, most = predictor.bounds(row["system"], SYSTEMS[row["system"]], row["ranks"])
+        assert 0.99 * least <= row["tensor_bytes"] <= 1.01 * most, row
 
 
-def test_other_systems_hold_what_their_rules_say():
-    check_rows("mlp", "mlp-2ranks")
+@pytest.mark.parametrize(("model", "name"), [("mlp", "mlp-2ranks"), ("gpt", "gpt-4ranks")])
+def test_systems_hold_what_is_predicted(model, name):
+    check_rows(model, name)
 
 
 @pytest.mark.slow
@@ -112,7 +112,6 @@ def test_other_systems_hold_what_their_rules_say():
     [
         ("mlp", "mlp-4ranks"),
         ("gpt", "gpt-2ranks"),
-        ("gpt", "gpt-4ranks"),
         ("gpt2", "gpt2-2ranks"),
         ("gpt2-6", "gpt2-6-4ranks"),
     ],

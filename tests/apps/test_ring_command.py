@@ -2,7 +2,6 @@
 
 import re
 import struct
-import sys
 from textwrap import dedent
 
 import pytest
@@ -310,17 +309,6 @@ def test_the_sums_of_eight_ranks_fit_into_their_cells(algorithm, node, tmp_path,
     assert min(sizes) >= (8 if algorithm == "ring" else 4)  # points
 
 
-@pytest.mark.parametrize("name", ["missing/ring.png", "."])
-def test_an_image_that_cannot_be_written(name, tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
-    with pytest.raises(SystemExit) as stopped:
-        main(["ring", "--ranks=2", "--png", str(tmp_path / name)])
-    assert stopped.value.code == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert str(tmp_path) in error
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -339,14 +327,3 @@ def test_a_png_that_cannot_be_written(tmp_path, capsys, path, words):
     assert not printed.out
     assert f"--png {tmp_path / path}" in printed.err
     assert words in printed.err
-
-
-def test_without_matplotlib_the_remedy_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit) as stopped:
-        main(["ring", "--png", str(tmp_path / "ring.png")])
-    assert stopped.value.code == 2
-    assert "--png needs matplotlib, which is not installed; pip install 'shardlite[demo]'" in capsys.readouterr().err
-    assert not (tmp_path / "ring.png").exists()
