@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardlite.apps.demo.report import Point, Progress
 from shardlite.model import ShardLite
@@ -40,17 +40,7 @@ class Step:
     seconds: float
 
 
-class Log(Protocol):
-    """Where the values of each step go."""
-
-    def write(self, step: int, values: Values) -> None:
-        """Write the values of a step. They are in the file when this returns, or soon."""
-
-    def close(self) -> None:
-        """End the file."""
-
-
-def open_log(kind: str, folder: Path, *, after: int) -> Log:
+def open_log(kind: str, folder: Path, *, after: int) -> CSVLog | TensorBoardLog:
     """Open the log of a run in its folder. What an earlier process wrote of steps behind `after` is dropped."""
     folder.mkdir(parents=True, exist_ok=True)
     return CSVLog(folder / "log.csv", after) if kind == "csv" else TensorBoardLog(folder / "tensorboard", after)
@@ -109,7 +99,7 @@ class TensorBoardLog:
 class Watcher:
     """Shows the steps of a run, and logs them. Rank 0 has one."""
 
-    def __init__(self, model: ShardLite, progress: Progress, log: Log | None) -> None:
+    def __init__(self, model: ShardLite, progress: Progress, log: CSVLog | TensorBoardLog | None) -> None:
         self._model, self._progress, self._log = model, progress, log
         self._sent = self._traffic()
 
