@@ -190,29 +190,6 @@ def test_systems_that_are_not_installed_are_left_out_of_all_and_an_error_by_name
     assert "--systems 'deepspeed1': no_such_package is not installed; pip install no_such" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (["--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--batch", "0"], "--batch must be at least 1, got 0"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--json", "nowhere/rows.jsonl"], "--json nowhere/rows.jsonl: there is no folder"),
-        (["--plots", __file__], "is a file; a folder is needed"),
-        (["--timeline", "nowhere/step.png"], "there is no folder"),
-        (["--timeline", "step.png", "--ranks", "1", "2"], "--timeline takes one number of --ranks, got 2"),
-        (["--master", "split24"], 'master="split24" keeps weights as bf16'),
-        (["--timeline", "step.png", "--model", f"{HERE}:Broken"], "no such layer"),
-        (["--model", "no-such-model"], "is no preset, no file and no module:name"),
-    ],
-)
-def test_wrong_options(wrong, words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["memory", "--model", f"{HERE}:Own", "--inputs", f"{HERE}:batch", *wrong])
-    assert stopped.value.code == 2
-    assert words in capsys.readouterr().err
-
-
 def test_ranks_are_started_by_the_command_alone(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -226,29 +226,6 @@ def test_the_page_says_whose_bits_they_are(world_size):
             assert told.group(1) == known
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks=0"], "--ranks is 0; pictures are made for 1 to 64 ranks"),
-        (["--ranks=65"], "--ranks is 65; pictures are made for 1 to 64 ranks"),
-        (["--ranks=two"], "argument --ranks: invalid int value: 'two'"),
-        (["--algorithm=tree"], "argument --algorithm: invalid choice: 'tree'"),
-        (["--operation=all-reduce"], "argument --operation: invalid choice: 'all-reduce'"),
-        (["--algorithm=hierarchical"], "--algorithm hierarchical needs --node: ranks per node, a divisor of 4"),
-        (["--algorithm=hierarchical", "--node=3"], "hierarchical: nodes of 3 ranks do not divide a world of 4"),
-        (["--algorithm=hierarchical", "--node=0"], "hierarchical: nodes of 0 ranks do not divide a world of 4"),
-        (["--node=2"], "ring: nodes of 2 ranks; only 'hierarchical' knows nodes"),
-    ],
-)
-def test_wrong_input(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["ring", *arguments])
-    assert stopped.value.code == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert message in error
-
-
 # ---- the image ------------------------------------------------------------------------------------------------------
 
 IMAGES = [

@@ -155,31 +155,6 @@ def test_choices_are_those_of_the_library():
     assert set(settings.OPTIMIZERS) == {"adamw", *(f"torch.{name}" for name in elementwise)}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--master", "split24"],
-            "master split24 keeps weights as bf16 and 8 bits more: it takes precision bf16, got fp32",
-        ),
-        (
-            ["--optimizer", "torch.SGD", "--state", "int8"],
-            "state is int8, which takes the optimizer adamw; got torch.SGD",
-        ),
-        (
-            ["--optimizer", "torch.SGD", "--precision", "bf16", "--master", "split24"],
-            "master is split24, which takes the optimizer adamw; got torch.SGD",
-        ),
-        (["--optimizer", "torch.SGD", "--in-backward"], "in_backward is true, which takes the optimizer adamw"),
-        (["--precision", "fp16", "--in-backward"], "in_backward does not go with precision fp16"),
-        (["--optimizer", "torch.Muon"], "invalid choice: 'torch.Muon'"),
-        (["--save-every", "0"], "save_every must be positive, got 0"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused_before_any_rank_starts(refused, options, message):
-    assert message in refused(*options)
-
-
 def test_settings_reach_the_model_and_the_optimizer():
     compact = Settings(precision="bf16", reduce="bf16", master="split24", activation_checkpointing=True)
     precision = train.precision_of_run(compact)
