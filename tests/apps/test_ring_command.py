@@ -131,7 +131,7 @@ def test_the_frames_are_what_the_schedule_means(operation, algorithm, world_size
 
 def test_many_ranks_are_shown_by_one():
     page = text(all_gather("bidirectional", 12))
-    assert "All ranks do not fit here. This is what rank 0 does" in page
+    assert "Not all ranks fit here. This is what rank 0 does" in page
     assert dedent(TWO_PARTS) in page
     assert "rank 0 " in text(all_gather("bidirectional", 4))
 
@@ -156,7 +156,7 @@ def test_what_rank_0_has_of_many_segments():
 
 def test_long_sums_are_told_below_the_tables():
     page = text(reduce_scatter("hierarchical", 8, node=4), 4)
-    assert "\nend: the sums that are told below\n" in page
+    assert "\nend: see the sums below\n" in page
     assert "  segment 0         5 + 6 + 7 + 4 + (1 + 2 + 3 + 0)\n" in page
     assert "6..1 is 6+7+0+1." not in page
 
@@ -167,10 +167,10 @@ def test_eight_ranks_fit_into_80_columns(monkeypatch, capsys):
     narrow = capsys.readouterr().out
     assert "6..1 is 6+7+0+1." in narrow
     assert "\nrank 7 |[1..7]|  .   |  .   |  .   |  .   |  .   |  .   |  7   |  0 -> rank 0\n" in narrow
-    assert "All ranks do not fit here" not in narrow
+    assert "Not all ranks fit here" not in narrow
     monkeypatch.setenv("COLUMNS", "70")
     assert main(["ring", "--ranks=8"]) == 0
-    assert "All ranks do not fit here" in capsys.readouterr().out
+    assert "Not all ranks fit here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ def add_train(commands: Any) -> None:
 def add_gpt(parser: ArgumentParser, size: str) -> None:
     """Add the options of the model, of which `size` is the default."""
     add_options(
-        parser.add_argument_group("model", "A size by name, of which each number can be changed."), {"@gpt": {}}
+        parser.add_argument_group("model", "A size by name; the other options change single numbers of it."),
+        {"@gpt": {}},
     )
     parser.set_defaults(size=size)
 

@@ -39,7 +39,7 @@ def read_options(path: Path, parser: ArgumentParser, *, without: tuple[str, ...]
 
 def _read(path: Path) -> Mapping[str, Any]:
     if sys.version_info < (3, 11):
-        raise ValueError(f"{path}: files of options take Python 3.11 or newer, this is {sys.version.split()[0]}")
+        raise ValueError(f"{path}: option files require Python 3.11 or newer, this is {sys.version.split()[0]}")
     tomllib: Any = import_module("tomllib")  # Python 3.10, which the library runs on, has none
     try:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -51,9 +51,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _checked(path: Path, known: Mapping[str, Action], key: str, value: Any) -> tuple[str, Any]:
     if key not in known:
         near = get_close_matches(key, known, n=1)
-        remedy = f"; do you mean {near[0]!r}?" if near else ""
-        remedy = "; options stand at the top, in no table" if isinstance(value, dict) else remedy
-        raise ValueError(f"{path}: there is no option {key!r}, got {_toml(value)}{remedy}")
+        remedy = f"; did you mean {near[0]!r}?" if near else ""
+        remedy = "; options must be at the top level" if isinstance(value, dict) else remedy
+        raise ValueError(f"{path}: unknown option {key!r}, got {_toml(value)}{remedy}")
     action = known[key]
     wanted: Any = bool if action.nargs == 0 else action.type or str
     if not _is(value, wanted):

@@ -39,7 +39,7 @@ def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
 def _check(options: Namespace) -> None:
     """Raise a `ValueError` if there is no schedule, or none that can be shown."""
     if not 1 <= options.ranks <= _MOST_RANKS:
-        raise ValueError(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
+        raise ValueError(f"--ranks is {options.ranks}; it must be from 1 to {_MOST_RANKS}")
     if options.algorithm == "hierarchical" and options.node is None:
         raise ValueError(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
     check_file("--png", options.png)
