@@ -67,7 +67,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ([*MEMORY, "--model", "no-such-model"], "is no preset, no file and no module:name"),
         (
             ["train", "--master", "split24"],
-            "master split24 keeps weights as bf16 and 8 bits more: it requires precision bf16, got fp32",
+            "master split24 keeps weights as bf16 and 8 bits more: requires precision bf16, got fp32",
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--state", "int8"],
