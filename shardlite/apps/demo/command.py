@@ -1,4 +1,4 @@
-"""`shardlite train` on the command line, and the options of a GPT that `shardlite verify` has, too."""
+"""`shardlite train` on the command line, and the options of a GPT, which `shardlite verify` shares."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def add_gpt(parser: ArgumentParser, size: str) -> None:
 
 
 def settings_of(options: Namespace) -> Settings:
-    """Return the settings of a command line. What the command has no option for keeps its default.
+    """Return the settings of a command line. Settings without an option keep their defaults.
 
     Raises:
         ValueError: a number is out of its range.
@@ -63,10 +63,10 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
 
 
 def with_config(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> Namespace:
-    """Return the options, with those of `--config` instead of defaults.
+    """Return the options, with the values of `--config` as defaults.
 
     Raises:
-        ValueError: the file has an option that there is not, or a value that it does not take.
+        ValueError: the file has an unknown option or an invalid value.
         OSError: the file cannot be read.
     """
     if options.config is None:
@@ -76,7 +76,7 @@ def with_config(parser: ArgumentParser, options: Namespace, arguments: Sequence[
 
 
 def check_log(kind: str | None) -> None:
-    """Check that what writes a log is installed.
+    """Check that the package that writes the log is installed.
 
     Raises:
         ValueError: the message says what to install.
@@ -88,10 +88,9 @@ def check_log(kind: str | None) -> None:
 
 
 def check_begin(settings: Settings, options: Namespace) -> None:
-    """Check that `--resume` finds a checkpoint, and that a new run does not begin where another one is saved.
+    """Check that `--resume` finds a checkpoint, and that a new run does not overwrite another one.
 
-    A folder that `--checkpoints` names may be empty or not. Ranks that torchrun starts again after a failure go on in
-    any case.
+    With `--checkpoints` the folder may be empty or not. Ranks that torchrun restarts after a failure always resume.
 
     Raises:
         ValueError: the message says which option to give or to leave out.

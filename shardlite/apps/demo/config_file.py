@@ -1,4 +1,4 @@
-"""Options of a command line from a TOML file, whose keys are the names of the options.
+"""Read options of a command from a TOML file. Its keys are the names of the options.
 
 steps = 500
 save-every = 50
@@ -16,15 +16,15 @@ from typing import Any
 
 
 def read_options(path: Path, parser: ArgumentParser, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values of a file by the names that a parsed command line has for them.
+    """Return the values of a file by their names in the parsed command line.
 
     Args:
         path: the file.
-        parser: of the command, which knows the options.
-        without: options that a file cannot have.
+        parser: the parser of the command.
+        without: options that are not allowed in a file.
 
     Raises:
-        ValueError: it is no TOML, or has a key that is no option, or a value that the option does not take.
+        ValueError: the file is not TOML, or has an unknown key or an invalid value.
         OSError: the file cannot be read.
     """
     options = {
@@ -73,7 +73,7 @@ def _is(value: object, wanted: Any) -> bool:
 
 
 def _toml(value: object) -> str:
-    """Return a value as it stands in the file."""
+    """Format a value as in the file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
