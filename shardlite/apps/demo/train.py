@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.log import Step, Reporter, open_log
+from shardlite.apps.demo.log import Reporter, Step, open_log
 from shardlite.apps.demo.report import (
     Point,
     Progress,
