@@ -2,7 +2,7 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +28,27 @@ def add_import(commands: Any) -> None:
 def _inspect(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
     from shardlite.apps.inspect_checkpoint import inspect
 
-    try:
-        for line in inspect(options.path, check=not options.no_check, every=options.all):
-            print(line)
-    except CheckpointError as error:
-        print(f"shardlite: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return _print_lines(lambda: inspect(options.path, check=not options.no_check, every=options.all))
 
 
 def _export(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
     from shardlite.checkpoint import export_weights
 
     dtype = None if options.dtype is None else dtype_of(options.dtype)
-    return _convert(lambda: export_weights(options.path, options.out, dtype=dtype))
+    return _print_lines(lambda: export_weights(options.path, options.out, dtype=dtype))
 
 
 def _import(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
     from shardlite.checkpoint import import_weights
 
-    return _convert(lambda: [import_weights(options.path, options.out)])
+    return _print_lines(lambda: [import_weights(options.path, options.out)])
 
 
-def _convert(write: Callable[[], Sequence[Path]]) -> int:
-    """Print the paths that `write` returns."""
+def _print_lines(make: Callable[[], Iterable[str | Path]]) -> int:
+    """Print the lines that `make` returns. Print the error and return 1 if it raises a `CheckpointError`."""
     try:
-        print(*write(), sep="\n")
+        for line in make():
+            print(line)
     except CheckpointError as error:
         print(f"shardlite: {error}", file=sys.stderr)
         return 1

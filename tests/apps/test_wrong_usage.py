@@ -28,7 +28,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ([], "shardlite: error: the following arguments are required: COMMAND (see shardlite --help)"),
         (["--frob"], "COMMAND (see shardlite --help)"),
         (["frob"], "argument COMMAND: invalid choice: 'frob' (choose from"),
-        (["footprint"], "shardlite: error: there is no command footprint: use shardlite memory"),
         (["train", "--steps", "x"], "shardlite train: error: argument --steps: invalid int value: 'x'"),
         (["train", "--stage", "7"], "argument --stage: invalid choice: 7 (choose from"),
         (["train", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
