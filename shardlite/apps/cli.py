@@ -34,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
-    if arguments[:1] == ["footprint"]:
-        parser.error("there is no command footprint: use shardlite memory")
     options = parser.parse_args(arguments)
     status: int = options.run(options, arguments)
     return status

@@ -1,12 +1,14 @@
 """What commands share: options, their checks, and how wrong usage ends a command."""
 
+import json
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardlite.apps.demo.settings import LOGS, OPTIMIZERS, PRECISIONS, SIZES, TRANSPORTS
 from shardlite.apps.launch import world_size
 
 if TYPE_CHECKING:
@@ -23,29 +25,50 @@ ALGORITHMS = ("ring", "bidirectional", "direct", "hierarchical", "halving")
 MOST_RANKS = 4096  # of a plan
 
 
-def add_model(parser: ArgumentParser, *, example: str, batch: int) -> None:
-    """Add the options of `plan.source.find_source`, with a preset as an example and a default for `--batch`."""
-    group = parser.add_argument_group("model")
-    meaning = f"a preset ({example}), a Hugging Face config file, or module:name"
-    group.add_argument("--model", required=True, metavar="MODEL", help=meaning)
-    group.add_argument("--batch", type=int, default=batch, metavar="N", help=f"sequences per rank ({batch})")
-    group.add_argument("--context", type=int, metavar="N", help="tokens per sequence (the model's own)")
-    group.add_argument("--inputs", metavar="MODULE:NAME", help="function that returns a batch, for other inputs")
+_DESCRIBED = json.loads(Path(__file__).with_name("options.json").read_text())
+_NAMED: Mapping[str, Mapping[str, Any]] = {
+    "type": {"int": int, "float": float, "path": Path},
+    "action": {"switch": BooleanOptionalAction, "store_true": "store_true"},
+    "choices": {
+        **{"DTYPES": DTYPES, "STATES": STATES, "ALGORITHMS": ALGORITHMS},
+        **{"SIZES": SIZES, "OPTIMIZERS": OPTIMIZERS, "PRECISIONS": PRECISIONS, "TRANSPORTS": TRANSPORTS, "LOGS": LOGS},
+    },
+}
+"""Values that `options.json` has by name."""
 
 
-def add_training(group: Any) -> None:
-    """Add the options that are arguments of `ShardLite`, `Precision` and `AdamW`."""
-    group.add_argument("--state", choices=STATES, default="fp32", help="format of the moments (fp32)")
-    group.add_argument("--in-backward", action="store_true", help="step shards in the backward")
-    add_precision(group)
-    group.add_argument("--master", choices=("fp32", "split24"), default="fp32", help="format of the weights (fp32)")
-    group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units to gather ahead (1)")
+def add_command(
+    commands: Any, name: str, run: Callable[[ArgumentParser, Namespace, Sequence[str]], int], **defaults: Any
+) -> ArgumentParser:
+    """Add a command with the options that `options.json` describes, and return its parser.
+
+    Args:
+        commands: the subparsers of the program.
+        name: name of the command.
+        run: called with the parser, the parsed options and the whole command line; returns the exit status.
+        **defaults: values of options that are not given.
+    """
+    described = _DESCRIBED["commands"][name]
+    parser: ArgumentParser = commands.add_parser(name, help=described["help"], description=described["description"])
+    for title, group in described["groups"].items():
+        add_options(parser.add_argument_group(title, group.get("about")) if title else parser, group)
+    parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments), **defaults)
+    return parser
+
+
+def add_options(group: Any, described: Mapping[str, Any]) -> None:
+    """Add options to a parser or a group. `@name` stands for options that several commands have."""
+    for name, each in described.items():
+        if name.startswith("@"):
+            add_options(group, _DESCRIBED["shared"][name[1:]])
+        elif name != "about":  # the description of the group
+            named = {key: known[each[key]] for key, known in _NAMED.items() if isinstance(each.get(key), str)}
+            group.add_argument(name, **{**each, **named})
 
 
 def add_precision(group: Any) -> None:
     """Add the dtypes of `Precision` that `precision_of` reads."""
-    group.add_argument("--compute", choices=DTYPES, help="dtype of forward and backward (no casts)")
-    group.add_argument("--reduce", choices=DTYPES, default="fp32", help="dtype in which gradients are summed (fp32)")
+    add_options(group, {"@precision": {}})
 
 
 def dtype_of(name: str) -> "torch.dtype":

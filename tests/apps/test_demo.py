@@ -249,29 +249,6 @@ def test_a_sample_cannot_command_the_terminal():
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["train", "--stage", "4"], "invalid choice: 4"),
-        (["train", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
-        (["train", "--steps", "0"], "steps must be positive, got 0"),
-        (["train", "--lr", "nan"], "lr must be positive, got nan"),
-        (["train", "--seed", "-1"], "seed must not be negative, got -1"),
-        (["train", "--size", "tiny", "--heads", "5"], "multiple of twice the heads: width 64, heads 5"),
-        (["train", "--data", "/no/such/file"], "/no/such/file does not exist: give a text file or a folder"),
-        (["train", "--out", __file__], "File exists"),
-    ],
-)
-def test_wrong_usage_is_refused_before_any_rank_starts(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(launch, "launch", None)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_train_starts_itself_once_per_rank(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(launch, "launch", lambda *args, **options: started.append((args, options)) or 7)

@@ -52,14 +52,6 @@ def test_it_starts_itself_once_per_rank(monkeypatch):
     assert started == [(3, ["doctor", "--ranks", "3"])]
 
 
-def test_a_wrong_number_of_ranks_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "launch", None)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["doctor", "--ranks", "0"])
-    assert stopped.value.code == 2
-    assert "--ranks is 0" in capsys.readouterr().err
-
-
 def alters(group, what):
     """Try a transport whose messages do not arrive as they should."""
 

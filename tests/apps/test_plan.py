@@ -262,23 +262,6 @@ def test_the_picture_of_memory_has_the_numbers_of_the_table(tmp_path, monkeypatc
     assert sorted(drawn.values()) == sorted(map(list, zip(*table[place : place + 3], strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--card", "big"], "neither an amount (80GB, 24GiB) nor one of A100-80GB"),
-        (["--cluster", "mine"], "is not one of dgx-h100"),
-        (["--ranks", "0"], "1 to 4096 ranks"),
-        (["--master", "split24"], 'master="split24" keeps weights as bf16'),
-        (["--context", "0"], "--context must be at least 1, got 0"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run(*arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err.replace("\n", " ")
-
-
 def test_cards_are_names_or_amounts():
     assert memory_of("H100") == memory_of("80GB") == 80 * 10**9
     assert memory_of("1.5 GiB") == 3 * 2**29

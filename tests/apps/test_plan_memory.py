@@ -1,7 +1,6 @@
 """What a plan says that a rank holds, against ranks that train: to the byte where it is exact, and the peak."""
 
 import gc
-import json
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from shardlite_kernels import chunk_memory
 from torch import nn
 
-from bench.support.table import RESULTS
-from bench.support.workloads import WORKLOADS, WithLoss
+from bench.support.workloads import WithLoss
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import SIZES, GPTConfig
@@ -198,51 +196,3 @@ def test_every_format_at_every_stage(cluster, name, how, stage, ranks):
 @pytest.mark.parametrize(GRID, [*pairs(LARGE), ("GPT-2 small", "compact", 3, 2)])
 def test_large_models(cluster, name, how, stage, ranks):
     check_case(cluster, name, how, stage, ranks)
-
-
-SYSTEMS = {
-    **{f"stage{stage}": {"stage": stage} for stage in range(4)},
-    "in_backward": {"in_backward": True},
-    "in_backward, prefetch 0": {"in_backward": True, "prefetch": 0},
-    "bf16": {"precision": BF16},
-    "bf16, split24": {"precision": SPLIT},
-    "bf16, int8": {"precision": BF16, "state": "int8"},
-    "compact": {"precision": SPLIT, "state": "int8", "in_backward": True},
-}
-
-
-def check_rows(model: str, name: str) -> None:
-    """Compare every row that `bench.footprint` has measured, with reductions that ended when they did."""
-    workload = WORKLOADS[model]
-
-    def make() -> nn.Module:
-        return workload.make()
-
-    planner = Planner(Source(model, make, lambda: workload.draw(0, 0), workload.words))
-    rows = [json.loads(line) for line in (RESULTS / f"footprint-{name}.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["system"] in SYSTEMS]
-    assert rows
-    for row in rows:
-        plan = planner.plan(Setting(world_size=row["ranks"], on_gpu=False, **SYSTEMS[row["system"]]))
-        assert 0.99 * plan.at_least <= row["tensor_bytes"] <= 1.01 * plan.peak, row["system"]
-
-
-def test_measured_footprints_are_between_the_bounds():
-    check_rows("gpt", "gpt-4ranks")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("gpt", "gpt-2ranks"),
-        ("mlp", "mlp-2ranks"),
-        ("mlp", "mlp-4ranks"),
-        ("gpt2", "gpt2-2ranks"),
-        ("gpt2-6", "gpt2-6-4ranks"),
-    ],
-)
-def test_measured_footprints_of_other_models_are_between_the_bounds(model, name):
-    if model.startswith("gpt2"):
-        pytest.importorskip("transformers", reason="needs transformers: `make test-all` installs it")
-    check_rows(model, name)

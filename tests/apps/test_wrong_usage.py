@@ -2,9 +2,14 @@
 
 import pytest
 
+from shardlite.apps import launch
 from shardlite.apps.cli import COMMANDS, main
 
 NAMES = [add.__name__.removeprefix("add_") for add in COMMANDS]
+
+PLAN = ["plan", "--model", "demo-tiny", "--batch", "2"]
+OWN = "tests.apps.test_memory_command"
+MEMORY = ["memory", "--model", f"{OWN}:Own", "--inputs", f"{OWN}:batch"]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -13,7 +18,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert end.value.code == 2
     printed = capsys.readouterr()
     assert not printed.out
-    (line,) = printed.err.splitlines()
+    (line,) = [each for each in printed.err.splitlines() if not each.endswith(" ...")]  # progress
     return line
 
 
@@ -23,17 +28,66 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ([], "shardlite: error: the following arguments are required: COMMAND (see shardlite --help)"),
         (["--frob"], "COMMAND (see shardlite --help)"),
         (["frob"], "argument COMMAND: invalid choice: 'frob' (choose from"),
-        (["footprint"], "shardlite: error: there is no command footprint: use shardlite memory"),
         (["train", "--steps", "x"], "shardlite train: error: argument --steps: invalid int value: 'x'"),
         (["train", "--stage", "7"], "argument --stage: invalid choice: 7 (choose from"),
+        (["train", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
+        (["train", "--steps", "0"], "steps must be positive, got 0"),
+        (["train", "--lr", "nan"], "lr must be positive, got nan"),
+        (["train", "--seed", "-1"], "seed must not be negative, got -1"),
+        (["train", "--size", "tiny", "--heads", "5"], "multiple of twice the heads: width 64, heads 5"),
+        (["train", "--data", "/no/such/file"], "/no/such/file does not exist: give a text file or a folder"),
+        (["train", "--out", __file__], "File exists"),
         (["train", "--step"], "expected one argument (see shardlite train --help)"),
         (["ring", "--algorithm", "line"], "argument --algorithm: invalid choice: 'line' (choose from"),
-        (["ring", "--ranks", "65"], "--ranks is 65; pictures are made for 1 to 64 ranks (see shardlite ring --help)"),
+        (["ring", "--ranks", "65"], "--ranks is 65; it must be from 1 to 64 (see shardlite ring --help)"),
         (["plan"], "the following arguments are required: --model (see shardlite plan --help)"),
         (["plan", "--model", "frob"], "--model 'frob' is no preset, no file and no module:name; presets are gpt2,"),
+        ([*PLAN, "--card", "big"], "neither an amount (80GB, 24GiB) nor one of A100-80GB"),
+        ([*PLAN, "--cluster", "mine"], "is not one of dgx-h100"),
+        ([*PLAN, "--ranks", "0"], "1 to 4096 ranks"),
+        ([*PLAN, "--master", "split24"], 'master="split24" keeps weights as bf16'),
+        ([*PLAN, "--context", "0"], "--context must be at least 1, got 0"),
+        (["ring", "--ranks=0"], "--ranks is 0; it must be from 1 to 64"),
+        (["ring", "--operation=all-reduce"], "argument --operation: invalid choice: 'all-reduce'"),
+        (["ring", "--algorithm=hierarchical"], "--algorithm hierarchical needs --node: ranks per node, a divisor of 4"),
+        (["ring", "--algorithm=hierarchical", "--node=3"], "hierarchical: nodes of 3 ranks do not divide a world of 4"),
+        (["ring", "--algorithm=hierarchical", "--node=0"], "hierarchical: nodes of 0 ranks do not divide a world of 4"),
+        (["ring", "--node=2"], "ring: nodes of 2 ranks; only 'hierarchical' knows nodes"),
+        ([*MEMORY, "--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
+        ([*MEMORY, "--ranks", "0"], "--ranks must be at least 1, got 0"),
+        ([*MEMORY, "--batch", "0"], "--batch must be at least 1, got 0"),
+        ([*MEMORY, "--steps", "0"], "--steps must be at least 1, got 0"),
+        ([*MEMORY, "--json", "nowhere/rows.jsonl"], "--json nowhere/rows.jsonl: there is no folder"),
+        ([*MEMORY, "--plots", __file__], "is a file; a folder is needed"),
+        ([*MEMORY, "--timeline", "nowhere/step.png"], "there is no folder"),
+        ([*MEMORY, "--timeline", "step.png", "--ranks", "1", "2"], "--timeline takes one number of --ranks, got 2"),
+        ([*MEMORY, "--master", "split24"], 'master="split24" keeps weights as bf16'),
+        ([*MEMORY, "--timeline", "step.png", "--model", f"{OWN}:Broken"], "no such layer"),
+        ([*MEMORY, "--model", "no-such-model"], "is no preset, no file and no module:name"),
+        (
+            ["train", "--master", "split24"],
+            "master split24 keeps weights as bf16 and 8 bits more: requires precision bf16, got fp32",
+        ),
+        (
+            ["train", "--optimizer", "torch.SGD", "--state", "int8"],
+            "state is int8, which requires the optimizer adamw; got torch.SGD",
+        ),
+        (
+            ["train", "--optimizer", "torch.SGD", "--precision", "bf16", "--master", "split24"],
+            "master is split24, which requires the optimizer adamw; got torch.SGD",
+        ),
+        (
+            ["train", "--optimizer", "torch.SGD", "--in-backward"],
+            "in_backward is true, which requires the optimizer adamw",
+        ),
+        (["train", "--precision", "fp16", "--in-backward"], "in_backward does not go with precision fp16"),
+        (["train", "--optimizer", "torch.Muon"], "invalid choice: 'torch.Muon'"),
+        (["train", "--save-every", "0"], "save_every must be positive, got 0"),
+        (["doctor", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
     ],
 )
-def test_wrong_usage_is_one_line(capsys, arguments, words):
+def test_wrong_usage_is_one_line_and_starts_no_rank(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(launch, "launch", None)
     assert words in refusal(capsys, *arguments)
 
 

@@ -159,7 +159,7 @@ def test_the_version_is_that_of_the_package():
         ("memory --model gpt2 --systems fsdp3", "--systems 'fsdp3' is not one of 'activations'"),
         ("memory --model gpt2 --json nowhere/rows.jsonl", "there is no folder"),
         ("ring --algorithm star", "invalid choice: 'star'"),
-        ("ring --ranks 65", "--ranks is 65; pictures are made for 1 to 64 ranks"),
+        ("ring --ranks 65", "--ranks is 65; it must be from 1 to 64"),
         ("report nowhere", "nowhere"),
         ("inspect", "the following arguments are required: PATH"),
         ("export a b --dtype fp8", "invalid choice: 'fp8'"),

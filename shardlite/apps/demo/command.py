@@ -1,113 +1,34 @@
-"""`shardlite train` on the command line, and the options of a GPT that `shardlite verify` has, too."""
+"""`shardlite train` on the command line, and the options of a GPT, which `shardlite verify` shares."""
 
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from shardlite.apps import launch
 from shardlite.apps.demo.config_file import read_options
-from shardlite.apps.demo.settings import LOGS, OPTIMIZERS, PRECISIONS, SIZES, TRANSPORTS, Settings
-from shardlite.apps.options import DTYPES, STATES, started_ranks, usage_errors
+from shardlite.apps.demo.settings import SIZES, Settings
+from shardlite.apps.options import add_command, add_options, started_ranks, usage_errors
 
 
 def add_train(commands: Any) -> None:
     """Add `shardlite train` to the commands."""
-    parser: ArgumentParser = commands.add_parser(
-        "train",
-        help="train a small GPT on text, sharded over processes of this machine",
-        description="Train a byte-level GPT on text, sharded over the ranks. Starts the ranks itself, or is started by"
-        " torchrun. Prints the loss, the memory held beside that of plain data parallel, and some text by the model.",
-    )
-    parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments))
-    group = parser.add_argument_group("run")
-    group.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
-    group.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML file whose keys are names of options; those given here win"
-    )
-    for name, kind, metavar, meaning in (
-        ("steps", int, "N", "optimizer steps"),
-        ("batch", int, "N", "sequences per rank in one forward"),
-        ("accumulate", int, "N", "forwards and backwards per optimizer step"),
-        ("lr", float, "RATE", "highest learning rate"),
-        ("seed", int, "N", "decides the first weights and the batches"),
-        ("out", Path, "FOLDER", "where the loss curve, the log and the checkpoints go"),
-    ):
-        default = getattr(Settings, name)
-        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
-    group.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (the source of Python itself)")
-    group.add_argument("--log", choices=LOGS, help="write the values of each step to OUT/log.csv or OUT/tensorboard")
-    _add_saving(parser.add_argument_group("checkpoints"))
-    _add_training(parser.add_argument_group("training"))
-    add_gpt(parser, size="demo")
-
-
-def _add_saving(group: Any) -> None:
-    group.add_argument(
-        "--save-every",
-        type=int,
-        metavar="N",
-        help=f"save the run into OUT/checkpoints each N steps ({Settings.save_every}, where a run is saved)",
-    )
-    group.add_argument(
-        "--resume",
-        action=BooleanOptionalAction,
-        default=False,
-        help="go on from the newest checkpoint of the run in OUT",
-    )
-    group.add_argument(
-        "--checkpoints",
-        type=Path,
-        metavar="FOLDER",
-        help="save the run there instead, and go on from the newest checkpoint if there is one",
-    )
-    group.add_argument(
-        "--redundancy",
-        choices=("neighbour",),
-        help="copy the run into memory after each step, for ranks that start again (no copies)",
-    )
-    group.add_argument("--restarts", type=int, default=0, metavar="N", help="how often failed ranks start again (0)")
-
-
-def _add_training(group: Any) -> None:
-    group.add_argument(
-        "--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO: 0 shards nothing, 3 all (3)"
-    )
-    for name, choices, meaning in (
-        ("precision", PRECISIONS, "what forward and backward run in"),
-        ("reduce", tuple(DTYPES), "what gradients are summed in"),
-        ("master", ("fp32", "split24"), "format of the weights that are stepped"),
-        ("state", STATES, "format of the moments of adamw"),
-    ):
-        default = getattr(Settings, name)
-        group.add_argument(f"--{name}", choices=choices, default=default, help=f"{meaning} ({default})")
-    for name, names, meaning in (
-        ("optimizer", OPTIMIZERS, "adamw is ShardLite's"),
-        ("transport", TRANSPORTS, "how messages travel"),
-    ):
-        default, told = getattr(Settings, name), f"{meaning}: {', '.join(names)}"
-        group.add_argument(f"--{name}", choices=names, default=default, metavar="NAME", help=f"{told} ({default})")
-    for name, meaning in (
-        ("in-backward", "adamw steps in the backward, without clipping"),
-        ("activation-checkpointing", "recompute blocks in the backward"),
-    ):
-        group.add_argument(f"--{name}", action=BooleanOptionalAction, default=False, help=meaning)
+    defaults = {each.name: each.default for each in fields(Settings) if each.name not in ("gpt", "save_every")}
+    add_command(commands, "train", run, size="demo", **defaults)
 
 
 def add_gpt(parser: ArgumentParser, size: str) -> None:
     """Add the options of the model, of which `size` is the default."""
-    group = parser.add_argument_group("model", "A size by name, of which each number can be changed.")
-    group.add_argument("--size", choices=SIZES, default=size, help=f"({size})")
-    group.add_argument("--layers", type=int, metavar="N", help="blocks")
-    group.add_argument("--width", type=int, metavar="N", help="numbers that stand for one byte between the blocks")
-    group.add_argument("--heads", type=int, metavar="N", help="parts of the width that attend separately")
-    group.add_argument("--context", type=int, metavar="N", help="bytes that the model sees at once")
+    add_options(
+        parser.add_argument_group("model", "A size by name; the other options change single numbers of it."),
+        {"@gpt": {}},
+    )
+    parser.set_defaults(size=size)
 
 
 def settings_of(options: Namespace) -> Settings:
-    """Return the settings of a command line. What the command has no option for keeps its default.
+    """Return the settings of a command line. Settings without an option keep their defaults.
 
     Raises:
         ValueError: a number is out of its range.
@@ -142,10 +63,10 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
 
 
 def with_config(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> Namespace:
-    """Return the options, with those of `--config` instead of defaults.
+    """Return the options, with the values of `--config` as defaults.
 
     Raises:
-        ValueError: the file has an option that there is not, or a value that it does not take.
+        ValueError: the file has an unknown option or an invalid value.
         OSError: the file cannot be read.
     """
     if options.config is None:
@@ -155,7 +76,7 @@ def with_config(parser: ArgumentParser, options: Namespace, arguments: Sequence[
 
 
 def check_log(kind: str | None) -> None:
-    """Check that what writes a log is installed.
+    """Check that the package that writes the log is installed.
 
     Raises:
         ValueError: the message says what to install.
@@ -167,10 +88,9 @@ def check_log(kind: str | None) -> None:
 
 
 def check_begin(settings: Settings, options: Namespace) -> None:
-    """Check that `--resume` finds a checkpoint, and that a new run does not begin where another one is saved.
+    """Check that `--resume` finds a checkpoint, and that a new run does not overwrite another one.
 
-    A folder that `--checkpoints` names may be empty or not. Ranks that torchrun starts again after a failure go on in
-    any case.
+    With `--checkpoints` the folder may be empty or not. Ranks that torchrun restarts after a failure always resume.
 
     Raises:
         ValueError: the message says which option to give or to leave out.

@@ -1,4 +1,4 @@
-"""Options of a command line from a TOML file, whose keys are the names of the options.
+"""Read options of a command from a TOML file. Its keys are the names of the options.
 
 steps = 500
 save-every = 50
@@ -16,15 +16,15 @@ from typing import Any
 
 
 def read_options(path: Path, parser: ArgumentParser, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values of a file by the names that a parsed command line has for them.
+    """Return the values of a file by their names in the parsed command line.
 
     Args:
         path: the file.
-        parser: of the command, which knows the options.
-        without: options that a file cannot have.
+        parser: the parser of the command.
+        without: options that are not allowed in a file.
 
     Raises:
-        ValueError: it is no TOML, or has a key that is no option, or a value that the option does not take.
+        ValueError: the file is not TOML, or has an unknown key or an invalid value.
         OSError: the file cannot be read.
     """
     options = {
@@ -39,7 +39,7 @@ def read_options(path: Path, parser: ArgumentParser, *, without: tuple[str, ...]
 
 def _read(path: Path) -> Mapping[str, Any]:
     if sys.version_info < (3, 11):
-        raise ValueError(f"{path}: files of options take Python 3.11 or newer, this is {sys.version.split()[0]}")
+        raise ValueError(f"{path}: option files require Python 3.11 or newer, this is {sys.version.split()[0]}")
     tomllib: Any = import_module("tomllib")  # Python 3.10, which the library runs on, has none
     try:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -51,9 +51,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _checked(path: Path, known: Mapping[str, Action], key: str, value: Any) -> tuple[str, Any]:
     if key not in known:
         near = get_close_matches(key, known, n=1)
-        remedy = f"; do you mean {near[0]!r}?" if near else ""
-        remedy = "; options stand at the top, in no table" if isinstance(value, dict) else remedy
-        raise ValueError(f"{path}: there is no option {key!r}, got {_toml(value)}{remedy}")
+        remedy = f"; did you mean {near[0]!r}?" if near else ""
+        remedy = "; options must be at the top level" if isinstance(value, dict) else remedy
+        raise ValueError(f"{path}: unknown option {key!r}, got {_toml(value)}{remedy}")
     action = known[key]
     wanted: Any = bool if action.nargs == 0 else action.type or str
     if not _is(value, wanted):
@@ -73,7 +73,7 @@ def _is(value: object, wanted: Any) -> bool:
 
 
 def _toml(value: object) -> str:
-    """Return a value as it stands in the file."""
+    """Format a value as in the file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The values of each step while the run goes on: shown, and written into a CSV file or for TensorBoard."""
+"""Values of each step during the run: printed, and written to a CSV file or for TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardlite.apps.demo.report import Point, Progress
 from shardlite.model import ShardLite
@@ -26,7 +26,7 @@ Values = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has given, besides new weights."""
+    """Values of one step."""
 
     loss: float
     """Mean over ranks and batches, in nats per byte."""
@@ -40,24 +40,14 @@ class Step:
     seconds: float
 
 
-class Log(Protocol):
-    """Where the values of each step go."""
-
-    def write(self, step: int, values: Values) -> None:
-        """Write the values of a step. They are in the file when this returns, or soon."""
-
-    def close(self) -> None:
-        """End the file."""
-
-
-def open_log(kind: str, folder: Path, *, after: int) -> Log:
-    """Open the log of a run in its folder. What an earlier process wrote of steps behind `after` is dropped."""
+def open_log(kind: str, folder: Path, *, after: int) -> CSVLog | TensorBoardLog:
+    """Open the log of a run in its folder. Rows that an earlier process wrote for steps after `after` are dropped."""
     folder.mkdir(parents=True, exist_ok=True)
     return CSVLog(folder / "log.csv", after) if kind == "csv" else TensorBoardLog(folder / "tensorboard", after)
 
 
 class CSVLog:
-    """A file with a row per step, which can be read while the run goes on."""
+    """A CSV file with a row per step. It can be read during the run."""
 
     def __init__(self, path: Path, after: int) -> None:
         kept = _rows_up_to(path, after) if after else []
@@ -102,26 +92,26 @@ class TensorBoardLog:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the log."""
         self._writer.close()
 
 
-class Watcher:
-    """Shows the steps of a run, and logs them. Rank 0 has one."""
+class Reporter:
+    """Prints and logs the steps of a run. Only rank 0 has one."""
 
-    def __init__(self, model: ShardLite, progress: Progress, log: Log | None) -> None:
+    def __init__(self, model: ShardLite, progress: Progress, log: CSVLog | TensorBoardLog | None) -> None:
         self._model, self._progress, self._log = model, progress, log
         self._sent = self._traffic()
 
     def show(self, step: Step, point: Point) -> None:
-        """Tell of a step that is over, and of its point of the loss curve."""
+        """Print and log a finished step and its point of the loss curve."""
         held = sum(each.now for each in self._model.memory().values())
         self._progress.show(point, held)
         if self._log is not None:
             self._log.write(point.step, self._values(step, point, held))
 
     def close(self) -> None:
-        """End the line, and the log."""
+        """End the progress line and close the log."""
         self._progress.end()
         if self._log is not None:
             self._log.close()

@@ -51,13 +51,8 @@ class Progress:
         first: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._steps, self._bytes_per_step, self._out, self._first, self._clock = (
-            steps,
-            bytes_per_step,
-            out,
-            first,
-            clock,
-        )
+        self._steps, self._bytes_per_step, self._out = steps, bytes_per_step, out
+        self._first, self._clock = first, clock
         self._begin = self._printed = clock()
         self._validation: str | None = None
         self._is_open = False

@@ -148,11 +148,11 @@ class Settings:
         for name, wanted in (("state", "fp32"), ("master", "fp32"), ("in_backward", False)):
             if getattr(self, name) != wanted and not ours:
                 raise ValueError(
-                    f"{name} is {_told(getattr(self, name))}, which takes the optimizer adamw; got {self.optimizer}"
+                    f"{name} is {_told(getattr(self, name))}, which requires the optimizer adamw; got {self.optimizer}"
                 )
         if self.master == "split24" and self.precision != "bf16":
             raise ValueError(
-                f"master split24 keeps weights as bf16 and 8 bits more: it takes precision bf16, got {self.precision}"
+                f"master split24 keeps weights as bf16 and 8 bits more: requires precision bf16, got {self.precision}"
             )
         if self.in_backward and self.precision == "fp16":
             raise ValueError("in_backward does not go with precision fp16, whose gradients are scaled: take bf16")

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.log import Step, Watcher, open_log
+from shardlite.apps.demo.log import Reporter, Step, open_log
 from shardlite.apps.demo.report import (
     Point,
     Progress,
@@ -162,7 +162,7 @@ def _resume(run: Run) -> tuple[list[Point], int]:
 
 @contextmanager
 def _notice_of_the_end(run: Run) -> Iterator[Event]:
-    """Yield an event that SIGTERM sets, by which schedulers announce the end, if the run can be saved then."""
+    """Yield an event that SIGTERM sets, if the run saves checkpoints. Schedulers send SIGTERM before they end a job."""
     asked = Event()
     if run.settings.checkpoints is None or current_thread() is not main_thread():
         yield asked
@@ -175,7 +175,7 @@ def _notice_of_the_end(run: Run) -> Iterator[Event]:
 
 
 def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
-    """Copy the run into memory, if it is to, and save a checkpoint, if one is due or the run `ends`."""
+    """Copy the run into memory if that is enabled. Save a checkpoint if one is due or the run `ends`."""
     settings, step = run.settings, len(curve)
     if settings.checkpoints is None:
         return
@@ -192,22 +192,22 @@ def _scaling(run: Run) -> dict[str, torch.amp.GradScaler]:
 
 
 def _learn(run: Run, curve: list[Point], drawn: int) -> Footprint | None:
-    """Take the steps that are left, and extend the curve. One of the first runs under a meter.
+    """Take the remaining steps and extend the curve. Measure the memory of one of the first.
 
-    `drawn` is how many sequences were drawn before, by any number of ranks: these draw the next ones.
+    `drawn` is the number of sequences drawn so far, by any number of ranks.
     """
     first, settings = len(curve), run.settings
     with ExitStack() as until_the_end:
         asked = until_the_end.enter_context(_notice_of_the_end(run))
-        watcher = None
+        reporter = None
         if run.rank == 0:
             progress = Progress(settings.steps, _sequences_per_step(run) * settings.gpt.context, first=first)
             log = None if settings.log is None else open_log(settings.log, settings.out, after=first)
-            watcher = until_the_end.enter_context(closing(Watcher(run.model, progress, log)))
-        return _take_steps(run, curve, drawn, asked, watcher)
+            reporter = until_the_end.enter_context(closing(Reporter(run.model, progress, log)))
+        return _take_steps(run, curve, drawn, asked, reporter)
 
 
-def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, watcher: Watcher | None) -> Footprint | None:
+def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, reporter: Reporter | None) -> Footprint | None:
     first, steps, footprint = len(curve), run.settings.steps, None
     run.model.traffic()  # on a GPU time counts from here
     for step in range(first, steps):
@@ -219,8 +219,8 @@ def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, watcher:
         if step == first:
             track_state(run.model.ledger, run.optimizer)
         curve.append(Point(step + 1, taken.loss, _validate(run) if _is_validation_due(step, steps) else None))
-        if watcher is not None:
-            watcher.show(taken, curve[-1])
+        if reporter is not None:
+            reporter.show(taken, curve[-1])
         ends = run.settings.checkpoints is not None and _mean_over_ranks(asked.is_set()) > 0
         _save(run, curve, drawn, ends=ends)
         if ends:
@@ -249,7 +249,7 @@ def _step(run: Run, step: int, drawn: int) -> Step:
 
 
 def _clip(run: Run) -> float:
-    """Clip the gradients, and return their norm before."""
+    """Clip the gradients, and return their norm before clipping."""
     run.scaler.unscale_(run.optimizer)
     return run.model.clip_grad_norm_(MAX_NORM).item()
 
@@ -304,7 +304,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, 
 
 
 def _show_sample(run: Run) -> None:
-    """Generate text with the whole model on rank 0, which it fits on."""
+    """Generate text on rank 0 with the full model, which fits on one rank."""
     weights = run.model.full_state_dict(rank=0)
     if run.rank != 0:
         return

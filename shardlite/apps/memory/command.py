@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlite.apps.launch import world_size
 from shardlite.apps.memory import OWN
-from shardlite.apps.options import add_model, add_training, check_file, check_folder, check_numbers, usage_errors
+from shardlite.apps.options import add_command, check_file, check_folder, check_numbers, usage_errors
 from shardlite.apps.plan.presets import check_model
 
 SYSTEMS = (
@@ -17,47 +17,10 @@ SYSTEMS = (
 )
 """Names in `systems.py`, which imports PyTorch."""
 
-DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
-"""Systems of a run in which none are named."""
-
 
 def add_memory(commands: Any) -> None:
     """Add `shardlite memory` to the commands."""
-    parser: ArgumentParser = commands.add_parser(
-        "memory",
-        help="measure the memory of a training step of your model in ShardLite, FSDP2, DDP and others",
-        description="Train a model for a few steps on CPU ranks of this machine, in one system after the other, and"
-        " print the peak tensor bytes of a rank, predicted and measured. With --process, also measure what processes"
-        " hold. With --timeline, show one step by purpose instead, beside FSDP2's. If a system fails, its error is"
-        " printed, the others are still measured, and the exit status is 1.",
-    )
-    parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments))
-    add_model(parser, example="gpt2", batch=1)
-    group = parser.add_argument_group("run")
-    group.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="numbers of processes (2)")
-    group.add_argument(
-        "--systems",
-        nargs="+",
-        default=list(DEFAULT),
-        metavar="NAME",
-        help=f"({' '.join(DEFAULT)}); `all` for all whose packages are installed",
-    )
-    group = parser.add_argument_group(
-        "ShardLite", f"The system `{OWN}`. It is added to the others if one of these options is given."
-    )
-    group.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="(3)")
-    add_training(group)
-    group = parser.add_argument_group("output")
-    group.add_argument("--process", action="store_true", help="also measure what processes hold; requires Linux")
-    group.add_argument("--steps", type=int, default=3, metavar="N", help="steps in which processes are sampled (3)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the rows, one JSON object a line")
-    group.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots; needs matplotlib")
-    group.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help=f"print one step of `{OWN}` by purpose, and draw it as a PNG beside FSDP2's; needs matplotlib",
-    )
+    parser = add_command(commands, "memory", run, batch=1)
     parser.add_argument("--row", type=Path, help=SUPPRESS)  # what a rank writes
 
 

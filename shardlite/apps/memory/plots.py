@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#777777")
 _MARKERS = "os^Dv<>Ph"
 
-_PURPOSES = {
-    "parameters": STYLES["weights"],
-    "optimizer state": STYLES["optimizer"],
-    "gradients": STYLES["gradients"],
-    "gradient buckets": STYLES["buckets"],
-    "gather buffers": STYLES["gathered"],
-    "idle shared memory": ("#D55E00", "++"),
-}
+_OWN_PARTS = ("weights", "optimizer", "gradients", "buckets", "gathered")
+_PURPOSES = {**{COLUMNS[title][0]: STYLES[title] for title in _OWN_PARTS}, "idle shared memory": ("#D55E00", "++")}
 _OTHERS, _NO_ACCOUNT = "other purposes", "tensors of systems without memory()"
 _ON_THEIR_WAY, _NOT_IN_TENSORS = "activations, gradients not in a bucket", "not in tensors"
 _PARTS = {
@@ -53,16 +47,8 @@ _NUMBERED = 0.05
 _DARK = ("#0072B2", "#009E73", "#333333")
 """Colours on which numbers are white."""
 
-_AREAS = {
-    "weights": "parameters",
-    "optimizer": "optimizer state",
-    "other": "buffers, staging, chunks of a step",
-    "gradients": "gradients",
-    "buckets": "gradient buckets",
-    "gathered": "gather buffers",
-    "activations": "activations, gradients not in a bucket",
-}
-"""Columns of a plan from the bottom up, and their names in a timeline."""
+_AREAS = ("weights", "optimizer", "other", "gradients", "buckets", "gathered", "activations")
+"""Columns of a plan from the bottom up, as a timeline stacks them."""
 
 _READABLE = 30  # phases whose units can be named each
 
@@ -214,7 +200,8 @@ def _dateless(file: Path) -> dict[str, None]:
 def _stack(axes: Axes, ours: Timeline) -> None:
     """Draw an area for each purpose on top of those before."""
     places, below = ours.places(), [0.0] * len(ours.totals)
-    for title, label in _AREAS.items():
+    for title in _AREAS:
+        label = _ON_THEIR_WAY if title == "activations" else ", ".join(COLUMNS[title])
         colour, hatch = STYLES[title]
         sizes = [sum(each.get(purpose, 0) for purpose in COLUMNS[title]) / 2**20 for each in ours.purposes]
         above = [a + b for a, b in zip(below, sizes, strict=True)]

@@ -162,41 +162,6 @@ def zero_optimizer(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
     return optimizer
 
 
-def deepspeed_engine(
-    model: nn.Module,
-    units: Sequence[nn.Module],
-    optimizer: Optimizer,
-    *,
-    stage: int,
-    accumulation: int = 1,
-    max_norm: float | None = None,
-) -> Any:
-    """Return DeepSpeed's engine on the default group. Requires DeepSpeed.
-
-    Its buckets have the size of the largest of `units`, because the default size is 2 GB.
-
-    Args:
-        model: the model, on the device on which it is trained.
-        units: modules that ShardLite gathers each as a whole. Without any, a bucket has the size of the model.
-        optimizer: steps the model's parameters.
-        stage: stage of ZeRO, 1 to 3.
-        accumulation: micro-batches in a step.
-        max_norm: norm to which gradients are clipped; `None` does not clip.
-    """
-    import deepspeed
-
-    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units or [model])
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # it counts no samples
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": max_norm or 0.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
-        "zero_allow_untested_optimizer": True,
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return engine
-
-
 def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
     """Return PyTorch's fused AdamW with `OPTIONS`."""
     return torch.optim.AdamW(params, fused=True, **OPTIONS)
@@ -276,10 +241,21 @@ def _replicated(
 
 
 def _deepspeed(stage: int) -> System:
+    """Return DeepSpeed. Its buckets have the size of the largest unit, because the default size is 2 GB."""
+
     def build(source: Source, _: dist.ProcessGroup) -> Trainer:  # DeepSpeed uses the default group
+        import deepspeed
+
         model = source.make()
-        units = list(units_of(model).values())
-        engine = deepspeed_engine(model, units, torch_adamw(model.parameters()), stage=stage)
+        units = list(units_of(model).values()) or [model]
+        numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # it counts no samples
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = torch_adamw(model.parameters())
+        engine, *__ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
         return Trainer(model=engine, loss=source.loss(engine, None), update=engine.step, backward=engine.backward)
 
     return System(build=build, package="deepspeed")

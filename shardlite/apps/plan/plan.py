@@ -76,7 +76,7 @@ class Setting:
 
 
 def setting_of(options: Namespace) -> Setting:
-    """Return what `options.add_training` has added to a command line, as a setting.
+    """Return the options `training` of `options.json` as a setting.
 
     Raises:
         ValueError: the dtypes do not go together.

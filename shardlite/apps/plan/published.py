@@ -7,11 +7,6 @@ Legend: `n` parameters, `W` ranks, `M` bytes of the gradients or weights.
 
 from __future__ import annotations
 
-MIXED = 16
-"""Bytes per parameter with Adam in mixed precision: weights and gradients in 16 bits, and in fp32 the weights and both
-moments, 2 + 2 + 12 (Rajbhandari et al. 2020, "ZeRO", section 3.1).
-"""
-
 
 def model_states(n: float, stage: int = 0, world_size: int = 1) -> float:
     """Return the bytes per rank in mixed precision at a stage of ZeRO: table 1 of Rajbhandari et al. 2020.
@@ -27,16 +22,6 @@ def model_states(n: float, stage: int = 0, world_size: int = 1) -> float:
         3: (weights + gradients + optimizer) / world_size,
     }
     return shares[stage]
-
-
-def wide_states(n: float) -> dict[str, float]:
-    """Return the bytes in fp32 as textbooks count them: weights, gradients, and three copies for Adam.
-
-    The third copy beside both moments is that of the weights in fp32. A run in fp32 has no such copy: its weights are
-    in fp32 already. So a real run holds 16 bytes per parameter, not 20. (In mixed precision the copy is real.) And what
-    textbooks leave out is larger than any of it for this batch: activations.
-    """
-    return {"parameters": 4 * n, "gradients": 4 * n, "optimizer state": 12 * n}
 
 
 def zero2_by_deepspeed(n: float, world_size: int) -> float:

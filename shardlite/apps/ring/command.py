@@ -1,11 +1,12 @@
 """`shardlite ring` on the command line. Runs nothing and needs no other process."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
-from shardlite.apps.options import ALGORITHMS, check_file, usage_errors
+from shardlite.apps.options import add_command, check_file, usage_errors
 
 if TYPE_CHECKING:
     from shardlite.comm import Schedule
@@ -15,23 +16,10 @@ _MOST_RANKS = 64  # in a picture
 
 def add_ring(commands: Any) -> None:
     """Add `shardlite ring` to the commands."""
-    parser: ArgumentParser = commands.add_parser(
-        "ring",
-        help="show step by step how the segments of a buffer go round the ranks",
-        description="Print, step by step, what each rank holds and sends in a collective, and in which order sums are"
-        " added. Runs nothing and needs no other process.",
-    )
-    parser.set_defaults(run=lambda options, _: run(parser, options))
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="from 1 to 64 (4)")
-    parser.add_argument(
-        "--operation", choices=("all-gather", "reduce-scatter"), default="reduce-scatter", help="(reduce-scatter)"
-    )
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring", help="(ring)")
-    parser.add_argument("--node", type=int, metavar="N", help="ranks per node; for hierarchical, and needed there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it as an image, too; needs matplotlib")
+    add_command(commands, "ring", run)
 
 
-def run(parser: ArgumentParser, options: Namespace) -> int:
+def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
     """Print the picture of a schedule, and write the image if a file is given."""
     node = 1 if options.node is None else options.node
     with usage_errors(parser, "--png"):
@@ -51,7 +39,7 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
 def _check(options: Namespace) -> None:
     """Raise a `ValueError` if there is no schedule, or none that can be shown."""
     if not 1 <= options.ranks <= _MOST_RANKS:
-        raise ValueError(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
+        raise ValueError(f"--ranks is {options.ranks}; it must be from 1 to {_MOST_RANKS}")
     if options.algorithm == "hierarchical" and options.node is None:
         raise ValueError(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
     check_file("--png", options.png)

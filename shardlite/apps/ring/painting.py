@@ -112,16 +112,8 @@ def _cell(axes: Axes, schedule: Schedule, frame: Frame, place: tuple[int, int, i
     axes.add_patch(Rectangle((k, top), 1, height, fill=False, edgecolor="#cccccc", linewidth=0.5))
     if framed:
         thick = 1.6 if world_size <= _READABLE else 0.6
-        axes.add_patch(
-            Rectangle(
-                (k + _FRAME, top + _FRAME),
-                1 - 2 * _FRAME,
-                height - 2 * _FRAME,
-                fill=False,
-                edgecolor="black",
-                linewidth=thick,
-            )
-        )
+        corner, sides = (k + _FRAME, top + _FRAME), (1 - 2 * _FRAME, height - 2 * _FRAME)
+        axes.add_patch(Rectangle(corner, *sides, fill=False, edgecolor="black", linewidth=thick))
     if order is not None and world_size <= _READABLE:
         name, size = _fitted(_name(order, world_size), 72 * _side(world_size) / world_size, height)
         axes.text(k + 0.5, top + height / 2, name, ha="center", va="center", fontsize=size)
@@ -158,15 +150,7 @@ def _arrow(axes: Axes, source: int, target: int, colour: str, world_size: int) -
     away, down = abs(target - source), target > source
     beside = world_size * (1.03 if down else 1.06)
     out, into = (0.62, -0.62 + 1) if down else (0.45, 0.55)
-    axes.add_patch(
-        FancyArrowPatch(
-            (beside, source + out),
-            (beside, target + into),
-            connectionstyle=f"arc3,rad={(0.35 if away > 1 else 0.6) * (-1 if down else 1)}",
-            arrowstyle="-|>",
-            mutation_scale=9,
-            linewidth=1.4,
-            color=colour,
-            clip_on=False,
-        )
-    )
+    bow = (0.35 if away > 1 else 0.6) * (-1 if down else 1)
+    style = {"connectionstyle": f"arc3,rad={bow}", "arrowstyle": "-|>", "mutation_scale": 9, "linewidth": 1.4}
+    ends = (beside, source + out), (beside, target + into)
+    axes.add_patch(FancyArrowPatch(*ends, color=colour, clip_on=False, **style))

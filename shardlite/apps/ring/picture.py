@@ -157,7 +157,7 @@ def _fitting(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str]
         if max(map(len, lines)) <= width:
             return lines
         # Sums at the end are the longest.
-        lines = [*_tables(schedule, told[:-1], most, width), "", "end: the sums that are told below"]
+        lines = [*_tables(schedule, told[:-1], most, width), "", "end: see the sums below"]
         if max(map(len, lines)) <= width:
             return lines
     return None
@@ -226,9 +226,7 @@ def _one_rank(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str
     adds = schedule.operation == "reduce-scatter"
     legend = "o own numbers, + a sum, # the sum of all" if adds else "o there"
     lines = [
-        *wrap(
-            "All ranks do not fit here. This is what rank 0 does; the others do the same, each from its place.", width
-        ),
+        *wrap("Not all ranks fit here. This is what rank 0 does; the others do the same from their places.", width),
         *wrap(f"Columns are segments: {legend}, > is sent in this step, . is not there.", width),
         "",
     ]
