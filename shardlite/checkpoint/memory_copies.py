@@ -1,12 +1,13 @@
 """`save_in_memory`: each rank copies its state into memory that outlives it, and sends a replica to the next host.
 
-    rank 0, host A    snapshot, in the server of A  ----->  replica, in rank 2's server
-    rank 1, host A    snapshot, in the server of A  ----->  replica, in rank 3's server
-    rank 2, host B    snapshot, in the server of B  ----->  replica, in rank 0's server
-    rank 3, host B    snapshot, in the server of B  ----->  replica, in rank 1's server
+    rank 0, host A    snapshot, held on A  ----->  replica, held on B, received by rank 2
+    rank 1, host A    snapshot, held on A  ----->  replica, held on B, received by rank 3
+    rank 2, host B    snapshot, held on B  ----->  replica, held on A, received by rank 0
+    rank 3, host B    snapshot, held on B  ----->  replica, held on A, received by rank 1
 
-On one host nothing is sent, because the server outlives all ranks. Restarted ranks compare what their servers hold, and
-load the newest step that is complete on every rank. A host that lost its snapshots gets them back from the next one.
+Processes that outlive the ranks hold the memory (`snapshot_holder.py`), so nothing is sent on one host. Restarted ranks
+compare what their hosts hold, and load the newest step that is complete on every rank. A host that lost its snapshots
+gets them back from the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import index
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory, snapshot_of
-from shardlite.checkpoint.snapshot_server import Agent, ServerError, SnapshotServer
+from shardlite.checkpoint.snapshot_holder import Agent, Holder
 from shardlite.comm import host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError
 from shardlite.model import ShardLite
@@ -96,7 +97,7 @@ _copies: WeakKeyDictionary[ShardLite, tuple[str, Copies | None]] = WeakKeyDictio
 
 
 def key_of(path: str | os.PathLike[str]) -> str:
-    """Return the key of a run, under which servers hold its snapshots."""
+    """Return the key of a run, under which its snapshots are held."""
     return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
 
 
@@ -115,28 +116,24 @@ def _first_copies(key: str, peers: Peers, snapshot: Snapshot) -> Copies | None:
     return copies
 
 
-# ---- which server holds what ----------------------------------------------------------------------------------------
+# ---- which host holds what ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks share a server."""
+    """Which ranks share a host, that is an agent of `torchrun`."""
 
     names: Sequence[str]
-    """Name of each rank's server."""
+    """Name of each rank's host."""
 
     @property
     def several(self) -> bool:
-        """Whether there are several servers."""
+        """Whether there are several hosts."""
         return len(set(self.names)) > 1
 
     def members(self, name: str) -> list[int]:
-        """Return the ranks of a server."""
+        """Return the ranks of a host."""
         return [rank for rank, each in enumerate(self.names) if each == name]
-
-    def is_first(self, rank: int) -> bool:
-        """Return whether a rank is the first of its server."""
-        return self.names.index(self.names[rank]) == rank
 
     def replica_of(self, rank: int) -> int:
         """Return the rank that receives the replica: at the same position on the next host; `rank` on a single host."""
@@ -153,14 +150,14 @@ class Hosts:
 
 
 Held = Mapping[str, Sequence[tuple[int, int]]]
-"""Step, and number of ranks of the run, of each complete snapshot in a server, by rank."""
+"""Step, and number of ranks of the run, of each complete snapshot on a host, by rank."""
 
 
 def newest(held: Sequence[Held]) -> tuple[int | None, str]:
     """Return the newest step that is complete on every rank; or `None`, and why there is none.
 
     Args:
-        held: what the server of each rank holds.
+        held: what the host of each rank holds.
     """
     size = len(held)
     by_rank = [{step for each in held for step, ranks in each.get(str(r), ()) if ranks == size} for r in range(size)]
@@ -182,14 +179,14 @@ def newest(held: Sequence[Held]) -> tuple[int | None, str]:
 class _Seen:
     """What one rank has found."""
 
-    server: str
+    host: str
     held: Held
     why_not: str
-    """Why there can be no server."""
+    """Why nothing can be held there."""
 
 
 def _look(key: str, peers: Peers) -> list[_Seen]:
-    """Return what each rank's server holds, without starting one. Collective."""
+    """Return what each rank's host holds. Collective."""
 
     def look() -> _Seen:
         try:
@@ -203,18 +200,12 @@ def _look(key: str, peers: Peers) -> list[_Seen]:
 
 
 def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int]]]:
-    """Return the complete snapshots of a run in the server of an agent, if there is one."""
-    try:
-        server = SnapshotServer(agent)
-    except ServerError:
-        return {}
+    """Return the complete snapshots of a run that are held on an agent's host."""
     held: dict[str, list[tuple[int, int]]] = {}
-    for name in server.names():
-        descriptor = server.get(name) if name.startswith(key) else None
-        if descriptor is not None:
-            headers = SnapshotMemory(descriptor).complete().values()
+    for name, holder in agent.holders(key).items():
+        with suppress(OSError):  # it has just ended
+            headers = SnapshotMemory(holder.open()).complete().values()
             held[name.removeprefix(f"{key}/")] = [(each.step, each.ranks) for each in headers]
-    server.close()
     return held
 
 
@@ -227,25 +218,23 @@ class Copies:
     def __init__(self, key: str, peers: Peers, seen: Sequence[_Seen]) -> None:
         self.key, self.peers = key, peers
         self._seen = seen
-        self._hosts = Hosts([each.server for each in seen])
-        self._server = SnapshotServer(Agent.of_this_process())
-        self.own = self._memory_of(peers.rank)
-        self._replicas = {rank: self._memory_of(rank) for rank in self._hosts.replicas_on(peers.rank)}
+        self._hosts = Hosts([each.host for each in seen])
+        self._agent = Agent.of_this_process()
+        self._holder, self.own = self._held(peers.rank)
+        self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(peers.rank)}
         self._connection: Any = None
         self._warned = False
         self._latest = -1
 
     @classmethod
     def open(cls, key: str, peers: Peers, seen: Sequence[_Seen]) -> Copies:
-        """Start missing servers, and open or allocate the memory that they hold. Collective.
+        """Open the memory that is held for this rank, or allocate it. Collective.
 
         Raises:
             CheckpointError: it fails on any rank; on every rank.
         """
         if why_not := next((each.why_not for each in seen if each.why_not), ""):
             raise CheckpointError(why_not)
-        first = Hosts([each.server for each in seen]).is_first(peers.rank)
-        peers.agree(lambda: SnapshotServer.start(Agent.of_this_process()).close() if first else None, _WHAT)
         copies = peers.agree(lambda: cls(key, peers, seen), _WHAT)
         if copies._hosts.several:
             _, names = peers.share(lambda: secrets.token_hex(8), _WHAT, str)
@@ -253,17 +242,13 @@ class Copies:
                 copies._connection = over_gloo(names[0], peers.rank, peers.size, peers.timeout)
         return copies
 
-    def _name_of(self, rank: int) -> str:
-        return f"{self.key}/{rank}"
-
-    def _memory_of(self, rank: int) -> SnapshotMemory:
-        """Return the memory of a rank's snapshots in the server of this rank."""
-        descriptor = self._server.get(self._name_of(rank))
-        if descriptor is not None:
-            return SnapshotMemory(descriptor)
+    def _held(self, rank: int) -> tuple[Holder, SnapshotMemory]:
+        """Return the memory of a rank's snapshots on this host, and the process that holds it."""
+        name = f"{self.key}/{rank}"
+        if (holder := self._agent.holders(name).get(name)) is not None:
+            return holder, SnapshotMemory(holder.open())
         memory = SnapshotMemory.allocate()
-        self._server.put(self._name_of(rank), memory.descriptor)
-        return memory
+        return self._agent.hold(name, memory.descriptor), memory
 
     def reset(self, step: int | None, nbytes: int = 0) -> None:
         """Drop all snapshots except those of `step`, and allocate memory for new ones of `nbytes`. Collective.
@@ -273,13 +258,11 @@ class Copies:
         Raises:
             CheckpointError: a rank lacks the memory; on every rank.
         """
-        rank, hosts = self.peers.rank, self._hosts
+        members = self._hosts.members(self._hosts.names[self.peers.rank])
+        held = {*members, *(each for member in members for each in self._hosts.replicas_on(member))}
 
         def drop() -> None:
-            if hosts.is_first(rank):
-                members = hosts.members(hosts.names[rank])
-                held = {*members, *(each for member in members for each in hosts.replicas_on(member))}
-                self._server.retain([self._name_of(each) for each in held], f"{self.key}/")
+            self.drop(held)
             for memory in (self.own, *self._replicas.values()):
                 memory.drop_all_but(step)
             self.own.reserve(nbytes)
@@ -287,10 +270,12 @@ class Copies:
         self.peers.agree(drop, _WHAT)
         self._latest = -1 if step is None else step
 
-    def drop(self) -> None:
-        """Let the server free the memory of the run."""
-        with suppress(ServerError):
-            self._server.retain([], f"{self.key}/")
+    def drop(self, remaining: Collection[int] = ()) -> None:
+        """Free the memory of the run on this host, except that of the `remaining` ranks."""
+        kept = {f"{self.key}/{rank}" for rank in remaining}
+        for name, holder in self._agent.holders(f"{self.key}/").items():
+            if name not in kept:
+                holder.end()
 
     def save(self, snapshot: Snapshot, step: int) -> bool:
         """Copy this rank's state. Return whether the copy outlives this process."""
@@ -307,7 +292,7 @@ class Copies:
 
     def _is_held(self) -> bool:
         """Return whether copies outlive this host's ranks, or this host."""
-        alive = self._server.is_alive
+        alive = self._holder.is_alive
         if not alive and not self._warned:
             self._warned = True
             log.warning("rank %d: the process that holds copies in memory has ended", self.peers.rank)
@@ -354,13 +339,13 @@ class Copies:
     # ---- after a restart --------------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> None:
-        """Get this rank's snapshot of `step` from its server, or from a host that holds it. Collective."""
+        """Get this rank's snapshot of `step` from a host that holds it, its own if possible. Collective."""
         here, ranks = self.peers.rank, range(self.peers.size)
         for rank in ranks:
             holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))
             holder = next(holders)
             if holder != rank and here == holder:
-                _wait(self._send(self._memory_of(rank), step, rank))
+                _wait(self._send(self._held(rank)[1], step, rank))
             elif holder != rank and here == rank:
                 self._receive(self.own, step, holder)
 
