@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -103,11 +104,17 @@ def load(
     copies = memory_copies.newest_copies(path, model, peers)
     if copies is not None and copies.step >= step:
         try:
-            return _load_copies(copies, model, optimizer, extra, peers)
+            own = copies.fetch()
+            snapshot = partial(own.snapshot, copies.step, model, optimizer, extra)
+            restored = _restore(snapshot, memory_copies.SOURCE, model, optimizer, extra, peers)
+            memory_copies.continue_with(model, own)
+            return restored
         except CheckpointError as error:
             memory_copies.warn_unused(peers, str(error))
     if folder is not None:
-        return _load_folder(Path(folder), model, optimizer, extra, peers)
+        return _restore(
+            lambda: _StateOnDisk(Path(folder), model, optimizer, extra, peers), folder, model, optimizer, extra, peers
+        )
     if not missing_ok:
         raise CheckpointError(f"there is no checkpoint in {path}")
     return Restored({}, 0, "")
@@ -136,35 +143,6 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     skipped = [folder for step, folder in folders.items() if step > max(complete)]
     reasons = ", ".join(f"{folder.name} lacks {files.missing_file(folder)}" for folder in skipped)
     return str(complete[max(complete)]), max(complete), reasons
-
-
-def _load_folder(
-    folder: Path, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, peers: Peers
-) -> Restored:
-    def prepare() -> _StateOnDisk:
-        source = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
-        return _StateOnDisk(source, model, optimizer, extra, peers)
-
-    return _restore(prepare, str(folder), model, optimizer, extra, peers)
-
-
-def _load_copies(
-    copies: memory_copies.NewestCopies,
-    model: ShardLite,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    peers: Peers,
-) -> Restored:
-    own = copies.fetch()
-
-    def prepare() -> SavedSnapshot:
-        snapshot = own.snapshot(copies.step)
-        snapshot.check(model, optimizer, extra)
-        return snapshot
-
-    restored = _restore(prepare, memory_copies.SOURCE, model, optimizer, extra, peers)
-    memory_copies.continue_with(model, own)
-    return restored
 
 
 def _restore(
@@ -211,13 +189,13 @@ class _StateOnDisk:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        folder: Path,
         model: ShardLite,
         optimizer: Optimizer | None,
         extra: Mapping[str, Any] | None,
         peers: Peers,
     ) -> None:
-        self._checkpoint = checkpoint
+        checkpoint = self._checkpoint = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
         self._params: dict[str, Tensor] = dict(model.named_parameters())
         self._makers = state_of(model).shard_tensors()
         ours = model.state_dict()

@@ -349,9 +349,9 @@ class Copies:
             elif holder != rank and here == rank:
                 self._receive(self.own, step, holder)
 
-    def snapshot(self, step: int) -> SavedSnapshot:
-        """Return this rank's snapshot of `step`."""
-        return SavedSnapshot(self.own.complete()[step], self.own.content(step))
+    def snapshot(self, step: int, *into: Any) -> SavedSnapshot:
+        """Return this rank's snapshot of `step`, to load into a model, an optimizer and `extra`."""
+        return SavedSnapshot(self.own.complete()[step], self.own.content(step), *into)
 
 
 def _wait(sent: Sequence[Any]) -> None:

@@ -151,42 +151,42 @@ def _groups(model: ShardLite, optimizer: Optimizer | None) -> list[dict[str, Any
 
 
 class SavedSnapshot:
-    """A snapshot in memory, to load.
+    """A snapshot in memory, to load. Making it changes nothing.
 
     Args:
         header: its step and length.
         memory: its bytes.
+        model, optimizer, extra: what it is to be loaded into.
 
     Raises:
-        CheckpointError: its objects are damaged.
+        CheckpointError: it is damaged, or not of this rank's part of this model, or of another optimizer.
     """
 
-    def __init__(self, header: Header, memory: Tensor) -> None:
+    def __init__(
+        self,
+        header: Header,
+        memory: Tensor,
+        model: ShardLite,
+        optimizer: Optimizer | None,
+        extra: Mapping[str, Any] | None,
+    ) -> None:
         self._memory = memory
         objects = unpickled("the copy", io.BytesIO(memory[header.objects_start :].numpy().tobytes()))
         self._records: list[Record] = objects["records"]
         self._state: list[tuple[str, str, Any]] = objects["state"]
-        self._optimizer: str = objects["optimizer"]
         self.groups: list[dict[str, Any]] = objects["groups"]
         """Param groups with names of parameters."""
         self.step: int | None = header.step
         self.extra: Any = objects["extra"]
         self.generators: dict[str, Any] | None = objects["generators"]
         self.loops: int = objects["loops"]
-
-    def check(self, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> None:
-        """Check that it is of this rank's part of this model, and of this optimizer.
-
-        Raises:
-            CheckpointError: it is not.
-        """
         here = [record for record, _ in _weights(model)]
         there = [record for record in self._records if record[0].startswith("model.")]
         if here != there:
             differing = next((b or a for a, b in zip(there, here, strict=False) if a != b), "the number of tensors")
             raise CheckpointError(f"they are of another model, stage, or format: {differing} differs")
         kind, params = type(optimizer).__name__, [group["params"] for group in _groups(model, optimizer)]
-        if kind != self._optimizer or params != [group["params"] for group in self.groups]:
+        if kind != objects["optimizer"] or params != [group["params"] for group in self.groups]:
             raise CheckpointError("they are of another optimizer, or of other groups of parameters")
         check_keys(extra or {}, self.extra, "the copy")
 
@@ -266,14 +266,12 @@ class SnapshotMemory:
 
     def complete(self) -> dict[int, Header]:
         """Return the headers of the complete snapshots, by step."""
-        found = [self._header(place) for place in (0, 1)]
-        return {each.step: each for each in found if each is not None}
+        return {header.step: header for place in (0, 1) if (header := self._header(place))}
 
     def content(self, step: int) -> Tensor:
         """Return a view of the bytes of a snapshot."""
-        headers = [self._header(place) for place in (0, 1)]
-        place = next(place for place, each in enumerate(headers) if each is not None and each.step == step)
-        return self._view(place, self.complete()[step].nbytes)
+        headers = {header.step: (place, header.nbytes) for place in (0, 1) if (header := self._header(place))}
+        return self._view(*headers[step])
 
     def overwrite_older(self, nbytes: int) -> Tensor:
         """Drop the older snapshot, and return a view of memory for a new one in its place.
