@@ -1,6 +1,7 @@
 """Checkpoints go to and from FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
 
 import json
+import os
 import re
 import warnings
 from pathlib import Path
@@ -232,7 +233,14 @@ def test_weights_go_to_safetensors_files_and_back(cluster, tmp_path, capsys):
     found = load_file(tmp_path / "one" / "model.safetensors")
     assert found.keys() == expected.keys()
     same_state(expected, found)
-    written = export_weights(tmp_path / "run" / "step-00000003", tmp_path / "many", largest=150, dtype=torch.bfloat16)
+    before = os.umask(0o027)
+    try:
+        written = export_weights(
+            tmp_path / "run" / "step-00000003", tmp_path / "many", largest=150, dtype=torch.bfloat16
+        )
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in written} == {0o640}, "as new files have them"
     assert [path.name for path in written][-2:] == ["model-00003-of-00003.safetensors", "model.safetensors.index.json"]
     index = json.loads(written[-1].read_text())
     assert index["metadata"]["total_size"] == 2 * sum(value.numel() for value in expected.values())
