@@ -16,9 +16,10 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory, snapshot_of
 from shardlite.checkpoint.snapshot_holder import Agent, Holder
-from shardlite.comm import host_name, over_gloo
+from shardlite.comm import GlooTransport, host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError
 from shardlite.model import ShardLite
 
@@ -222,7 +223,7 @@ class Copies:
         self._agent = Agent.of_this_process()
         self._holder, self.own = self._held(peers.rank)
         self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(peers.rank)}
-        self._connection: Any = None
+        self._transport: GlooTransport | None = None
         self._warned = False
         self._latest = -1
 
@@ -238,8 +239,9 @@ class Copies:
         copies = peers.agree(lambda: cls(key, peers, seen), _WHAT)
         if copies._hosts.several:
             _, names = peers.share(lambda: secrets.token_hex(8), _WHAT, str)
-            with _describing_errors("connect to the ranks of other hosts"):
-                copies._connection = over_gloo(names[0], peers.rank, peers.size, peers.timeout)
+            connect = partial(over_gloo, names[0], peers.rank, peers.size, peers.timeout)
+            backend = peers.agree(connect, f"{_WHAT}: connect to the ranks of other hosts")
+            copies._transport = GlooTransport(backend, peers.timeout)
         return copies
 
     def _held(self, rank: int) -> tuple[Holder, SnapshotMemory]:
@@ -306,69 +308,53 @@ class Copies:
         Raises:
             CommError: it failed. The connections are closed, so that the other ranks do not wait for this one.
         """
-        if self._connection is None:
+        if (transport := self._transport) is None:
             raise CommError(
                 f"{_WHAT}: the connections to ranks of other hosts were closed by an error: restart the run"
             )
-        try:
-            sent = self._send(self.own, step, self._hosts.replica_of(self.peers.rank))
-            for rank, memory in self._replicas.items():
-                self._receive(memory, step, rank)
-            _wait(sent)
-        except BaseException:
-            self._connection = None
-            raise
+        self._transport = None
+        sent = _send(transport, self.own, step, self._hosts.replica_of(self.peers.rank))
+        for rank, memory in self._replicas.items():
+            self._receive(transport, memory, step, rank)
+        for each in sent:
+            each.wait()
+        self._transport = transport
 
-    def _send(self, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
-        """Start to send a snapshot: its header and its bytes. Return the header, which must live, and the works."""
-        header = torch.tensor(memory.complete()[step])
-        with _describing_errors(f"send a copy to rank {rank}"):
-            return [header, *(self._connection.send([each], rank, 0) for each in (header, memory.content(step)))]
-
-    def _receive(self, memory: SnapshotMemory, step: int, rank: int) -> None:
+    def _receive(self, transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> None:
         """Receive the snapshot of a step."""
         fields = torch.empty(4, dtype=torch.int64)
-        with _describing_errors(f"receive a copy from rank {rank}"):
-            self._connection.recv([fields], rank, 0).wait()
-            header = Header(*map(int, fields))
-            if header.step != step:
-                raise CommError(f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} {header.step}")
-            self._connection.recv([memory.overwrite_older(header.nbytes)], rank, 0).wait()
+        transport.irecv(fields, rank, 0).wait()
+        header = Header(*map(int, fields))
+        if header.step != step:
+            raise CommError(f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} {header.step}")
+        transport.irecv(memory.overwrite_older(header.nbytes), rank, 0).wait()
         memory.mark_complete(header)
 
     # ---- after a restart --------------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> None:
         """Get this rank's snapshot of `step` from a host that holds it, its own if possible. Collective."""
-        here, ranks = self.peers.rank, range(self.peers.size)
+        here, ranks, transport = self.peers.rank, range(self.peers.size), self._transport
         for rank in ranks:
             holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))
             holder = next(holders)
-            if holder != rank and here == holder:
-                _wait(self._send(self._held(rank)[1], step, rank))
-            elif holder != rank and here == rank:
-                self._receive(self.own, step, holder)
+            if transport is None or holder == rank:
+                continue
+            if here == holder:
+                for each in _send(transport, self._held(rank)[1], step, rank):
+                    each.wait()
+            elif here == rank:
+                self._receive(transport, self.own, step, holder)
 
     def snapshot(self, step: int, *into: Any) -> SavedSnapshot:
         """Return this rank's snapshot of `step`, to load into a model, an optimizer and `extra`."""
         return SavedSnapshot(self.own.complete()[step], self.own.content(step), *into)
 
 
-def _wait(sent: Sequence[Any]) -> None:
-    with _describing_errors("send a copy"):
-        for work in sent[1:]:
-            work.wait()
-
-
-@contextmanager
-def _describing_errors(what: str) -> Iterator[None]:
-    """Raise `CommError` with `what` if the process group raises."""
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as error:
-        raise CommError(f"{_WHAT}: cannot {what}: {error}") from error
+def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
+    """Start to send a snapshot: its header and its bytes."""
+    header = torch.tensor(memory.complete()[step])
+    return [transport.isend(each, rank, 0) for each in (header, memory.content(step))]
 
 
 @dataclass(frozen=True)
