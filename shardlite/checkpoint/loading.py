@@ -101,11 +101,11 @@ def load(
     folder, step, skipped = found[0]
     if skipped and peers.rank == 0:
         log.warning("load: damaged checkpoints in %s are skipped: %s", path, skipped)
-    copies = memory_copies.newest_copies(path, model, peers)
-    if copies is not None and copies.step >= step:
+    copied, open_copies = memory_copies.newest_copies(path, model, peers)
+    if copied >= max(step, 0):
         try:
-            own = copies.fetch()
-            snapshot = partial(own.snapshot, copies.step, model, optimizer, extra)
+            own = open_copies()
+            snapshot = partial(own.snapshot, copied, model, optimizer, extra)
             restored = _restore(snapshot, memory_copies.SOURCE, model, optimizer, extra, peers)
             memory_copies.continue_with(model, own)
             return restored
@@ -135,14 +135,11 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     if not folders:
         files.check_folder(path)  # also with `missing_ok`: a run whose disk is not mounted must not start again
         return None, -1, ""
-    newest, complete = max(folders), files.checkpoints_in(path)
-    if newest in complete:
-        return str(folders[newest]), newest, ""
-    if not (missing_ok and complete):
-        files.check_complete(folders[newest])
-    skipped = [folder for step, folder in folders.items() if step > max(complete)]
+    newest = max((files.checkpoints_in(path) if missing_ok else {}) or folders)
+    files.check_complete(folders[newest])
+    skipped = [folder for step, folder in folders.items() if step > newest]
     reasons = ", ".join(f"{folder.name} lacks {files.missing_file(folder)}" for folder in skipped)
-    return str(complete[max(complete)]), max(complete), reasons
+    return str(folders[newest]), newest, reasons
 
 
 def _restore(

@@ -16,12 +16,12 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -154,8 +154,8 @@ Held = Mapping[str, Sequence[tuple[int, int]]]
 """Step, and number of ranks of the run, of each complete snapshot on a host, by rank."""
 
 
-def newest(held: Sequence[Held]) -> tuple[int | None, str]:
-    """Return the newest step that is complete on every rank; or `None`, and why there is none.
+def newest(held: Sequence[Held]) -> tuple[int, str]:
+    """Return the newest step that is complete on every rank; or -1, and why there is none.
 
     Args:
         held: what the host of each rank holds.
@@ -166,18 +166,17 @@ def newest(held: Sequence[Held]) -> tuple[int | None, str]:
     if common := set.intersection(*by_rank):
         return max(common), ""
     if not sizes:
-        return None, ""
+        return -1, ""
     if others := sizes - {size}:
-        return None, f"they are of {max(others)} ranks, but now there are {size}"
+        return -1, f"they are of {max(others)} ranks, but now there are {size}"
     lost = [rank for rank, steps in enumerate(by_rank) if not steps]
     if lost:
-        return None, f"there is none of rank {', '.join(map(str, lost))}"
+        return -1, f"there is none of rank {', '.join(map(str, lost))}"
     found = "; ".join(f"rank {rank} has {sorted(steps)}" for rank, steps in enumerate(by_rank))
-    return None, f"no step is complete on all ranks: {found}"
+    return -1, f"no step is complete on all ranks: {found}"
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """What one rank has found."""
 
     host: str
@@ -196,7 +195,7 @@ def _look(key: str, peers: Peers) -> list[_Seen]:
             return _Seen("", {}, str(error))
         return _Seen(f"{host_name()}/{agent.pid}/{agent.start}", held_by(agent, key), "")
 
-    _, facts = peers.share(look, "copies in memory", lambda seen: list(vars(seen).values()))
+    _, facts = peers.share(look, "copies in memory", list)
     return [_Seen(*each) for each in facts]
 
 
@@ -357,36 +356,26 @@ def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int
     return [transport.isend(each, rank, 0) for each in (header, memory.content(step))]
 
 
-@dataclass(frozen=True)
-class NewestCopies:
-    """The newest copies that are complete on all ranks."""
+def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) -> tuple[int, Callable[[], Copies]]:
+    """Return the newest step of which all ranks have copies, otherwise -1, and a function that opens these. Collective.
 
-    step: int
-    key: str
-    peers: Peers
-    seen: Sequence[_Seen]
-
-    def fetch(self) -> Copies:
-        """Let every rank have its own copy. Collective.
-
-        Raises:
-            CheckpointError: it fails on any rank; on every rank.
-        """
-        copies = Copies.open(self.key, self.peers, self.seen)
-        copies.fetch(self.step)
-        copies.reset(self.step)
-        return copies
-
-
-def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) -> NewestCopies | None:
-    """Return the newest copies of a run if all ranks have them; warn if there are others only. Collective."""
+    Rank 0 warns if only other copies are found. The function is collective and lets every rank have its own copy. It
+    raises `CheckpointError` on every rank if that fails on any.
+    """
     _copies.pop(model, None)  # they start again unless `load` takes them
     key = key_of(path)
     seen = _look(key, peers)
     step, why = newest([each.held for each in seen])
     if why:
         warn_unused(peers, why)
-    return None if step is None else NewestCopies(step, key, peers, seen)
+
+    def open_copies() -> Copies:
+        copies = Copies.open(key, peers, seen)
+        copies.fetch(step)
+        copies.reset(step)
+        return copies
+
+    return step, open_copies
 
 
 def continue_with(model: ShardLite, copies: Copies) -> None:
