@@ -23,16 +23,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
@@ -250,22 +242,24 @@ def publish(
     return files.publish(folder, root, manifest["step"], keep, lease)
 
 
-def _metadata(parts: Sequence[dict[str, Any]]) -> Metadata:
+def _metadata(parts: Sequence[dict[str, Any]]) -> dcp.Metadata:
     """Return DCP's metadata of the files of all ranks."""
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, where, *data in _entries(parts):
         if not data:
-            tensors[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo(*where)
+            tensors[name] = dcp.BytesStorageMetadata()
+            places[dcp.MetadataIndex(name)] = _StorageInfo(*where)
             continue
         dtype, size, offsets, sizes = data
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        properties = TensorProperties(dtype=getattr(torch, dtype))
-        tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), [])).chunks.append(chunk)
-        places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*where)
+        chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        properties = dcp.TensorProperties(dtype=getattr(torch, dtype))
+        tensors.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size(size), [])).chunks.append(chunk)
+        places[dcp.MetadataIndex(name, chunk.offsets)] = _StorageInfo(*where)
     paths = {name: tuple(path) for part in parts for name, path in part["paths"].items()}
-    return Metadata(tensors, planner_data=paths, storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+    return dcp.Metadata(
+        tensors, planner_data=paths, storage_data=places, storage_meta=dcp.StorageMeta(), version="1.0.0"
+    )
 
 
 def _entries(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:

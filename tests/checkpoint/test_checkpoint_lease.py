@@ -23,6 +23,8 @@ DEAD = 2**22 + 1  # above the highest number of a process
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
     monkeypatch.setattr(lease, "_POLL", 0.02)
+    yield
+    give_up_all()
 
 
 def write(root: Path, **changes: Any) -> dict[str, Any]:
@@ -108,7 +110,6 @@ def test_on_another_host_a_lease_that_is_not_renewed_is_taken_over(tmp_path, mon
     write(tmp_path, where="another host", process=DEAD)
     holder = Holder()
     lease.acquire(tmp_path, holder).check()
-    give_up_all()
 
 
 def test_a_process_takes_back_what_it_has_lost(tmp_path, monkeypatch):
@@ -124,7 +125,6 @@ def test_a_process_takes_back_what_it_has_lost(tmp_path, monkeypatch):
     again = lease.acquire(tmp_path / "run", holder)
     again.check()
     assert again is not first
-    give_up_all()
 
 
 def test_files_are_closed_and_holders_go_to_the_lease_that_follows(tmp_path):
@@ -138,7 +138,6 @@ def test_files_are_closed_and_holders_go_to_the_lease_that_follows(tmp_path):
         mine.check()
     assert len(os.listdir("/proc/self/fd")) == before
     assert holder in mine.holders
-    give_up_all()
 
 
 def test_a_file_system_that_is_away_ends_no_renewal(tmp_path):
@@ -149,7 +148,6 @@ def test_a_file_system_that_is_away_ends_no_renewal(tmp_path):
     lease.renew_all()
     mine.check()
     assert lease._read(tmp_path / lease.NAME)["renewals"] >= 1
-    give_up_all()
 
 
 def test_a_lease_that_is_being_written_is_not_taken(tmp_path):
@@ -211,7 +209,6 @@ def test_a_lease_that_was_lost_is_not_renewed(tmp_path):
         mine.check()
     mine.give_up()
     assert (tmp_path / lease.NAME).exists()
-    give_up_all()
 
 
 # ---- saves ----------------------------------------------------------------------------------------------------------
