@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardlite.checkpoint import files, memory_copies
-from shardlite.checkpoint.contents import check_keys, names_of, restore, restore_generators
+from shardlite.checkpoint.contents import Run, check_keys, names_of, restore, restore_generators
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
@@ -96,7 +95,7 @@ def load(
         >>> for step in range(found.step, steps): ...
     """
     wait_for_save(model)
-    peers = Peers(model)
+    peers, run = Peers(model), Run(model, optimizer, extra)
     _, found = peers.share(lambda: _find(Path(path), missing_ok), "load", lambda each: each)
     folder, step, skipped = found[0]
     if skipped and peers.rank == 0:
@@ -105,16 +104,13 @@ def load(
     if copied >= max(step, 0):
         try:
             own = open_copies()
-            snapshot = partial(own.snapshot, copied, model, optimizer, extra)
-            restored = _restore(snapshot, memory_copies.SOURCE, model, optimizer, extra, peers)
+            restored = _restore(lambda: own.snapshot(copied, run), memory_copies.SOURCE, run, peers)
             memory_copies.continue_with(model, own)
             return restored
         except CheckpointError as error:
             memory_copies.warn_unused(peers, str(error))
     if folder is not None:
-        return _restore(
-            lambda: _StateOnDisk(Path(folder), model, optimizer, extra, peers), folder, model, optimizer, extra, peers
-        )
+        return _restore(lambda: _StateOnDisk(Path(folder), run, peers), folder, run, peers)
     if not missing_ok:
         raise CheckpointError(f"there is no checkpoint in {path}")
     return Restored({}, 0, "")
@@ -142,15 +138,9 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     return str(folders[newest]), newest, reasons
 
 
-def _restore(
-    prepare: Callable[[], _StateOnDisk | SavedSnapshot],
-    source: str,
-    model: ShardLite,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    peers: Peers,
-) -> Restored:
+def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, run: Run, peers: Peers) -> Restored:
     """Load what `prepare` has found and checked. Collective."""
+    model, optimizer, extra = run
     saved, has_optimizer = peers.share(prepare, "load", lambda _: optimizer is not None)
     if len(set(has_optimizer)) > 1:
         raise CheckpointError("load: some ranks were given an optimizer, and others none")
@@ -184,14 +174,8 @@ class _StateOnDisk:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: ShardLite,
-        optimizer: Optimizer | None,
-        extra: Mapping[str, Any] | None,
-        peers: Peers,
-    ) -> None:
+    def __init__(self, folder: Path, run: Run, peers: Peers) -> None:
+        model, optimizer, extra = run
         checkpoint = self._checkpoint = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
         self._params: dict[str, Tensor] = dict(model.named_parameters())
         self._makers = state_of(model).shard_tensors()

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
+from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory, snapshot_of
 from shardlite.checkpoint.snapshot_holder import Agent, Holder
@@ -83,11 +84,12 @@ def save_in_memory(
     if (step := index(step)) < 0:
         raise ValueError(f"{_WHAT}: step must be at least 0, got {step}")
     key = key_of(path)
+    run = Run(model, optimizer, extra)
     known_key, copies = _copies.get(model, (None, None))
     if known_key == key:
-        return copies is not None and copies.save(snapshot_of(model, optimizer, extra, copies.peers.rank), step)
+        return copies is not None and copies.save(snapshot_of(run, copies.peers.rank), step)
     peers = Peers(model)
-    snapshot = peers.agree(lambda: snapshot_of(model, optimizer, extra, peers.rank), _WHAT)
+    snapshot = peers.agree(lambda: snapshot_of(run, peers.rank), _WHAT)
     copies = _first_copies(key, peers, snapshot)
     _copies[model] = key, copies
     return copies is not None and copies.save(snapshot, step)
@@ -345,9 +347,9 @@ class Copies:
             elif here == rank:
                 self._receive(transport, self.own, step, holder)
 
-    def snapshot(self, step: int, *into: Any) -> SavedSnapshot:
-        """Return this rank's snapshot of `step`, to load into a model, an optimizer and `extra`."""
-        return SavedSnapshot(self.own.complete()[step], self.own.content(step), *into)
+    def snapshot(self, step: int, run: Run) -> SavedSnapshot:
+        """Return this rank's snapshot of `step`, to load into `run`."""
+        return SavedSnapshot(self.own.complete()[step], self.own.content(step), run)
 
 
 def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:

@@ -20,7 +20,7 @@ import io
 import os
 import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.checkpoint.contents import check_keys, generators, names_of, pickled, states_in, unpickled
+from shardlite.checkpoint.contents import Run, check_keys, generators, names_of, pickled, states_in, unpickled
 from shardlite.comm import Mapping as SharedMemory
 from shardlite.comm import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
@@ -74,12 +74,13 @@ class Snapshot:
         memory[self.objects_start :].copy_(torch.frombuffer(self.objects, dtype=torch.uint8))
 
 
-def snapshot_of(model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int) -> Snapshot:
+def snapshot_of(run: Run, rank: int) -> Snapshot:
     """Return the state of this rank. No tensor is copied.
 
     Raises:
         CheckpointError: `extra` or a param group has a value whose loading could execute code.
     """
+    model, optimizer, extra = run
     found = [*_weights(model), *_moments(model, optimizer)]
     loops = state_of(model).loops
     objects = {
@@ -156,20 +157,14 @@ class SavedSnapshot:
     Args:
         header: its step and length.
         memory: its bytes.
-        model, optimizer, extra: what it is to be loaded into.
+        run: what it is to be loaded into.
 
     Raises:
         CheckpointError: it is damaged, or not of this rank's part of this model, or of another optimizer.
     """
 
-    def __init__(
-        self,
-        header: Header,
-        memory: Tensor,
-        model: ShardLite,
-        optimizer: Optimizer | None,
-        extra: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, header: Header, memory: Tensor, run: Run) -> None:
+        model, optimizer, extra = run
         self._memory = memory
         objects = unpickled("the copy", io.BytesIO(memory[header.objects_start :].numpy().tobytes()))
         self._records: list[Record] = objects["records"]

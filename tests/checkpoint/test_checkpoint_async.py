@@ -108,7 +108,7 @@ def copied_body(group: Any, path: Path) -> tuple[int, int]:
     """Return how many bytes are copied for a save, and how many this rank keeps."""
     model, optimizer = run_on(group, state="int8")
     train(model, optimizer)
-    part = saving._file_of(model, optimizer, {}, saving.Peers(model)).copied()
+    part = saving._file_of(saving.Run(model, optimizer, {}), saving.Peers(model)).copied()
     copied: dict[int, int] = {}
     for value in part.entries.values():
         for tensor in getattr(value, "_sources", ()):
