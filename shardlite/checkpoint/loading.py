@@ -149,7 +149,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
         peers.agree(lambda: saved.load_weights(model), "load")
         if optimizer is not None:
             _load_groups(optimizer, saved.groups)
-            peers.agree(lambda: saved.load_state(model, optimizer), "load")
+            peers.agree(lambda: _load_states(optimizer, saved.states(model)), "load")
     if state.loops is not None:
         state.loops.finished = saved.loops
     restored = peers.agree(lambda: restore(extra or {}, saved.extra), "load: extra")
@@ -165,6 +165,20 @@ def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> No
     own = Optimizer.state_dict(optimizer)["param_groups"]  # that of `AdamW` would check the state that is dropped
     groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+
+def _load_states(optimizer: Optimizer, states: Iterator[tuple[Tensor, dict[str, Any]]]) -> None:
+    """Replace the state of an optimizer, parameter by parameter."""
+    if isinstance(optimizer, AdamW):
+        optimizer.load_entries(states)
+        return
+    by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
+    for param, state in states:
+        if isinstance(step := state.get("step"), Tensor) and (
+            by_param[param].get("fused") or by_param[param].get("capturable")
+        ):
+            state["step"] = step.to(param.device)  # as PyTorch keeps it
+        optimizer.state[param] = state
 
 
 class _StateOnDisk:
@@ -324,22 +338,10 @@ class _StateOnDisk:
             if isinstance(target, ShardTensor):
                 target.commit()
 
-    def load_state(self, _: ShardLite, optimizer: Optimizer) -> None:
+    def states(self, _: ShardLite) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Read the state of the optimizer, parameter by parameter."""
-        states = (
-            (self._params[name], {key: self._value(name, key, entry) for key, entry in entries.items()})
-            for name, entries in self._moments.items()
-        )
-        if isinstance(optimizer, AdamW):
-            optimizer.load_entries(states)
-            return
-        by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
-        for param, state in states:
-            if isinstance(step := state.get("step"), Tensor) and (
-                by_param[param].get("fused") or by_param[param].get("capturable")
-            ):
-                state["step"] = step.to(param.device)  # as PyTorch keeps it
-            optimizer.state[param] = state
+        for name, entries in self._moments.items():
+            yield self._params[name], {key: self._value(name, key, entry) for key, entry in entries.items()}
 
     def _value(self, name: str, key: str, entry: str) -> Any:
         """Read one entry of the state of a parameter."""

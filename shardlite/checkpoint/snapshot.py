@@ -36,7 +36,6 @@ from shardlite.comm import Mapping as SharedMemory
 from shardlite.comm import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite, state_of
-from shardlite.optim import AdamW
 from shardlite.params import ShardTensor
 
 _ALIGN = 64
@@ -190,8 +189,8 @@ class SavedSnapshot:
         for (_, mine), view in zip(_weights(model), _views(self._memory, self._records), strict=False):
             mine.copy_(view)
 
-    def load_state(self, model: ShardLite, optimizer: Optimizer) -> None:
-        """Replace the optimizer's state, parameter by parameter."""
+    def states(self, model: ShardLite) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield the optimizer's state, parameter by parameter."""
         params = dict(model.named_parameters())
         tensors: dict[str, dict[str, tuple[Tensor, str]]] = {}
         others: dict[str, dict[str, Any]] = {}
@@ -201,17 +200,10 @@ class SavedSnapshot:
                 tensors.setdefault(param, {})[key] = view, device
         for name, key, value in self._state:
             others.setdefault(name, {})[key] = value
-
-        def copied(name: str) -> tuple[Tensor, dict[str, Any]]:
+        for name in dict.fromkeys([*tensors, *others]):
             param, entries = params[name], tensors.get(name, {}).items()
             state = {key: view.to("cpu" if on == "cpu" else param.device, copy=True) for key, (view, on) in entries}
-            return param, {**state, **others.get(name, {})}
-
-        states = map(copied, dict.fromkeys([*tensors, *others]))
-        if isinstance(optimizer, AdamW):
-            optimizer.load_entries(states)
-        else:
-            optimizer.state.update(states)
+            yield param, {**state, **others.get(name, {})}
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
