@@ -200,10 +200,10 @@ class SavedSnapshot:
                 tensors.setdefault(param, {})[key] = view, device
         for name, key, value in self._state:
             others.setdefault(name, {})[key] = value
-        for name in dict.fromkeys([*tensors, *others]):
-            param, entries = params[name], tensors.get(name, {}).items()
-            state = {key: view.to("cpu" if on == "cpu" else param.device, copy=True) for key, (view, on) in entries}
-            yield param, {**state, **others.get(name, {})}
+        for owner in dict.fromkeys([*tensors, *others]):
+            shard, entries = params[owner], tensors.get(owner, {}).items()
+            state = {key: view.to("cpu" if on == "cpu" else shard.device, copy=True) for key, (view, on) in entries}
+            yield shard, {**state, **others.get(owner, {})}
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
