@@ -83,11 +83,11 @@ class Agent:
 
     def holders(self, prefix: str) -> dict[str, Holder]:
         """Return the holders of memory whose name begins with `prefix`, by name."""
-        found = {}
+        found, command = {}, self.command("", 0)[:-2]
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is another user's
                 words = _command_of(folder)
-                if words[:-2] == self.command("", 0)[:-2] and words[-2].startswith(prefix):
+                if words[:-2] == command and words[-2].startswith(prefix):
                     found[words[-2]] = Holder(folder, words)
         return found
 
