@@ -83,7 +83,8 @@ class Agent:
 
     def holders(self, prefix: str) -> dict[str, Holder]:
         """Return the holders of memory whose name begins with `prefix`, by name."""
-        found, command = {}, self.command("", 0)[:-2]
+        found: dict[str, Holder] = {}
+        command = self.command("", 0)[:-2]
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is another user's
                 words = _command_of(folder)
