@@ -16,7 +16,7 @@ import random
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +31,24 @@ Paths = dict[str, tuple[str | int, ...]]
 """Keys of each entry in the nested state dict, by the entry's name."""
 
 
-def contents(
-    model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
-) -> tuple[dict[str, Any], Paths]:
+class Run(NamedTuple):
+    """What is saved and loaded: the arguments of `save`, `save_in_memory` and `load`."""
+
+    model: ShardLite
+    optimizer: Optimizer | None
+    extra: Mapping[str, Any] | None
+
+
+def contents(run: Run, rank: int) -> tuple[dict[str, Any], Paths]:
     """Return the entries that this rank knows, by name: tensors, and objects to pickle."""
-    state: dict[str, Any] = {"model": model.state_dict()}
-    if optimizer is not None:
-        state["optimizer"] = _named_state(model, optimizer)
+    state: dict[str, Any] = {"model": run.model.state_dict()}
+    if run.optimizer is not None:
+        state["optimizer"] = _named_state(run.model, run.optimizer)
     flat, paths = flatten_state_dict(state)
     for name, value in flat.items():
         if isinstance(value, Tensor) and value.numel() == 0:  # no rank has a shard of it
             flat[name] = torch.empty(value.shape, dtype=value.dtype)
-    for key, value in (("extra", states_in(extra or {})), ("generators", generators())):
+    for key, value in (("extra", states_in(run.extra or {})), ("generators", generators())):
         name = f"ranks.{rank}.{key}"
         flat[name], paths[name] = value, ("ranks", str(rank), key)
     return flat, paths

@@ -2,8 +2,8 @@
 
 The owner keeps `.lease` in the folder open, and a thread renews it every `RENEWAL` seconds. Another process takes over
 the lease of a dead owner. On the same host it checks whether the owner's process lives. On another host the owner
-counts as dead if it did not renew the lease for `STALE` seconds, by the clock of the file system or while the lease was
-observed. The new lease is renamed over the old one, so an old owner that still lives renews a file without a name. An
+counts as dead if it does not renew the lease for `STALE` seconds while it is observed; no two clocks are compared. The
+new lease is renamed over the old one, so an old owner that still lives renews a file without a name. An
 owner reads the lease before each rename and removal, and stops if the lease is another's.
 
 This requires exclusive creation, atomic renames, and that an opened file shows what was synced before; NFS provides
@@ -180,8 +180,7 @@ def _check_dead(root: Path, path: Path, content: Content) -> None:
         if not copied and not lost and _lives(content.get("process", 0), content.get("began")):
             raise _other_job(root, content)
         return
-    limit = STALE if _age(root, path) <= STALE else 2 * RENEWAL  # the file system may have the clock of another host
-    deadline = monotonic() + limit
+    deadline = monotonic() + STALE
     while monotonic() < deadline:
         sleep(_POLL)
         now = _read(path)
@@ -202,18 +201,6 @@ def _owner(content: Content) -> str:
     if "process" not in content:
         return "an unknown process"
     return f"process {content['process']} on {content.get('host')}"
-
-
-def _age(root: Path, path: Path) -> float:
-    """Return the seconds since the last renewal, by the clock of the file system."""
-    probe = root / f"{NAME}-{secrets.token_hex(8)}"
-    try:
-        probe.touch(exist_ok=False)
-        return probe.stat().st_mtime - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _created(root: Path, path: Path, content: Content) -> Lease:

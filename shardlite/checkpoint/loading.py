@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardlite.checkpoint import files, memory_copies
-from shardlite.checkpoint.contents import check_keys, names_of, restore, restore_generators
+from shardlite.checkpoint.contents import Run, check_keys, names_of, restore, restore_generators
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
@@ -95,19 +95,22 @@ def load(
         >>> for step in range(found.step, steps): ...
     """
     wait_for_save(model)
-    peers = Peers(model)
+    peers, run = Peers(model), Run(model, optimizer, extra)
     _, found = peers.share(lambda: _find(Path(path), missing_ok), "load", lambda each: each)
     folder, step, skipped = found[0]
     if skipped and peers.rank == 0:
         log.warning("load: damaged checkpoints in %s are skipped: %s", path, skipped)
-    copies = memory_copies.newest_copies(path, model, peers)
-    if copies is not None and copies.step >= step:
+    copied, open_copies = memory_copies.newest_copies(path, model, peers)
+    if copied >= max(step, 0):
         try:
-            return _load_copies(copies, model, optimizer, extra, peers)
+            own = open_copies()
+            restored = _restore(lambda: own.snapshot(copied, run), memory_copies.SOURCE, run, peers)
+            memory_copies.continue_with(model, own)
+            return restored
         except CheckpointError as error:
             memory_copies.warn_unused(peers, str(error))
     if folder is not None:
-        return _load_folder(Path(folder), model, optimizer, extra, peers)
+        return _restore(lambda: _StateOnDisk(Path(folder), run, peers), folder, run, peers)
     if not missing_ok:
         raise CheckpointError(f"there is no checkpoint in {path}")
     return Restored({}, 0, "")
@@ -128,54 +131,16 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     if not folders:
         files.check_folder(path)  # also with `missing_ok`: a run whose disk is not mounted must not start again
         return None, -1, ""
-    newest, complete = max(folders), files.checkpoints_in(path)
-    if newest in complete:
-        return str(folders[newest]), newest, ""
-    if not (missing_ok and complete):
-        files.check_complete(folders[newest])
-    skipped = [folder for step, folder in folders.items() if step > max(complete)]
+    newest = max((files.checkpoints_in(path) if missing_ok else {}) or folders)
+    files.check_complete(folders[newest])
+    skipped = [folder for step, folder in folders.items() if step > newest]
     reasons = ", ".join(f"{folder.name} lacks {files.missing_file(folder)}" for folder in skipped)
-    return str(complete[max(complete)]), max(complete), reasons
+    return str(folders[newest]), newest, reasons
 
 
-def _load_folder(
-    folder: Path, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, peers: Peers
-) -> Restored:
-    def prepare() -> _StateOnDisk:
-        source = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
-        return _StateOnDisk(source, model, optimizer, extra, peers)
-
-    return _restore(prepare, str(folder), model, optimizer, extra, peers)
-
-
-def _load_copies(
-    copies: memory_copies.NewestCopies,
-    model: ShardLite,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    peers: Peers,
-) -> Restored:
-    own = copies.fetch()
-
-    def prepare() -> SavedSnapshot:
-        snapshot = own.snapshot(copies.step)
-        snapshot.check(model, optimizer, extra)
-        return snapshot
-
-    restored = _restore(prepare, memory_copies.SOURCE, model, optimizer, extra, peers)
-    memory_copies.continue_with(model, own)
-    return restored
-
-
-def _restore(
-    prepare: Callable[[], _StateOnDisk | SavedSnapshot],
-    source: str,
-    model: ShardLite,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    peers: Peers,
-) -> Restored:
+def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, run: Run, peers: Peers) -> Restored:
     """Load what `prepare` has found and checked. Collective."""
+    model, optimizer, extra = run
     saved, has_optimizer = peers.share(prepare, "load", lambda _: optimizer is not None)
     if len(set(has_optimizer)) > 1:
         raise CheckpointError("load: some ranks were given an optimizer, and others none")
@@ -184,7 +149,7 @@ def _restore(
         peers.agree(lambda: saved.load_weights(model), "load")
         if optimizer is not None:
             _load_groups(optimizer, saved.groups)
-            peers.agree(lambda: saved.load_state(model, optimizer), "load")
+            peers.agree(lambda: _load_states(optimizer, saved.states(model)), "load")
     if state.loops is not None:
         state.loops.finished = saved.loops
     restored = peers.agree(lambda: restore(extra or {}, saved.extra), "load: extra")
@@ -202,6 +167,20 @@ def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> No
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 
+def _load_states(optimizer: Optimizer, states: Iterator[tuple[Tensor, dict[str, Any]]]) -> None:
+    """Replace the state of an optimizer, parameter by parameter."""
+    if isinstance(optimizer, AdamW):
+        optimizer.load_entries(states)
+        return
+    by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
+    for param, state in states:
+        if isinstance(step := state.get("step"), Tensor) and (
+            by_param[param].get("fused") or by_param[param].get("capturable")
+        ):
+            state["step"] = step.to(param.device)  # as PyTorch keeps it
+        optimizer.state[param] = state
+
+
 class _StateOnDisk:
     """Which entries of a checkpoint this rank reads into what. Making it changes nothing.
 
@@ -209,15 +188,9 @@ class _StateOnDisk:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: ShardLite,
-        optimizer: Optimizer | None,
-        extra: Mapping[str, Any] | None,
-        peers: Peers,
-    ) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, folder: Path, run: Run, peers: Peers) -> None:
+        model, optimizer, extra = run
+        checkpoint = self._checkpoint = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
         self._params: dict[str, Tensor] = dict(model.named_parameters())
         self._makers = state_of(model).shard_tensors()
         ours = model.state_dict()
@@ -365,22 +338,10 @@ class _StateOnDisk:
             if isinstance(target, ShardTensor):
                 target.commit()
 
-    def load_state(self, _: ShardLite, optimizer: Optimizer) -> None:
+    def states(self, _: ShardLite) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Read the state of the optimizer, parameter by parameter."""
-        states = (
-            (self._params[name], {key: self._value(name, key, entry) for key, entry in entries.items()})
-            for name, entries in self._moments.items()
-        )
-        if isinstance(optimizer, AdamW):
-            optimizer.load_entries(states)
-            return
-        by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
-        for param, state in states:
-            if isinstance(step := state.get("step"), Tensor) and (
-                by_param[param].get("fused") or by_param[param].get("capturable")
-            ):
-                state["step"] = step.to(param.device)  # as PyTorch keeps it
-            optimizer.state[param] = state
+        for name, entries in self._moments.items():
+            yield self._params[name], {key: self._value(name, key, entry) for key, entry in entries.items()}
 
     def _value(self, name: str, key: str, entry: str) -> Any:
         """Read one entry of the state of a parameter."""

@@ -1,12 +1,13 @@
 """`save_in_memory`: each rank copies its state into memory that outlives it, and sends a replica to the next host.
 
-    rank 0, host A    snapshot, in the server of A  ----->  replica, in rank 2's server
-    rank 1, host A    snapshot, in the server of A  ----->  replica, in rank 3's server
-    rank 2, host B    snapshot, in the server of B  ----->  replica, in rank 0's server
-    rank 3, host B    snapshot, in the server of B  ----->  replica, in rank 1's server
+    rank 0, host A    snapshot, held on A  ----->  replica, held on B, received by rank 2
+    rank 1, host A    snapshot, held on A  ----->  replica, held on B, received by rank 3
+    rank 2, host B    snapshot, held on B  ----->  replica, held on A, received by rank 0
+    rank 3, host B    snapshot, held on B  ----->  replica, held on A, received by rank 1
 
-On one host nothing is sent, because the server outlives all ranks. Restarted ranks compare what their servers hold, and
-load the newest step that is complete on every rank. A host that lost its snapshots gets them back from the next one.
+Processes that outlive the ranks hold the memory (`snapshot_holder.py`), so nothing is sent on one host. Restarted ranks
+compare what their hosts hold, and load the newest step that is complete on every rank. A host that lost its snapshots
+gets them back from the next one.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
+from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory, snapshot_of
-from shardlite.checkpoint.snapshot_server import Agent, ServerError, SnapshotServer
-from shardlite.comm import host_name, over_gloo
+from shardlite.checkpoint.snapshot_holder import Agent, Holder
+from shardlite.comm import GlooTransport, host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError
 from shardlite.model import ShardLite
 
@@ -81,11 +84,12 @@ def save_in_memory(
     if (step := index(step)) < 0:
         raise ValueError(f"{_WHAT}: step must be at least 0, got {step}")
     key = key_of(path)
+    run = Run(model, optimizer, extra)
     known_key, copies = _copies.get(model, (None, None))
     if known_key == key:
-        return copies is not None and copies.save(snapshot_of(model, optimizer, extra, copies.peers.rank), step)
+        return copies is not None and copies.save(snapshot_of(run, copies.peers.rank), step)
     peers = Peers(model)
-    snapshot = peers.agree(lambda: snapshot_of(model, optimizer, extra, peers.rank), _WHAT)
+    snapshot = peers.agree(lambda: snapshot_of(run, peers.rank), _WHAT)
     copies = _first_copies(key, peers, snapshot)
     _copies[model] = key, copies
     return copies is not None and copies.save(snapshot, step)
@@ -96,7 +100,7 @@ _copies: WeakKeyDictionary[ShardLite, tuple[str, Copies | None]] = WeakKeyDictio
 
 
 def key_of(path: str | os.PathLike[str]) -> str:
-    """Return the key of a run, under which servers hold its snapshots."""
+    """Return the key of a run, under which its snapshots are held."""
     return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
 
 
@@ -115,28 +119,24 @@ def _first_copies(key: str, peers: Peers, snapshot: Snapshot) -> Copies | None:
     return copies
 
 
-# ---- which server holds what ----------------------------------------------------------------------------------------
+# ---- which host holds what ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks share a server."""
+    """Which ranks share a host, that is an agent of `torchrun`."""
 
     names: Sequence[str]
-    """Name of each rank's server."""
+    """Name of each rank's host."""
 
     @property
     def several(self) -> bool:
-        """Whether there are several servers."""
+        """Whether there are several hosts."""
         return len(set(self.names)) > 1
 
     def members(self, name: str) -> list[int]:
-        """Return the ranks of a server."""
+        """Return the ranks of a host."""
         return [rank for rank, each in enumerate(self.names) if each == name]
-
-    def is_first(self, rank: int) -> bool:
-        """Return whether a rank is the first of its server."""
-        return self.names.index(self.names[rank]) == rank
 
     def replica_of(self, rank: int) -> int:
         """Return the rank that receives the replica: at the same position on the next host; `rank` on a single host."""
@@ -153,14 +153,14 @@ class Hosts:
 
 
 Held = Mapping[str, Sequence[tuple[int, int]]]
-"""Step, and number of ranks of the run, of each complete snapshot in a server, by rank."""
+"""Step, and number of ranks of the run, of each complete snapshot on a host, by rank."""
 
 
-def newest(held: Sequence[Held]) -> tuple[int | None, str]:
-    """Return the newest step that is complete on every rank; or `None`, and why there is none.
+def newest(held: Sequence[Held]) -> tuple[int, str]:
+    """Return the newest step that is complete on every rank; or -1, and why there is none.
 
     Args:
-        held: what the server of each rank holds.
+        held: what the host of each rank holds.
     """
     size = len(held)
     by_rank = [{step for each in held for step, ranks in each.get(str(r), ()) if ranks == size} for r in range(size)]
@@ -168,28 +168,27 @@ def newest(held: Sequence[Held]) -> tuple[int | None, str]:
     if common := set.intersection(*by_rank):
         return max(common), ""
     if not sizes:
-        return None, ""
+        return -1, ""
     if others := sizes - {size}:
-        return None, f"they are of {max(others)} ranks, but now there are {size}"
+        return -1, f"they are of {max(others)} ranks, but now there are {size}"
     lost = [rank for rank, steps in enumerate(by_rank) if not steps]
     if lost:
-        return None, f"there is none of rank {', '.join(map(str, lost))}"
+        return -1, f"there is none of rank {', '.join(map(str, lost))}"
     found = "; ".join(f"rank {rank} has {sorted(steps)}" for rank, steps in enumerate(by_rank))
-    return None, f"no step is complete on all ranks: {found}"
+    return -1, f"no step is complete on all ranks: {found}"
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """What one rank has found."""
 
-    server: str
+    host: str
     held: Held
     why_not: str
-    """Why there can be no server."""
+    """Why nothing can be held there."""
 
 
 def _look(key: str, peers: Peers) -> list[_Seen]:
-    """Return what each rank's server holds, without starting one. Collective."""
+    """Return what each rank's host holds. Collective."""
 
     def look() -> _Seen:
         try:
@@ -198,23 +197,17 @@ def _look(key: str, peers: Peers) -> list[_Seen]:
             return _Seen("", {}, str(error))
         return _Seen(f"{host_name()}/{agent.pid}/{agent.start}", held_by(agent, key), "")
 
-    _, facts = peers.share(look, "copies in memory", lambda seen: list(vars(seen).values()))
+    _, facts = peers.share(look, "copies in memory", list)
     return [_Seen(*each) for each in facts]
 
 
 def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int]]]:
-    """Return the complete snapshots of a run in the server of an agent, if there is one."""
-    try:
-        server = SnapshotServer(agent)
-    except ServerError:
-        return {}
+    """Return the complete snapshots of a run that are held on an agent's host."""
     held: dict[str, list[tuple[int, int]]] = {}
-    for name in server.names():
-        descriptor = server.get(name) if name.startswith(key) else None
-        if descriptor is not None:
-            headers = SnapshotMemory(descriptor).complete().values()
+    for name, holder in agent.holders(key).items():
+        with suppress(OSError):  # it has just ended
+            headers = SnapshotMemory(holder.open()).complete().values()
             held[name.removeprefix(f"{key}/")] = [(each.step, each.ranks) for each in headers]
-    server.close()
     return held
 
 
@@ -227,43 +220,38 @@ class Copies:
     def __init__(self, key: str, peers: Peers, seen: Sequence[_Seen]) -> None:
         self.key, self.peers = key, peers
         self._seen = seen
-        self._hosts = Hosts([each.server for each in seen])
-        self._server = SnapshotServer(Agent.of_this_process())
-        self.own = self._memory_of(peers.rank)
-        self._replicas = {rank: self._memory_of(rank) for rank in self._hosts.replicas_on(peers.rank)}
-        self._connection: Any = None
+        self._hosts = Hosts([each.host for each in seen])
+        self._agent = Agent.of_this_process()
+        self._holder, self.own = self._held(peers.rank)
+        self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(peers.rank)}
+        self._transport: GlooTransport | None = None
         self._warned = False
         self._latest = -1
 
     @classmethod
     def open(cls, key: str, peers: Peers, seen: Sequence[_Seen]) -> Copies:
-        """Start missing servers, and open or allocate the memory that they hold. Collective.
+        """Open the memory that is held for this rank, or allocate it. Collective.
 
         Raises:
             CheckpointError: it fails on any rank; on every rank.
         """
         if why_not := next((each.why_not for each in seen if each.why_not), ""):
             raise CheckpointError(why_not)
-        first = Hosts([each.server for each in seen]).is_first(peers.rank)
-        peers.agree(lambda: SnapshotServer.start(Agent.of_this_process()).close() if first else None, _WHAT)
         copies = peers.agree(lambda: cls(key, peers, seen), _WHAT)
         if copies._hosts.several:
             _, names = peers.share(lambda: secrets.token_hex(8), _WHAT, str)
-            with _describing_errors("connect to the ranks of other hosts"):
-                copies._connection = over_gloo(names[0], peers.rank, peers.size, peers.timeout)
+            connect = partial(over_gloo, names[0], peers.rank, peers.size, peers.timeout)
+            backend = peers.agree(connect, f"{_WHAT}: connect to the ranks of other hosts")
+            copies._transport = GlooTransport(backend, peers.timeout)
         return copies
 
-    def _name_of(self, rank: int) -> str:
-        return f"{self.key}/{rank}"
-
-    def _memory_of(self, rank: int) -> SnapshotMemory:
-        """Return the memory of a rank's snapshots in the server of this rank."""
-        descriptor = self._server.get(self._name_of(rank))
-        if descriptor is not None:
-            return SnapshotMemory(descriptor)
+    def _held(self, rank: int) -> tuple[Holder, SnapshotMemory]:
+        """Return the memory of a rank's snapshots on this host, and the process that holds it."""
+        name = f"{self.key}/{rank}"
+        if (holder := self._agent.holders(name).get(name)) is not None:
+            return holder, SnapshotMemory(holder.open())
         memory = SnapshotMemory.allocate()
-        self._server.put(self._name_of(rank), memory.descriptor)
-        return memory
+        return self._agent.hold(name, memory.descriptor), memory
 
     def reset(self, step: int | None, nbytes: int = 0) -> None:
         """Drop all snapshots except those of `step`, and allocate memory for new ones of `nbytes`. Collective.
@@ -273,13 +261,11 @@ class Copies:
         Raises:
             CheckpointError: a rank lacks the memory; on every rank.
         """
-        rank, hosts = self.peers.rank, self._hosts
+        members = self._hosts.members(self._hosts.names[self.peers.rank])
+        held = {*members, *(each for member in members for each in self._hosts.replicas_on(member))}
 
         def drop() -> None:
-            if hosts.is_first(rank):
-                members = hosts.members(hosts.names[rank])
-                held = {*members, *(each for member in members for each in hosts.replicas_on(member))}
-                self._server.retain([self._name_of(each) for each in held], f"{self.key}/")
+            self.drop(held)
             for memory in (self.own, *self._replicas.values()):
                 memory.drop_all_but(step)
             self.own.reserve(nbytes)
@@ -287,10 +273,12 @@ class Copies:
         self.peers.agree(drop, _WHAT)
         self._latest = -1 if step is None else step
 
-    def drop(self) -> None:
-        """Let the server free the memory of the run."""
-        with suppress(ServerError):
-            self._server.retain([], f"{self.key}/")
+    def drop(self, remaining: Collection[int] = ()) -> None:
+        """Free the memory of the run on this host, except that of the `remaining` ranks."""
+        kept = {f"{self.key}/{rank}" for rank in remaining}
+        for name, holder in self._agent.holders(f"{self.key}/").items():
+            if name not in kept:
+                holder.end()
 
     def save(self, snapshot: Snapshot, step: int) -> bool:
         """Copy this rank's state. Return whether the copy outlives this process."""
@@ -307,7 +295,7 @@ class Copies:
 
     def _is_held(self) -> bool:
         """Return whether copies outlive this host's ranks, or this host."""
-        alive = self._server.is_alive
+        alive = self._holder.is_alive
         if not alive and not self._warned:
             self._warned = True
             log.warning("rank %d: the process that holds copies in memory has ended", self.peers.rank)
@@ -321,101 +309,75 @@ class Copies:
         Raises:
             CommError: it failed. The connections are closed, so that the other ranks do not wait for this one.
         """
-        if self._connection is None:
+        if (transport := self._transport) is None:
             raise CommError(
                 f"{_WHAT}: the connections to ranks of other hosts were closed by an error: restart the run"
             )
-        try:
-            sent = self._send(self.own, step, self._hosts.replica_of(self.peers.rank))
-            for rank, memory in self._replicas.items():
-                self._receive(memory, step, rank)
-            _wait(sent)
-        except BaseException:
-            self._connection = None
-            raise
+        self._transport = None
+        sent = _send(transport, self.own, step, self._hosts.replica_of(self.peers.rank))
+        for rank, memory in self._replicas.items():
+            self._receive(transport, memory, step, rank)
+        for each in sent:
+            each.wait()
+        self._transport = transport
 
-    def _send(self, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
-        """Start to send a snapshot: its header and its bytes. Return the header, which must live, and the works."""
-        header = torch.tensor(memory.complete()[step])
-        with _describing_errors(f"send a copy to rank {rank}"):
-            return [header, *(self._connection.send([each], rank, 0) for each in (header, memory.content(step)))]
-
-    def _receive(self, memory: SnapshotMemory, step: int, rank: int) -> None:
+    def _receive(self, transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> None:
         """Receive the snapshot of a step."""
         fields = torch.empty(4, dtype=torch.int64)
-        with _describing_errors(f"receive a copy from rank {rank}"):
-            self._connection.recv([fields], rank, 0).wait()
-            header = Header(*map(int, fields))
-            if header.step != step:
-                raise CommError(f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} {header.step}")
-            self._connection.recv([memory.overwrite_older(header.nbytes)], rank, 0).wait()
+        transport.irecv(fields, rank, 0).wait()
+        header = Header(*map(int, fields))
+        if header.step != step:
+            raise CommError(f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} {header.step}")
+        transport.irecv(memory.overwrite_older(header.nbytes), rank, 0).wait()
         memory.mark_complete(header)
 
     # ---- after a restart --------------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> None:
-        """Get this rank's snapshot of `step` from its server, or from a host that holds it. Collective."""
-        here, ranks = self.peers.rank, range(self.peers.size)
+        """Get this rank's snapshot of `step` from a host that holds it, its own if possible. Collective."""
+        here, ranks, transport = self.peers.rank, range(self.peers.size), self._transport
         for rank in ranks:
             holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))
             holder = next(holders)
-            if holder != rank and here == holder:
-                _wait(self._send(self._memory_of(rank), step, rank))
-            elif holder != rank and here == rank:
-                self._receive(self.own, step, holder)
+            if transport is None or holder == rank:
+                continue
+            if here == holder:
+                for each in _send(transport, self._held(rank)[1], step, rank):
+                    each.wait()
+            elif here == rank:
+                self._receive(transport, self.own, step, holder)
 
-    def snapshot(self, step: int) -> SavedSnapshot:
-        """Return this rank's snapshot of `step`."""
-        return SavedSnapshot(self.own.complete()[step], self.own.content(step))
-
-
-def _wait(sent: Sequence[Any]) -> None:
-    with _describing_errors("send a copy"):
-        for work in sent[1:]:
-            work.wait()
+    def snapshot(self, step: int, run: Run) -> SavedSnapshot:
+        """Return this rank's snapshot of `step`, to load into `run`."""
+        return SavedSnapshot(self.own.complete()[step], self.own.content(step), run)
 
 
-@contextmanager
-def _describing_errors(what: str) -> Iterator[None]:
-    """Raise `CommError` with `what` if the process group raises."""
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as error:
-        raise CommError(f"{_WHAT}: cannot {what}: {error}") from error
+def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
+    """Start to send a snapshot: its header and its bytes."""
+    header = torch.tensor(memory.complete()[step])
+    return [transport.isend(each, rank, 0) for each in (header, memory.content(step))]
 
 
-@dataclass(frozen=True)
-class NewestCopies:
-    """The newest copies that are complete on all ranks."""
+def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) -> tuple[int, Callable[[], Copies]]:
+    """Return the newest step of which all ranks have copies, otherwise -1, and a function that opens these. Collective.
 
-    step: int
-    key: str
-    peers: Peers
-    seen: Sequence[_Seen]
-
-    def fetch(self) -> Copies:
-        """Let every rank have its own copy. Collective.
-
-        Raises:
-            CheckpointError: it fails on any rank; on every rank.
-        """
-        copies = Copies.open(self.key, self.peers, self.seen)
-        copies.fetch(self.step)
-        copies.reset(self.step)
-        return copies
-
-
-def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) -> NewestCopies | None:
-    """Return the newest copies of a run if all ranks have them; warn if there are others only. Collective."""
+    Rank 0 warns if only other copies are found. The function is collective and lets every rank have its own copy. It
+    raises `CheckpointError` on every rank if that fails on any.
+    """
     _copies.pop(model, None)  # they start again unless `load` takes them
     key = key_of(path)
     seen = _look(key, peers)
     step, why = newest([each.held for each in seen])
     if why:
         warn_unused(peers, why)
-    return None if step is None else NewestCopies(step, key, peers, seen)
+
+    def open_copies() -> Copies:
+        copies = Copies.open(key, peers, seen)
+        copies.fetch(step)
+        copies.reset(step)
+        return copies
+
+    return step, open_copies
 
 
 def continue_with(model: ShardLite, copies: Copies) -> None:

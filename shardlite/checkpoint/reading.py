@@ -10,7 +10,6 @@ origin can execute anything. Here `.metadata` is unpickled with the few classes 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
@@ -89,9 +88,6 @@ class SafeReader(FileSystemReader):
     Args:
         path: folder of one checkpoint.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata.

@@ -18,14 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from shardlite.checkpoint import files
 from shardlite.checkpoint.contents import Paths
@@ -74,7 +68,7 @@ class SafetensorsFolder(Checkpoint):
             names = {_ONE} if not index.is_file() else set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is damaged: {error!r}. {files.REMEDY}") from None
-        metadata = Metadata({}, storage_data={})
+        metadata = dcp.Metadata({}, storage_data={})
         for name in sorted(names):
             _add_file(metadata, folder / Path(name).name)
         self._open(HuggingFaceStorageReader(str(folder)), metadata)
@@ -87,7 +81,7 @@ class SafetensorsFolder(Checkpoint):
         """No-op: sizes are checked when files are opened, and the format has no checksums."""
 
 
-def _add_file(metadata: Metadata, path: Path) -> None:
+def _add_file(metadata: dcp.Metadata, path: Path) -> None:
     """Add the weights of a file."""
     safe_open = _package().safe_open
     files.check_size(path, 8, exact=False)
@@ -97,10 +91,10 @@ def _add_file(metadata: Metadata, path: Path) -> None:
                 view = file.get_slice(name)
                 shape = torch.Size(view.get_shape())
                 dtype = (view[:0] if shape else view[()]).dtype
-                chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-                properties = TensorProperties(dtype=dtype)
-                metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, shape, [chunk])
-                metadata.storage_data[MetadataIndex(name, chunk.offsets)] = _HFStorageInfo(str(path), shape, dtype)
+                chunk = dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+                properties = dcp.TensorProperties(dtype=dtype)
+                metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, shape, [chunk])
+                metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)] = _HFStorageInfo(str(path), shape, dtype)
     except Exception as error:  # the package raises a class of its own, whatever is wrong with a file
         raise CheckpointError(f"{path} is damaged: {error!r}. {files.REMEDY}") from None
 
@@ -199,7 +193,7 @@ def _lazy(source: SafetensorsFolder, name: str) -> Tensor:
     return ShardTensor(lambda: source.object(name), size, 0, **facts)
 
 
-def _nbytes(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> int:
+def _nbytes(entry: dcp.TensorStorageMetadata, dtype: torch.dtype | None) -> int:
     saved = entry.properties.dtype
     return entry.size.numel() * (dtype if dtype is not None and saved.is_floating_point else saved).itemsize
 

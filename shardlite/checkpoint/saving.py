@@ -23,21 +23,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
 from shardlite.checkpoint import files
-from shardlite.checkpoint.contents import Paths, contents, pickled
+from shardlite.checkpoint.contents import Paths, Run, contents, pickled
 from shardlite.checkpoint.lease import Lease, acquire
 from shardlite.checkpoint.peers import Peers
 from shardlite.errors import CheckpointError
@@ -81,7 +73,7 @@ def save(
     Example:
         >>> save("runs/first", model, optimizer, {"schedule": schedule}, step=100, keep=3)
     """
-    return _prepare(path, model, optimizer, extra, step, keep, copied=False).write()
+    return _prepare(path, Run(model, optimizer, extra), step, keep, copied=False).write()
 
 
 def async_save(
@@ -113,7 +105,7 @@ def async_save(
         >>> saved = async_save("runs/first", model, optimizer, step=100)
         >>> path = saved.result()
     """
-    job, future = _prepare(path, model, optimizer, extra, step, keep, copied=True), Future[Path]()
+    job, future = _prepare(path, Run(model, optimizer, extra), step, keep, copied=True), Future[Path]()
 
     def write() -> None:
         try:
@@ -145,40 +137,31 @@ def wait_for_save(model: ShardLite) -> None:
 
 
 @torch.no_grad()
-def _prepare(
-    path: str | os.PathLike[str],
-    model: ShardLite,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    step: int | None,
-    keep: int | None,
-    *,
-    copied: bool,
-) -> _Save:
+def _prepare(path: str | os.PathLike[str], run: Run, step: int | None, keep: int | None, *, copied: bool) -> _Save:
     """Agree on the step, make the temporary folder, and list or copy what this rank writes."""
     if keep is not None and keep < 1:
         raise ValueError(f"save: keep must be at least 1, got {keep}")
     if step is not None and (step := index(step)) < 0:
         raise ValueError(f"save: step must be at least 0, got {step}")
-    wait_for_save(model)
-    peers, root = Peers(model), Path(path)
+    wait_for_save(run.model)
+    peers, root = Peers(run.model), Path(path)
     made: list[tuple[Path, Lease]] = []
 
     def prepare() -> tuple[int, RankFile]:
-        part = _file_of(model, optimizer, extra, peers)
+        part = _file_of(run, peers)
         if copied:
             part = part.copied()
         if peers.rank > 0:
             return -1, part
         files.check_folder(root)
         root.mkdir(parents=True, exist_ok=True)
-        lease = acquire(root, model)
+        lease = acquire(root, run.model)
         chosen = step if step is not None else max(files.folders_in(root), default=-1) + 1
         made.append((files.make_temporary(root, chosen, lease), lease))
         return chosen, part
 
     try:
-        (_, part), facts = peers.share(prepare, "save", lambda made: [made[0], step, optimizer is not None])
+        (_, part), facts = peers.share(prepare, "save", lambda made: [made[0], step, run.optimizer is not None])
         steps = [each for _, each, _ in facts]
         if len({has for *_, has in facts}) > 1:
             raise CheckpointError("save: some ranks were given an optimizer, and others none")
@@ -188,8 +171,8 @@ def _prepare(
         _discard(made)
         raise
     chosen = facts[0][0]
-    manifest = {"step": chosen, "ranks": peers.size, "stage": model.stage}
-    if (loops := state_of(model).loops) is not None:
+    manifest = {"step": chosen, "ranks": peers.size, "stage": run.model.stage}
+    if (loops := state_of(run.model).loops) is not None:
         manifest[files.LOOPS] = loops.finished
     folder = root / f".saving-{files.name_of(chosen)}"
     job = _Save(folder, root, manifest, keep, part, peers.on_thread("save") if copied else peers, made)
@@ -250,22 +233,24 @@ def publish(
     return files.publish(folder, root, manifest["step"], keep, lease)
 
 
-def _metadata(parts: Sequence[dict[str, Any]]) -> Metadata:
+def _metadata(parts: Sequence[dict[str, Any]]) -> dcp.Metadata:
     """Return DCP's metadata of the files of all ranks."""
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, where, *data in _entries(parts):
         if not data:
-            tensors[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo(*where)
+            tensors[name] = dcp.BytesStorageMetadata()
+            places[dcp.MetadataIndex(name)] = _StorageInfo(*where)
             continue
         dtype, size, offsets, sizes = data
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        properties = TensorProperties(dtype=getattr(torch, dtype))
-        tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), [])).chunks.append(chunk)
-        places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*where)
+        chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        properties = dcp.TensorProperties(dtype=getattr(torch, dtype))
+        tensors.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size(size), [])).chunks.append(chunk)
+        places[dcp.MetadataIndex(name, chunk.offsets)] = _StorageInfo(*where)
     paths = {name: tuple(path) for part in parts for name, path in part["paths"].items()}
-    return Metadata(tensors, planner_data=paths, storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+    return dcp.Metadata(
+        tensors, planner_data=paths, storage_data=places, storage_meta=dcp.StorageMeta(), version="1.0.0"
+    )
 
 
 def _entries(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
@@ -362,10 +347,10 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
 
 
-def _file_of(model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, peers: Peers) -> RankFile:
-    state = state_of(model)
-    entries, paths = contents(model, optimizer, extra, peers.rank)
-    equal = {f"model.{name}" for name, param in model.named_parameters() if param not in state.ignored}
+def _file_of(run: Run, peers: Peers) -> RankFile:
+    state = state_of(run.model)
+    entries, paths = contents(run, peers.rank)
+    equal = {f"model.{name}" for name, param in run.model.named_parameters() if param not in state.ignored}
     own, aliases = _own_entries(entries, paths, peers, equal, sharded=state.shard is not None)
     return RankFile(own, aliases, paths)
 

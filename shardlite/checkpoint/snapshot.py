@@ -20,7 +20,7 @@ import io
 import os
 import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,12 +31,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.checkpoint.contents import check_keys, generators, names_of, pickled, states_in, unpickled
+from shardlite.checkpoint.contents import Run, check_keys, generators, names_of, pickled, states_in, unpickled
 from shardlite.comm import Mapping as SharedMemory
 from shardlite.comm import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite, state_of
-from shardlite.optim import AdamW
 from shardlite.params import ShardTensor
 
 _ALIGN = 64
@@ -74,12 +73,13 @@ class Snapshot:
         memory[self.objects_start :].copy_(torch.frombuffer(self.objects, dtype=torch.uint8))
 
 
-def snapshot_of(model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int) -> Snapshot:
+def snapshot_of(run: Run, rank: int) -> Snapshot:
     """Return the state of this rank. No tensor is copied.
 
     Raises:
         CheckpointError: `extra` or a param group has a value whose loading could execute code.
     """
+    model, optimizer, extra = run
     found = [*_weights(model), *_moments(model, optimizer)]
     loops = state_of(model).loops
     objects = {
@@ -151,42 +151,36 @@ def _groups(model: ShardLite, optimizer: Optimizer | None) -> list[dict[str, Any
 
 
 class SavedSnapshot:
-    """A snapshot in memory, to load.
+    """A snapshot in memory, to load. Making it changes nothing.
 
     Args:
         header: its step and length.
         memory: its bytes.
+        run: what it is to be loaded into.
 
     Raises:
-        CheckpointError: its objects are damaged.
+        CheckpointError: it is damaged, or not of this rank's part of this model, or of another optimizer.
     """
 
-    def __init__(self, header: Header, memory: Tensor) -> None:
+    def __init__(self, header: Header, memory: Tensor, run: Run) -> None:
+        model, optimizer, extra = run
         self._memory = memory
         objects = unpickled("the copy", io.BytesIO(memory[header.objects_start :].numpy().tobytes()))
         self._records: list[Record] = objects["records"]
         self._state: list[tuple[str, str, Any]] = objects["state"]
-        self._optimizer: str = objects["optimizer"]
         self.groups: list[dict[str, Any]] = objects["groups"]
         """Param groups with names of parameters."""
         self.step: int | None = header.step
         self.extra: Any = objects["extra"]
         self.generators: dict[str, Any] | None = objects["generators"]
         self.loops: int = objects["loops"]
-
-    def check(self, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> None:
-        """Check that it is of this rank's part of this model, and of this optimizer.
-
-        Raises:
-            CheckpointError: it is not.
-        """
         here = [record for record, _ in _weights(model)]
         there = [record for record in self._records if record[0].startswith("model.")]
         if here != there:
             differing = next((b or a for a, b in zip(there, here, strict=False) if a != b), "the number of tensors")
             raise CheckpointError(f"they are of another model, stage, or format: {differing} differs")
         kind, params = type(optimizer).__name__, [group["params"] for group in _groups(model, optimizer)]
-        if kind != self._optimizer or params != [group["params"] for group in self.groups]:
+        if kind != objects["optimizer"] or params != [group["params"] for group in self.groups]:
             raise CheckpointError("they are of another optimizer, or of other groups of parameters")
         check_keys(extra or {}, self.extra, "the copy")
 
@@ -195,8 +189,8 @@ class SavedSnapshot:
         for (_, mine), view in zip(_weights(model), _views(self._memory, self._records), strict=False):
             mine.copy_(view)
 
-    def load_state(self, model: ShardLite, optimizer: Optimizer) -> None:
-        """Replace the optimizer's state, parameter by parameter."""
+    def states(self, model: ShardLite) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield the optimizer's state, parameter by parameter."""
         params = dict(model.named_parameters())
         tensors: dict[str, dict[str, tuple[Tensor, str]]] = {}
         others: dict[str, dict[str, Any]] = {}
@@ -206,17 +200,10 @@ class SavedSnapshot:
                 tensors.setdefault(param, {})[key] = view, device
         for name, key, value in self._state:
             others.setdefault(name, {})[key] = value
-
-        def copied(name: str) -> tuple[Tensor, dict[str, Any]]:
-            param, entries = params[name], tensors.get(name, {}).items()
-            state = {key: view.to("cpu" if on == "cpu" else param.device, copy=True) for key, (view, on) in entries}
-            return param, {**state, **others.get(name, {})}
-
-        states = map(copied, dict.fromkeys([*tensors, *others]))
-        if isinstance(optimizer, AdamW):
-            optimizer.load_entries(states)
-        else:
-            optimizer.state.update(states)
+        for owner in dict.fromkeys([*tensors, *others]):
+            shard, entries = params[owner], tensors.get(owner, {}).items()
+            state = {key: view.to("cpu" if on == "cpu" else shard.device, copy=True) for key, (view, on) in entries}
+            yield shard, {**state, **others.get(owner, {})}
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -266,14 +253,12 @@ class SnapshotMemory:
 
     def complete(self) -> dict[int, Header]:
         """Return the headers of the complete snapshots, by step."""
-        found = [self._header(place) for place in (0, 1)]
-        return {each.step: each for each in found if each is not None}
+        return {header.step: header for place in (0, 1) if (header := self._header(place))}
 
     def content(self, step: int) -> Tensor:
         """Return a view of the bytes of a snapshot."""
-        headers = [self._header(place) for place in (0, 1)]
-        place = next(place for place, each in enumerate(headers) if each is not None and each.step == step)
-        return self._view(place, self.complete()[step].nbytes)
+        headers = {header.step: (place, header.nbytes) for place in (0, 1) if (header := self._header(place))}
+        return self._view(*headers[step])
 
     def overwrite_older(self, nbytes: int) -> Tensor:
         """Drop the older snapshot, and return a view of memory for a new one in its place.

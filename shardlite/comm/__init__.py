@@ -32,6 +32,6 @@ from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, ma
 from shardlite.comm.traffic import Sent
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.gloo import over_gloo
+from shardlite.comm.transport.gloo import GlooTransport, over_gloo
 from shardlite.comm.transport.group_collectives import FusedStep, rows_numel
 from shardlite.comm.transport.select import choose, connect

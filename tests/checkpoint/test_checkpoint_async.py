@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardlite import CheckpointError, async_save, load, save
 from shardlite.checkpoint import files, latest, saving
-from tests.support.checkpoints import names_in, run_on, same_state, train
+from tests.support.checkpoints import assert_names, run_on, same_state, train
 from tests.support.patience import seconds
 
 
@@ -69,16 +69,11 @@ def queue_body(group: Any, path: Path) -> None:
         third = async_save(path, model, optimizer, keep=2)
         load(path, model, optimizer)
         assert third.done()
-    dist.barrier(group)
-    assert names_in(path) == ["step-00000002", "step-00000003"]
+    assert_names(group, path, "step-00000002", "step-00000003")
 
 
 def test_a_second_save_waits(cluster, tmp_path):
     cluster.check(queue_body, 2, tmp_path)
-
-
-class Bad:
-    pass
 
 
 def failed_body(group: Any, path: Path) -> None:
@@ -86,10 +81,8 @@ def failed_body(group: Any, path: Path) -> None:
     train(model, optimizer)
     whole = async_save(path, model, optimizer).result()
     with pytest.raises(CheckpointError, match=r"'ranks\.1\.extra' holds something that is neither"):
-        async_save(path, model, extra={"bad": Bad()} if dist.get_rank(group) else {})
-    dist.barrier(group)
-    assert names_in(path) == [whole.name]
-    dist.barrier(group)
+        async_save(path, model, extra={"bad": object()} if dist.get_rank(group) else {})
+    assert_names(group, path, whole.name)
 
     def fails(*args: Any) -> Any:
         raise OSError("no disk")
@@ -103,9 +96,7 @@ def failed_body(group: Any, path: Path) -> None:
         train(model, optimizer)
         with pytest.raises(CheckpointError, match=r"save: rank 1: OSError: no disk"):
             save(path, model, optimizer)  # says so once
-    dist.barrier(group)
-    assert names_in(path) == [whole.name]
-    dist.barrier(group)
+    assert_names(group, path, whole.name)
     assert save(path, model, optimizer).name == "step-00000001"
 
 
@@ -117,7 +108,7 @@ def copied_body(group: Any, path: Path) -> tuple[int, int]:
     """Return how many bytes are copied for a save, and how many this rank keeps."""
     model, optimizer = run_on(group, state="int8")
     train(model, optimizer)
-    part = saving._file_of(model, optimizer, {}, saving.Peers(model)).copied()
+    part = saving._file_of(saving.Run(model, optimizer, {}), saving.Peers(model)).copied()
     copied: dict[int, int] = {}
     for value in part.entries.values():
         for tensor in getattr(value, "_sources", ()):

@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,14 +20,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from shardlite import AdamW, CheckpointError, CommError, load, save
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, files, latest, lease, saving
-from tests.support.checkpoints import names_in, run_on, same_state, train
+from tests.support.checkpoints import assert_names, on_first, run_on, same_state, train
 from tests.support.patience import seconds
 from tests.support.twins.sharded import same_bits
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-
-Harm = Callable[[Path], str]
-"""Damages a checkpoint, and returns the name of the file that the error has to name."""
 
 
 def flip(path: Path, at: int) -> None:
@@ -35,67 +33,33 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def flipped_bit(place: Path) -> str:
-    file = place / "__1_0.distcp"
-    flip(file, file.stat().st_size // 2)
-    return file.name
+HARMS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "a flipped bit": ("__1_0.distcp", lambda file: flip(file, file.stat().st_size // 2)),
+    "truncated": ("__0_0.distcp", lambda file: os.truncate(file, file.stat().st_size - 1)),
+    "missing": ("__1_0.distcp", Path.unlink),
+    "of another checkpoint": (
+        "__1_0.distcp",
+        lambda file: shutil.copy(file.parents[1] / "step-00000000" / file.name, file),
+    ),
+    "a flipped bit of the metadata": (files.METADATA, lambda file: flip(file, 200)),
+    "empty metadata": (files.METADATA, lambda file: file.write_bytes(b"")),
+    "a flipped bit of the manifest": (files.MANIFEST, lambda file: flip(file, 20)),
+    "a manifest without JSON": (files.MANIFEST, lambda file: file.write_text("steps: 3")),
+}
 
 
-def truncated(place: Path) -> str:
-    file = place / "__0_0.distcp"
-    os.truncate(file, file.stat().st_size - 1)
-    return file.name
-
-
-def missing(place: Path) -> str:
-    (place / "__1_0.distcp").unlink()
-    return "__1_0.distcp"
-
-
-def of_another_run(place: Path) -> str:
-    other = place.with_name("step-00000000") / "__1_0.distcp"
-    (place / "__1_0.distcp").write_bytes(other.read_bytes())
-    return "__1_0.distcp"
-
-
-def flipped_metadata(place: Path) -> str:
-    flip(place / files.METADATA, 200)
-    return files.METADATA
-
-
-def empty_metadata(place: Path) -> str:
-    (place / files.METADATA).write_bytes(b"")
-    return files.METADATA
-
-
-def flipped_manifest(place: Path) -> str:
-    flip(place / files.MANIFEST, 20)
-    return files.MANIFEST
-
-
-def no_json(place: Path) -> str:
-    (place / files.MANIFEST).write_text("steps: 3")
-    return files.MANIFEST
-
-
-HARMS: tuple[Harm, ...] = (
-    *(flipped_bit, truncated, missing, of_another_run),
-    *(flipped_metadata, empty_metadata, flipped_manifest, no_json),
-)
-
-
-def damaged_body(group: Any, path: Path, harm: Harm) -> None:
+def damaged_body(group: Any, path: Path, harm: str) -> None:
     model, optimizer = run_on(group)
     train(model, optimizer)
     whole = save(path, model, optimizer, step=0)
     train(model, optimizer)
     place = save(path, model, optimizer, step=1)
-    told = [harm(place) if dist.get_rank(group) == 0 else ""]
-    dist.broadcast_object_list(told, group=group)
+    name, damage = HARMS[harm]
+    on_first(group, lambda: damage(place / name))
     other, its = run_on(group, seed=1)
     train(other, its)
     before = (other.full_state_dict(), [value.to_local().clone() for value in _moments(its)])
-    with pytest.raises(CheckpointError, match=rf"{place}/{told[0]}"):
+    with pytest.raises(CheckpointError, match=f"{place}/{name}"):
         load(path, other, its)
     same_state(other.full_state_dict(), before[0])
     for value, expected in zip(_moments(its), before[1], strict=True):
@@ -170,31 +134,36 @@ class Malice:
 def malicious_body(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     place, mark = save(path, model, optimizer), path / "executed"
-    (place / files.MANIFEST).unlink(missing_ok=True)
-    dist.barrier(group)
+    on_first(group, (place / files.MANIFEST).unlink)
     metadata = (place / files.METADATA).read_bytes()
-    dist.barrier(group)
-    if dist.get_rank(group) == 0:
-        (place / files.METADATA).write_bytes(pickle.dumps(Malice(mark)))
-    dist.barrier(group)
+    on_first(group, lambda: (place / files.METADATA).write_bytes(pickle.dumps(Malice(mark))))
     with pytest.raises(CheckpointError, match=r"names posix\.system, which is not part of metadata"):
         load(path, model, optimizer)
     with pytest.raises(CheckpointError, match=r"names posix\.system"):
         SafeReader(place).read_metadata()
-    dist.barrier(group)
-    if dist.get_rank(group) == 0:
-        metadata = metadata.replace(b"ranks.0.generators", b"ranks.0.generatorz")  # as another program's
-        (place / files.METADATA).write_bytes(metadata)
-        content = pickle.loads(metadata)
+    content = pickle.loads(metadata)
+
+    def put_into_an_object() -> None:
+        write_foreign_metadata(place, metadata)
         where = next(each for index, each in content.storage_data.items() if index.fqn.endswith("param_groups.0.lr"))
-        evil = pickle.dumps(Malice(mark))
         with (place / where.relative_path).open("r+b") as file:
             file.seek(where.offset)
-            file.write(evil)
-    dist.barrier(group)
+            file.write(pickle.dumps(Malice(mark)))
+
+    on_first(group, put_into_an_object)
     with pytest.raises(CheckpointError, match=r"'optimizer.param_groups.0.lr' holds something|cannot be read"):
         load(path, model, optimizer)
     assert not mark.exists()
+    for where in content.storage_data.values():
+        where.relative_path = "../../secret"
+    on_first(group, lambda: write_foreign_metadata(place, pickle.dumps(content)))
+    with pytest.raises(CheckpointError, match=r"names a file outside of the checkpoint: \.\./\.\./secret"):
+        load(path, model)
+
+
+def write_foreign_metadata(place: Path, content: bytes) -> None:
+    """Write the metadata of another program, which has no manifest."""
+    (place / files.METADATA).write_bytes(content.replace(b"ranks.0.generators", b"ranks.0.generatorz"))
 
 
 def test_loading_executes_no_code(cluster, tmp_path):
@@ -217,26 +186,6 @@ def test_the_planner_loads_plain_objects_only():
         else:
             planner.load_bytes(item, content)
             assert planner.state_dict["a"]["x"][:4] == [1, 2.5, "y", None]
-
-
-def outside_body(group: Any, path: Path) -> None:
-    model, _ = run_on(group)
-    place = save(path, model)
-    dist.barrier(group)
-    if dist.get_rank(group) == 0:
-        (place / files.MANIFEST).unlink()
-        metadata = pickle.loads((place / files.METADATA).read_bytes())
-        for where in metadata.storage_data.values():
-            where.relative_path = "../../secret"
-        content = pickle.dumps(metadata).replace(b"ranks.0.generators", b"ranks.0.generatorz")  # another program's
-        (place / files.METADATA).write_bytes(content)
-    dist.barrier(group)
-    with pytest.raises(CheckpointError, match=r"names a file outside of the checkpoint: \.\./\.\./secret"):
-        load(path, model)
-
-
-def test_no_file_outside_of_the_checkpoint_is_read(cluster, tmp_path):
-    cluster.check(outside_body, 2, tmp_path)
 
 
 # ---- failures while saving -------------------------------------------------------------------------------------------
@@ -266,9 +215,7 @@ def full_body(group: Any, path: Path) -> None:
         with pytest.raises(CheckpointError, match=words):
             save(path, model, optimizer)
     signal.signal(signal.SIGXFSZ, handler)
-    dist.barrier(group)
-    assert names_in(path) == [whole.name]
-    dist.barrier(group)
+    assert_names(group, path, whole.name)
     other, its = run_on(group, seed=1)
     load(path, other, its)
     same_state(other.full_state_dict(), expected)

@@ -17,15 +17,17 @@ import pytest
 import torch.distributed as dist
 
 from shardlite import CheckpointError, CommError, load, save_in_memory
-from shardlite.checkpoint import latest, memory_copies, snapshot, snapshot_server
+from shardlite.checkpoint import latest, memory_copies, snapshot, snapshot_holder
 from shardlite.checkpoint.memory_copies import Hosts, held_by, key_of, newest
 from shardlite.checkpoint.snapshot import Header, Snapshot, SnapshotMemory
-from shardlite.checkpoint.snapshot_server import Agent, ServerError, SnapshotServer, parent_and_start
+from shardlite.checkpoint.snapshot_holder import Agent, Holder, HolderError, parent_and_start
 from tests.apps.test_failover import assert_same_weights, ranks_of, started, train_straight
 from tests.checkpoint.test_checkpoint import OPTIMIZERS, Run
 from tests.support.patience import seconds, until
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system says who a process is")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="memory is held by processes that are found in /proc"
+)
 
 SOURCE = "copies in memory"
 
@@ -35,7 +37,7 @@ SOURCE = "copies in memory"
 
 @contextmanager
 def started_by(group: Any, *agents: Agent) -> Iterator[None]:
-    """Let this rank be started by an agent: its parent, or the one of `agents` at its place. End the servers."""
+    """Let this rank be started by its parent, or by its own one of `agents`. End what holds memory for them."""
     rank = dist.get_rank()
     parent = os.getppid()
     found = agents[rank] if agents else Agent(parent, parent_and_start(parent)[1])
@@ -47,22 +49,13 @@ def started_by(group: Any, *agents: Agent) -> Iterator[None]:
         finally:
             if rank == 0:
                 for agent in set(agents or [found]):
-                    end_server(agent)
+                    end_holders(agent)
 
 
-def end_server(agent: Agent) -> None:
-    """Kill the server of an agent, if there is one, and wait until it is gone."""
-    with suppress(ServerError):
-        pid = SnapshotServer(agent).pid
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: not is_running(pid))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def end_holders(agent: Agent) -> None:
+    """Kill the processes that hold memory for an agent, and wait until they are gone."""
+    for holder in agent.holders("").values():
+        holder.end()
 
 
 def ancestors() -> list[Agent]:
@@ -166,7 +159,7 @@ def taken_up_body(group: Any, path: str) -> int:
     finally:
         dist.barrier(group)
         if dist.get_rank() == 0:
-            end_server(Agent.of_this_process())
+            end_holders(Agent.of_this_process())
 
 
 @pytest.mark.parametrize(("where", "step"), [("step", 4), ("copy", 3)])
@@ -221,9 +214,8 @@ def left_body(group: Any, path: Path) -> None:
         assert Run(group, seed=1).load(path).source == SOURCE
         dist.barrier(group)
         if dist.get_rank() == 0:
-            holder = SnapshotServer(Agent.of_this_process())
-            holder.retain([f"{key_of(path)}/0"], key_of(path))
-            holder.close()
+            lost = f"{key_of(path)}/1"
+            Agent.of_this_process().holders(lost)[lost].end()
         dist.barrier(group)
         assert Run(group).load(path).source == place
         if dist.get_rank() == 0:
@@ -242,7 +234,7 @@ def test_copies_that_do_not_fit_are_left_with_a_reason(cluster, tmp_path):
 
 
 def without_body(group: Any, path: Path) -> None:
-    """Where there is no memory, no agent, or no server any more, a line says so, once, and the training goes on."""
+    """A line says once that there is no memory, no agent, or no holder any more. The training goes on."""
     run = Run(group).train(range(1))
     with logged() as lines:
         for step in (1, 2):
@@ -264,7 +256,7 @@ def without_body(group: Any, path: Path) -> None:
         assert copied(run, path / "held", 1)
         dist.barrier(group)
         if dist.get_rank() == 0:
-            end_server(Agent.of_this_process())
+            end_holders(Agent.of_this_process())
         dist.barrier(group)
         for step in (2, 3):
             assert not copied(run, path / "held", step)
@@ -296,7 +288,7 @@ def test_copies_take_no_memory_in_the_steady_state(cluster, tmp_path):
 
 
 def hosts_body(group: Any, path: Path) -> None:
-    """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with its server."""
+    """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with what it holds."""
     one, other = ancestors()
     with started_by(group, one, one, other):
         run = straight = Run(group)
@@ -308,7 +300,7 @@ def hosts_body(group: Any, path: Path) -> None:
             run.train(range(step, 7))
             dist.barrier(group)
             if dist.get_rank() == 0:
-                end_server(lost)
+                end_holders(lost)
             dist.barrier(group)
             run = Run(group, seed=step)
             found = run.load(path)
@@ -321,8 +313,8 @@ def hosts_body(group: Any, path: Path) -> None:
         assert sorted(held) == ["0", "1", "2"]
         dist.barrier(group)
         if dist.get_rank() == 0:
-            end_server(one)
-            end_server(other)
+            end_holders(one)
+            end_holders(other)
         dist.barrier(group)
         assert not loaded(Run(group), path).source
 
@@ -335,16 +327,16 @@ def test_a_host_that_is_lost_gets_its_copies_from_the_next_one(cluster, tmp_path
 
 
 def test_the_newest_step_is_one_that_is_there_of_every_rank():
-    assert newest([{}, {}]) == (None, "")
+    assert newest([{}, {}]) == (-1, "")
     own = [{"0": [(3, 2), (4, 2)]}, {"1": [(4, 2), (5, 2)]}]
     assert newest(own) == (4, "")
     assert newest([{}, {**own[0], **own[1]}]) == (4, "")  # all of it on one host
-    assert newest([own[0], {}]) == (None, "there is none of rank 1")
+    assert newest([own[0], {}]) == (-1, "there is none of rank 1")
     assert newest([own[0], {"1": [(5, 2)]}]) == (
-        None,
+        -1,
         "no step is complete on all ranks: rank 0 has [3, 4]; rank 1 has [5]",
     )
-    assert newest([*own, {}]) == (None, "they are of 2 ranks, but now there are 3")
+    assert newest([*own, {}]) == (-1, "they are of 2 ranks, but now there are 3")
 
 
 def test_each_rank_is_guarded_on_the_next_node():
@@ -356,7 +348,6 @@ def test_each_rank_is_guarded_on_the_next_node():
     uneven = Hosts(["a", "b", "a", "a", "c"])
     assert [uneven.replica_of(rank) for rank in range(5)] == [1, 4, 1, 1, 0]
     assert [uneven.replicas_on(rank) for rank in range(5)] == [[4], [0, 2, 3], [], [], [1]]
-    assert [uneven.is_first(rank) for rank in range(5)] == [True, True, False, False, True]
 
 
 def test_a_version_is_there_when_it_is_whole():
@@ -375,13 +366,13 @@ def test_a_version_is_there_when_it_is_whole():
         SnapshotMemory(snapshot.make_memory(4096))
 
 
-# ---- the server -----------------------------------------------------------------------------------------------------
+# ---- processes that hold memory --------------------------------------------------------------------------------------
 
 LAUNCHER = """
 import importlib.util, os, signal, subprocess, sys
-spec = importlib.util.spec_from_file_location("server", sys.argv[1])
-server = sys.modules["server"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(server)
+spec = importlib.util.spec_from_file_location("holding", sys.argv[1])
+holding = sys.modules["holding"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(holding)
 if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
     rank = [sys.executable, __file__, sys.argv[1]]
@@ -390,65 +381,48 @@ if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
     print("waits", flush=True)
     sys.stdin.read()
 else:
-    agent = server.Agent.of_this_process()
-    holder = server.SnapshotServer.start(agent)
-    found = holder.get("a copy")
-    if found is None:
+    agent = holding.Agent.of_this_process()
+    found = agent.holders("a copy")
+    if not found:
         memory = os.memfd_create("copy")
         os.write(memory, b"whole")
-        holder.put("a copy", memory)
-        print(agent.pid, holder.pid, flush=True)
+        print(agent.pid, agent.hold("a copy", memory).pid, flush=True)
         os.killpg(0, signal.SIGKILL)
-    print(holder.names(), os.pread(found, 9, 0).decode(), holder.pid, flush=True)
+    print(list(found), os.pread(found["a copy"].open(), 9, 0).decode(), found["a copy"].pid, flush=True)
 """
 
 
-@contextmanager
-def launched(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start an agent whose rank was killed and started again, and yield it with the process that holds the memory."""
-    script = folder / "launcher.py"
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, None])
+def test_memory_outlives_ranks_and_ends_with_their_agent(tmp_path, monkeypatch, end):
+    """A killed rank finds it when it is started again; another user and another agent do not."""
+    script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
-    command = [sys.executable, str(script), str(snapshot_server.__file__)]
+    command = [sys.executable, str(script), str(snapshot_holder.__file__)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
+        assert agent.stdin is not None
         first, second, third = (agent.stdout.readline().strip() for _ in range(3))
         pid, holder = map(int, first.split())
         assert (pid, second, third) == (agent.pid, f"['a copy'] whole {holder}", "waits")
-        yield agent, holder
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, None])
-def test_the_server_outlives_ranks_and_ends_with_their_agent(tmp_path, end):
-    with launched(tmp_path) as (agent, holder):
-        assert is_running(holder)
+        identity = Agent(agent.pid, parent_and_start(agent.pid)[1])
+        found = identity.holders("a copy")["a copy"]
+        assert not Agent(agent.pid, identity.start + 1).holders("")
+        with monkeypatch.context() as patch:
+            user = os.geteuid()
+            patch.setattr(os, "geteuid", lambda: user + 1)
+            assert not identity.holders("")
+        assert found.is_alive
         agent.send_signal(end) if end else agent.stdin.close()
         agent.wait()
-        until(lambda: not is_running(holder))
+        until(lambda: not found.is_alive)
+    with pytest.raises(OSError, match=f"{holder}"):
+        found.open()
 
 
-def test_the_server_gives_nothing_to_a_process_that_its_agent_has_not_started(tmp_path):
-    with launched(tmp_path) as (agent, holder):
-        stranger = SnapshotServer(Agent(agent.pid, parent_and_start(agent.pid)[1]))
-        assert stranger.pid == holder
-        with pytest.raises(ServerError, match=r"a process that the agent did not start|does not answer"):
-            stranger.get("a copy")
-        agent.kill()
-
-
-def test_a_process_of_another_user_is_no_server(monkeypatch):
-    agent = Agent(os.getpid(), parent_and_start(os.getpid())[1])
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
-        impostor.bind(agent.address)
-        impostor.listen()
-        with pytest.raises(ServerError, match=f"process {os.getpid()} of user {user} answers instead of the snap"):
-            SnapshotServer(agent)
-
-
-def test_a_server_is_not_started_for_an_agent_that_has_ended():
-    with pytest.raises(ServerError, match=r"could not be started: .*is not the agent"):
-        SnapshotServer.start(Agent(os.getpid(), 1))
+def test_memory_is_not_held_for_an_agent_that_has_ended():
+    memory = SnapshotMemory.allocate()
+    with pytest.raises(HolderError, match=r"could not be started: .*is not the agent"):
+        Agent(os.getpid(), 1).hold("a copy", memory.descriptor)
 
 
 # ---- under torchrun -------------------------------------------------------------------------------------------------
@@ -456,23 +430,20 @@ def test_a_server_is_not_started_for_an_agent_that_has_ended():
 REDUNDANT = ("--redundancy", "neighbour", "--save-every", "1000")  # and the last step
 
 
-def holder_of(agent: int) -> int | None:
-    """Return the server of an agent."""
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if each.read_bytes().split(b"\0")[3:5] == [os.fsencode(str(snapshot_server.__file__)), str(agent).encode()]:
-                return int(each.parent.name)
-    return None
+def holders_of(agent: int) -> list[Holder]:
+    """Return the processes that hold memory for an agent."""
+    try:
+        return list(Agent(agent, parent_and_start(agent)[1]).holders("").values())
+    except OSError:
+        return []
 
 
 def newest_of_all(agent: int, ranks: int) -> int:
-    """Return the newest step that an agent's server has of every rank, read as a process of the same user may."""
+    """Return the newest step that an agent's host has of every rank."""
     steps = []
-    holder = holder_of(agent)
-    for each in Path(f"/proc/{holder}/fd").iterdir() if holder else ():
+    for holder in holders_of(agent):
         with suppress(OSError):
-            if "memfd:shardlite" in str(each.readlink()):
-                steps.append(set(SnapshotMemory(os.open(each, os.O_RDWR)).complete()))
+            steps.append(set(SnapshotMemory(holder.open()).complete()))
     return max(set.intersection(*steps), default=0) if len(steps) == ranks else 0
 
 
@@ -498,7 +469,7 @@ def test_a_run_of_torchrun_whose_ranks_are_killed_loses_no_step(cluster, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_started(cluster, tmp_path):
-    """Two agents are two hosts: each has its server."""
+    """Two agents are two hosts."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
@@ -510,9 +481,9 @@ def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_start
     with started(folder, *REDUNDANT, restarts=3, nodes=first) as one:
         with started(folder, *REDUNDANT, restarts=3, nodes=second) as other:
             until(lambda: newest_of_all(other.pid, 4) >= 5 or other.poll() is not None)
-            holder, ranks = holder_of(other.pid), ranks_of(other.pid)
-            assert holder is not None
-            for each in (other.pid, *ranks, holder):
+            holders, ranks = holders_of(other.pid), ranks_of(other.pid)
+            assert len(holders) == 4
+            for each in (other.pid, *ranks, *(holder.pid for holder in holders)):
                 os.kill(each, signal.SIGKILL)
         with started(folder, *REDUNDANT, restarts=3, nodes=second) as again:
             statuses = [each.wait(seconds(240)) for each in (one, again)]

@@ -45,6 +45,13 @@ def on_first(group: Any, act: Callable[[], object]) -> None:
     dist.barrier(group)
 
 
+def assert_names(group: Any, path: Path, *expected: str) -> None:
+    """Check on all ranks what is in the folder of a run, between two barriers."""
+    dist.barrier(group)
+    assert names_in(path) == [*expected]
+    dist.barrier(group)
+
+
 def names_in(path: Path) -> list[str]:
     """Return what is in the folder of a run, without the lease."""
     return sorted(each.name for each in path.iterdir() if each.name != lease.NAME)
