@@ -183,7 +183,7 @@ class AdamW(Optimizer):
         # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
         kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
-        self.backward_steps.alarm = Alarm()  # weights are loaded with it
+        self.backward_steps.alarm = Alarm()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling."""
@@ -274,7 +274,9 @@ class AdamW(Optimizer):
         states: dict[Tensor, Any] = {}
         for param, shard in held.items():
             if self.state.get(param):
-                states[shard] = _part_of_state(param, canonical(self.state[param]), part)
+                state = canonical(self.state[param])
+                parts = {name: value if name == "step" else part(param, value) for name, value in state.items()}
+                states[shard] = {name: value.clone() for name, value in parts.items()}  # the whole state can be freed
                 check_state(shard, states[shard])
         for group in self.param_groups:
             group["params"][:] = [held.get(param, param) for param in group["params"]]
@@ -345,11 +347,6 @@ class _Unconverted:
     """A value that PyTorch's state loading must not convert."""
 
     value: Any
-
-
-def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
-    """Return the shard's part of a state, as copies, so that the memory of the whole state can be freed."""
-    return {name: (part(param, value) if name != "step" else value).clone() for name, value in state.items()}
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -99,17 +99,6 @@ def test_parameters_that_moved_take_their_state_along():
     check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
 
 
-def test_a_group_can_be_added_later():
-    arena, optimizer = trained()
-    extra = nn.Parameter(torch.ones(5))
-    optimizer.add_param_group({"params": [extra], "lr": 0.1})
-    extra.grad = torch.ones(5)
-    run(arena, optimizer, 1)
-    assert optimizer.state[arena.params[0]]["step"].item() == 4.0
-    assert optimizer.state[extra]["step"].item() == 1.0
-    torch.testing.assert_close(extra.data, torch.full((5,), 1 - 0.1 * 0.1 - 0.1))
-
-
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_a_state_that_we_would_continue_otherwise_is_refused(option):
     params = plain_params()
