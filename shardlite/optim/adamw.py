@@ -2,7 +2,7 @@
 
 `layout.py` places shards and moments in memory and finds the runs, `counts.py` counts steps and computes their scalars.
 With `in_backward`, `in_backward.py` steps each shard as soon as its gradient is ready. Parameters that are no shards
-are stepped by `torch._fused_adamw_`. Knows nothing of units, ranks or communication.
+are stepped by `ordinary.py`. Does not know units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class AdamW(Optimizer):
     decoders = staticmethod(decoders)
     _layout: OptimizerLayout | None = None  # built on first use, and again when shards have moved
     in_backward = False
+    """Whether steps are taken in the backward."""
+
     moments = "fp32"
     max_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -145,10 +147,14 @@ class AdamW(Optimizer):
         Raises:
             NonFiniteError: a step in a backward has left NaNs.
         """
-        self.backward_steps.alarm.wait()
+        self.check()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
+
+    def check(self) -> None:
+        """Raise `NonFiniteError` if steps in a backward have left NaNs. The host waits for a GPU."""
+        self.backward_steps.alarm.wait()
 
     def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Load states of parameters as `state_dict()` holds them: `step`, and moments in the shape of the parameter.

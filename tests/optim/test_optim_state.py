@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from shardlite.optim.adamw import AdamW
 from tests.support.optim_cases import HYPER, assert_same, make_arena, plain_params, run, set_grads
