@@ -2,7 +2,7 @@
 
 `layout.py` places shards and moments in memory and finds the runs, `counts.py` counts steps and computes their scalars.
 With `in_backward`, `in_backward.py` steps each shard as soon as its gradient is ready. Parameters that are no shards
-are stepped by `torch._fused_adamw_`. Knows nothing of units, ranks or communication.
+are stepped by `ordinary.py`. Does not know units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class AdamW(Optimizer):
     decoders = staticmethod(decoders)
     _layout: OptimizerLayout | None = None  # built on first use, and again when shards have moved
     in_backward = False
+    """Whether steps are taken in the backward."""
+
     moments = "fp32"
     max_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -145,10 +147,14 @@ class AdamW(Optimizer):
         Raises:
             NonFiniteError: a step in a backward has left NaNs.
         """
-        self.backward_steps.alarm.wait()
+        self.check()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
+
+    def check(self) -> None:
+        """Raise `NonFiniteError` if steps in a backward have left NaNs. The host waits for a GPU."""
+        self.backward_steps.alarm.wait()
 
     def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Load states of parameters as `state_dict()` holds them: `step`, and moments in the shape of the parameter.
@@ -183,7 +189,7 @@ class AdamW(Optimizer):
         # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
         kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
-        self.backward_steps.alarm = Alarm()  # weights are loaded with it
+        self.backward_steps.alarm = Alarm()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling."""
@@ -274,7 +280,9 @@ class AdamW(Optimizer):
         states: dict[Tensor, Any] = {}
         for param, shard in held.items():
             if self.state.get(param):
-                states[shard] = _part_of_state(param, canonical(self.state[param]), part)
+                state = canonical(self.state[param])
+                parts = {name: value if name == "step" else part(param, value) for name, value in state.items()}
+                states[shard] = {name: value.clone() for name, value in parts.items()}  # the whole state can be freed
                 check_state(shard, states[shard])
         for group in self.param_groups:
             group["params"][:] = [held.get(param, param) for param in group["params"]]
@@ -345,11 +353,6 @@ class _Unconverted:
     """A value that PyTorch's state loading must not convert."""
 
     value: Any
-
-
-def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
-    """Return the shard's part of a state, as copies, so that the memory of the whole state can be freed."""
-    return {name: (part(param, value) if name != "step" else value).clone() for name, value in state.items()}
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlite.errors import NonFiniteError
-from shardlite.optim import in_backward
+from shardlite.optim import AdamW, in_backward
 from shardlite.telemetry import lagged
 
 
@@ -122,15 +122,14 @@ def test_steps_that_noted_nothing_count(gpu):
 
 
 def test_a_load_makes_it_forget(gpu):
-    steps = in_backward.InBackwardSteps(lambda: None)
-    steps.note(torch.tensor(1))
-    steps.close([])
-    steps.forget()
-    gpu.arrive()
+    optimizer = AdamW([nn.Parameter(torch.ones(1))], in_backward=True)
+    saved = optimizer.state_dict()
+    step(optimizer.backward_steps.alarm, 1)
+    optimizer.load_state_dict(saved)
     for _ in range(10):
-        steps.note(torch.tensor(0))
-        steps.close([])
-    assert steps._alarm._first == 0
+        step(optimizer.backward_steps.alarm, 0)
+        gpu.arrive()
+    optimizer.step()
 
 
 def test_who_keeps_weights_waits(gpu):

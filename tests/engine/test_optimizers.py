@@ -245,22 +245,6 @@ def test_an_optimizer_over_a_module_around_the_model_is_refused(cluster, around,
     cluster.check(around_body, 2, around, stage)
 
 
-def ignored_body(group: Any) -> None:
-    """Ignored parameters are each rank's own, and any optimizer may train them with the others."""
-    module = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 5))
-    model = ShardLite(module, group=group, ignore=[module[1]])
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    model(torch.ones(1, 16) * (1 + dist.get_rank(group))).square().sum().backward()
-    optimizer.step()
-    assert not [n for n, param in model.named_parameters() if param.numel() and torch.equal(param, before[n])]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ignored_parameters_are_trained_too(cluster, world_size):
-    cluster.check(ignored_body, world_size)
-
-
 # ---- optimizers that are not elementwise ----------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from shardlite.optim.adamw import AdamW
 from tests.support.optim_cases import HYPER, assert_same, make_arena, plain_params, run, set_grads
@@ -97,17 +96,6 @@ def test_parameters_that_moved_take_their_state_along():
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     old.fill_(float("nan"))
     check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
-
-
-def test_a_group_can_be_added_later():
-    arena, optimizer = trained()
-    extra = nn.Parameter(torch.ones(5))
-    optimizer.add_param_group({"params": [extra], "lr": 0.1})
-    extra.grad = torch.ones(5)
-    run(arena, optimizer, 1)
-    assert optimizer.state[arena.params[0]]["step"].item() == 4.0
-    assert optimizer.state[extra]["step"].item() == 1.0
-    torch.testing.assert_close(extra.data, torch.full((5,), 1 - 0.1 * 0.1 - 0.1))
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
