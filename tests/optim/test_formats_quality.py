@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.formats.states import CONTROL, EXACT, SEEDS, Training, formats, measure, render, summary
+from bench.formats.states import CONTROL, EXACT, SEEDS, Training, formats, measure, summary
 from bench.support.table import RESULTS, read_rows
 
 SHORT, LONG = 40, 300
@@ -56,8 +56,7 @@ def test_weights_in_bf16_alone_are_not(rows):
     assert control["difference"] > 0
 
 
-def test_a_table_has_a_line_for_each_run(rows):
-    assert len(render(rows).splitlines()) == 2 + len(rows)
+def test_a_row_says_what_was_trained(rows):
     assert {"machine", "torch", "date", "parameters", "steps", "rounding"} <= rows[0].keys()
 
 

@@ -121,7 +121,7 @@ def data_parallel(task: Task, *, unused: bool) -> Record:
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         warnings.filterwarnings("ignore", ".*[Gg]rad strides do not match")
         module = task.model()
-        options = {"broadcast_buffers": False, "find_unused_parameters": unused}
+        options: dict[str, Any] = {"broadcast_buffers": False, "find_unused_parameters": unused}
         model = DistributedDataParallel(module, process_group=task.group, **options)
         return _train_in_torch(task, module, lambda step: model(*task.batch(step, task.rank)))
 
