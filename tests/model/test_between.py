@@ -108,7 +108,7 @@ def test_a_step_between_forward_and_backward_is_right_or_an_error(group, stage):
 @pytest.mark.ranks(2)
 def test_a_step_inside_gathered_is_kept(group):
     """Steps inside `gathered()` are never undone in silence: writing back is an error."""
-    for stage, writeback in product(some_stages(0, 3), (False, True)):
+    for stage, writeback in (*((stage, False) for stage in some_stages(0, 3)), (3, True)):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         model(ones()).sum().backward()

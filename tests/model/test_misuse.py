@@ -126,11 +126,12 @@ def wrapped_by_ddp_body(group):
 
 def inner_copied_body(group):
     """Where there is nothing that refuses to be copied, the copy does not run."""
-    duplicate = copy.deepcopy(ShardLite(nn.Linear(9, 9), group=group, stage=0).module)
+    models = [ShardLite(nn.Linear(9, 9), group=group, stage=stage) for stage in (0, 3)]
+    duplicate = copy.deepcopy(models[0].module)
     with pytest.raises(LayoutError, match="this module is a copy of a wrapped one"):
         duplicate(torch.ones(2, 9))
     with pytest.raises(LayoutError, match="wrap a second instance"):
-        copy.deepcopy(ShardLite(nn.Linear(9, 9), group=group).module)
+        copy.deepcopy(models[1].module)
 
 
 def wrapped_twice_body(group):

@@ -56,6 +56,10 @@ def test_weights_in_bf16_alone_are_not(rows):
     assert control["difference"] > 0
 
 
+def test_a_row_says_what_was_trained(rows):
+    assert {"machine", "torch", "date", "parameters", "steps", "rounding"} <= rows[0].keys()
+
+
 def test_the_readme_says_what_the_rows_say():
     rows = read_rows([RESULTS / "formats-gpt.jsonl"])
     assert summary(rows) in (Path(__file__).parents[2] / "kernels" / "README.md").read_text()
