@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.ring.picture import Frame, addends, brief, frames, headline, shortened, summary
 from shardlite.comm import Order, Schedule
@@ -151,6 +151,11 @@ def _arrow(axes: Axes, source: int, target: int, colour: str, world_size: int) -
     beside = world_size * (1.03 if down else 1.06)
     out, into = (0.62, -0.62 + 1) if down else (0.45, 0.55)
     bow = (0.35 if away > 1 else 0.6) * (-1 if down else 1)
-    style = {"connectionstyle": f"arc3,rad={bow}", "arrowstyle": "-|>", "mutation_scale": 9, "linewidth": 1.4}
+    style: dict[str, Any] = {
+        "connectionstyle": f"arc3,rad={bow}",
+        "arrowstyle": "-|>",
+        "mutation_scale": 9,
+        "linewidth": 1.4,
+    }
     ends = (beside, source + out), (beside, target + into)
     axes.add_patch(FancyArrowPatch(*ends, color=colour, clip_on=False, **style))
