@@ -286,16 +286,19 @@ def before_step(
     """
     models = models_of(optimizer)
     closure = kwargs.get("closure", next(iter(args[1:]), None))
-    if not models or not callable(closure):
-        _prepare(optimizer, models)
-        return None
+    if models and callable(closure):
 
-    def with_preparation() -> Any:
-        loss = closure()
-        _prepare(optimizer, models)
-        return loss
+        def with_preparation() -> Any:
+            loss = closure()
+            before_step(optimizer, (optimizer,), {})
+            return loss
 
-    return (optimizer, *args[2:]), {**kwargs, "closure": with_preparation}
+        return (optimizer, *args[2:]), {**kwargs, "closure": with_preparation}
+    for model in models:
+        model.before_step(optimizer)
+    if models and getattr(optimizer, "clips_by_norm", False):
+        optimizer.norm = _norm_for(optimizer, models)  # type: ignore[attr-defined]
+    return None
 
 
 def after_step(optimizer: Optimizer, *_: Any) -> None:
@@ -303,13 +306,6 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
     stepped = [param for param in params_of(optimizer) if param.grad is not None]
     for model in models_of(optimizer):
         model.after_step(stepped)
-
-
-def _prepare(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> None:
-    for model in models:
-        model.before_step(optimizer)
-    if models and getattr(optimizer, "clips_by_norm", False):
-        optimizer.norm = _norm_for(optimizer, models)  # type: ignore[attr-defined]
 
 
 def _norm_for(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> Tensor:

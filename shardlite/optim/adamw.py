@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shardlite.errors import LayoutError
 from shardlite.optim.counts import Amp, Group, StepCounts
 from shardlite.optim.in_backward import Alarm, InBackwardSteps
-from shardlite.optim.layout import OptimizerLayout, canonical, check_state, decoders, step_slots
+from shardlite.optim.layout import OptimizerLayout, canonical, check_state, decoders, steps_of
 from shardlite.optim.ordinary import check_ordinary, ordinary_state, step_ordinary
 from shardlite.params import ShardInfo
 
@@ -246,7 +246,8 @@ class AdamW(Optimizer):
             active.setdefault(slot.counts, []).append(slot.row)
         for counts, rows in active.items():
             counts.begin(self.param_groups, rows, amp)
-        step_slots(slots, unscale=amp.grad_scale is not None)
+        for counts, elements, grad in steps_of(slots, unscale=amp.grad_scale is not None):
+            counts.update(elements, grad)
         for counts in active:
             counts.end()
         for group, params in ordinary:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Amp
-from shardlite.optim.layout import OptimizerLayout, StateSlot, check_dense, runs, step_slots
+from shardlite.optim.layout import OptimizerLayout, StateSlot, check_dense, runs, steps_of
 from shardlite.optim.ordinary import check_ordinary, step_ordinary
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
@@ -174,7 +174,8 @@ class InBackwardSteps:
             step = self.prepare([(param, 0)])
             step.activate(torch.ones(1, device=param.device))
             slot.adopt(optimizer.state)
-            step_slots([slot], unscale=False, bad=step.bad)
+            for counts, elements, gradient in steps_of([slot], unscale=False):
+                counts.update(elements, gradient, step.bad)
             self.alarm.note(step.bad)
         param.grad = None
 

@@ -252,12 +252,15 @@ def _follows(slot: StateSlot, last: StateSlot) -> bool:
     )
 
 
-def step_slots(slots: Sequence[StateSlot], *, unscale: bool, bad: Tensor | None = None) -> None:
-    """Step the slots by their gradients, run by run. `bad` [], int32, becomes 1 if a gradient is not finite."""
+def steps_of(slots: Sequence[StateSlot], *, unscale: bool) -> Iterator[tuple[StepCounts, RunSlice, Tensor]]:
+    """Yield the elements that one call can step, with their step counts and gradients, run by run.
+
+    Step them before requesting the next ones.
+    """
     members = ((slot, grad) for slot in slots if (grad := slot.param.grad) is not None)
     for run in runs(members, _in_one_buffer):
         for elements, grad in _pieces(run, unscale):
-            run[0][0].counts.update(elements, grad, bad)
+            yield run[0][0].counts, elements, grad
     # The kernels wrote through views that have version counters of their own.
     torch.autograd.graph.increment_version([slot.param for slot in slots])
 
