@@ -10,5 +10,5 @@ from shardlite.build.budget import HELD, Budget, Recipe, UnitBudget, budget_of
 from shardlite.build.init import Init, broadcast_buffers, broadcast_init, broadcast_values
 from shardlite.build.partition import UnitPlan, UnitPolicy, UnitRule, needs, partition_module
 from shardlite.build.plan import Plan, agree_on_plan, plan_flats, plan_units
-from shardlite.build.timeline import ACTIVATIONS, MOST_RANKS, Course, Event, Kind, check_memory_limit, course_of
+from shardlite.build.timeline import ACTIVATIONS, MOST_RANKS, Event, Kind, StepTimeline, check_memory_limit, timeline_of
 from shardlite.build.validate import STAGES, Options

@@ -1,7 +1,8 @@
 """Predict the memory of a step: full weights, gradient buckets, gradients and the program's own tensors.
 
-In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `Course`: the peak of memory by purpose,
-and the operations in their order, with the computation between them. Nothing is allocated and no clock is read.
+In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `StepTimeline`: the peak of memory by
+purpose, and the operations in their order, with the computation between them. Nothing is allocated and no clock is
+read.
 
 When a reduction ends depends on the timing of a run. The caller chooses between two bounds. By default each ends when
 something must wait for it, so a run holds no more. With `prompt` each ends before the next gradient, so a run holds no
@@ -75,7 +76,7 @@ class Action(NamedTuple):
 
 
 @dataclass
-class Course:
+class StepTimeline:
     """Memory and operations of one step."""
 
     peak: dict[str, int] = field(default_factory=dict)
@@ -92,8 +93,8 @@ class Course:
         return sum(self.peak.values())
 
 
-def course_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> Course:
-    """Replay the events of a step, and return its course once buffers are at rest.
+def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
+    """Replay the events of a step, and return its timeline once buffers are at rest.
 
     With `prompt`, each reduction ends before the next gradient, else when something must wait for it.
     """
@@ -296,9 +297,9 @@ class _Timeline:
         self._weights = None if budget.permanent else _Weights(budget)
         self._grads = _Grads(budget, _order(budget, events), prompt, self._record)
 
-    def run(self) -> Course:
+    def run(self) -> StepTimeline:
         """Replay one step."""
-        self._course = Course()
+        self._timeline = StepTimeline()
         self._grads.begin()
         if self._weights is not None:
             self._weights.begin(backward=False)
@@ -310,13 +311,13 @@ class _Timeline:
             self._own = event.now
             self._apply(event)
             self._record(None)
-        return self._course
+        return self._timeline
 
     def _apply(self, event: Event) -> None:
         weights, grads = self._weights, self._grads
         if event.kind is Kind.ENTER:
             self._gather(weights.enter(event.unit) if weights is not None else ())
-            self._course.actions.append(Action("need", event.unit))
+            self._timeline.actions.append(Action("need", event.unit))
         elif event.kind is Kind.LEAVE and weights is not None:
             weights.leave(event.unit)
         elif event.kind is Kind.BACKWARD and weights is not None:
@@ -336,22 +337,22 @@ class _Timeline:
             self._record(Action("step"))
 
     def _gather(self, units: Iterable[int]) -> None:
-        self._course.actions += [Action("gather", unit) for unit in units]
+        self._timeline.actions += [Action("gather", unit) for unit in units]
 
     def _record(self, action: Action | None) -> None:
         """Append an action, and update the peaks."""
         if action is not None:
-            self._course.actions.append(action)
+            self._timeline.actions.append(action)
         now = {purpose: self._budget.held[purpose] for purpose in HELD}
         now["gather buffers"] = 0 if self._weights is None else self._weights.nbytes
         now["gradient buckets"] = self._grads.nbytes
         now["gradients"] = self._grads.gradients
         now[ACTIVATIONS] = self._own + self._grads.arriving
-        course = self._course
+        timeline = self._timeline
         for purpose, nbytes in now.items():
-            course.most[purpose] = max(course.most.get(purpose, 0), nbytes)
-        if sum(now.values()) > course.total:
-            course.peak = now
+            timeline.most[purpose] = max(timeline.most.get(purpose, 0), nbytes)
+        if sum(now.values()) > timeline.total:
+            timeline.peak = now
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
@@ -391,16 +392,16 @@ def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_si
         state=limit.state,
         in_backward=limit.in_backward,
     )
-    course = _course(module, asked, plan)
-    total = course.total + limit.activations
+    timeline = _timeline(module, asked, plan)
+    total = timeline.total + limit.activations
     if total <= limit.nbytes:
         return
     variants = [*_variants(asked), *_with_more_ranks(module, asked, limit)]
-    rows = [(words, _course(module, recipe).total + limit.activations) for words, recipe in variants]
+    rows = [(words, _timeline(module, recipe).total + limit.activations) for words, recipe in variants]
     rows.insert(0, ("as asked", total))
     width = max(len(words) for words, _ in rows)
     table = [f"  {words:<{width}}  {_gb(nbytes)}{', fits' * (nbytes <= limit.nbytes)}" for words, nbytes in rows]
-    parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in course.peak.items() if nbytes)
+    parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in timeline.peak.items() if nbytes)
     raise LayoutError(
         f"memory_limit: a rank would hold {_gb(total)} of {_gb(limit.nbytes)}: {parts}"
         f"{f', {ACTIVATIONS} {_gb(limit.activations)}' if limit.activations else ''}. What to change:\n"
@@ -430,16 +431,16 @@ def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> It
     recipe = asked
     while 2 * recipe.world_size <= MOST_RANKS:
         recipe = replace(recipe, world_size=2 * recipe.world_size)
-        if _course(module, recipe).total + limit.activations <= limit.nbytes or 2 * recipe.world_size > MOST_RANKS:
+        if _timeline(module, recipe).total + limit.activations <= limit.nbytes or 2 * recipe.world_size > MOST_RANKS:
             yield f"{recipe.world_size} ranks", recipe
             return
 
 
-def _course(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> Course:
-    """Return the course of a step without activations."""
+def _timeline(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> StepTimeline:
+    """Return the timeline of a step without activations."""
     plan = plan or plan_units(module, recipe.options, recipe.world_size, recipe.device)
     budget = budget_of(plan, recipe, buffers=sum(each.nbytes for each in module.buffers()))
-    return course_of(budget, list(plain_events(budget)))
+    return timeline_of(budget, list(plain_events(budget)))
 
 
 def _gb(nbytes: int) -> str:

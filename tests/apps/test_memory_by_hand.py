@@ -41,16 +41,16 @@ def measured(lines: list[str]) -> dict[str, float]:
 
 def test_the_formulas_give_the_bytes_of_the_plan(formulas, plan):
     assert len(formulas) > 20
-    at_peak = dict(reversed([each for each in formulas if " " in each[0] or each[0] in plan.course.peak]))
-    assert {purpose: at_peak.get(purpose, 0) for purpose in plan.course.peak} == plan.course.peak
+    at_peak = dict(reversed([each for each in formulas if " " in each[0] or each[0] in plan.timeline.peak]))
+    assert {purpose: at_peak.get(purpose, 0) for purpose in plan.timeline.peak} == plan.timeline.peak
     for purpose, nbytes in formulas:
-        assert purpose not in plan.course.most or nbytes in (plan.course.peak[purpose], plan.course.most[purpose])
+        assert purpose not in plan.timeline.most or nbytes in (plan.timeline.peak[purpose], plan.timeline.most[purpose])
 
 
 def test_what_was_measured_is_what_was_derived(plan):
     printed = measured(PRINTED)
     assert printed.pop("all together") == pytest.approx(plan.peak / 2**20, rel=0.02)
-    bounds = {purpose: nbytes / 2**20 for purpose, nbytes in plan.course.most.items() if nbytes}
+    bounds = {purpose: nbytes / 2**20 for purpose, nbytes in plan.timeline.most.items() if nbytes}
     assert printed.keys() == bounds.keys()
     for purpose, mib in printed.items():
         assert mib == pytest.approx(bounds[purpose], rel=0.02) or purpose == "gradient buckets"

@@ -70,7 +70,7 @@ def test_operations_are_counted_for_each_unit(chain):
 def test_checkpointing_saves_activations_and_gathers_no_more(demo):
     setting = Setting(world_size=4)
     plain, recomputed = demo.plan(setting), demo.plan(replace(setting, checkpoint=True))
-    assert recomputed.course.most[ACTIVATIONS] < plain.course.most[ACTIVATIONS]
+    assert recomputed.timeline.most[ACTIVATIONS] < plain.timeline.most[ACTIVATIONS]
     assert recomputed.sent_by_gathers == plain.sent_by_gathers
 
 
@@ -100,7 +100,7 @@ def test_every_stage_shards_what_it_says(demo, ranks):
     weights, moments = ([plan.budget.held[purpose] for plan in plans] for purpose in ("parameters", "optimizer state"))
     assert weights[0] == weights[1] == weights[2] > weights[3]
     assert moments[0] > moments[1] == moments[2] == moments[3]
-    gradients = [plan.course.most["gradients"] for plan in plans]
+    gradients = [plan.timeline.most["gradients"] for plan in plans]
     assert gradients[0] == gradients[1] > gradients[2] == gradients[3]
     assert all(plan.at_least <= plan.peak for plan in plans)
 

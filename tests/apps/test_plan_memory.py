@@ -159,9 +159,9 @@ def check(cluster, name: str, setting: Setting, ends: str) -> None:
             not setting.in_backward
         )
         assert sent == {"gather": plan.sent_by_gathers, "reduce": plan.sent_by_reductions}
-        assert peaks.get("gather buffers", 0) == plan.course.most["gather buffers"]
+        assert peaks.get("gather buffers", 0) == plan.timeline.most["gather buffers"]
         if ends == LATE and setting.stage >= 2:
-            assert peaks["gradient buckets"] == plan.course.most["gradient buckets"]
+            assert peaks["gradient buckets"] == plan.timeline.most["gradient buckets"]
 
 
 GRID = ("name", "how", "stage", "ranks")

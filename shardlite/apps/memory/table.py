@@ -13,7 +13,7 @@ from shardlite.apps.plan.plan import RankPlan, Setting
 from shardlite.apps.plan.report import words
 from shardlite.apps.plan.source import Source
 from shardlite.apps.tables import aligned
-from shardlite.build import ACTIVATIONS, Course, course_of
+from shardlite.build import ACTIVATIONS, StepTimeline, timeline_of
 
 _MALLOC = {"returns": "malloc returns large blocks", "default": "malloc as it is by default"}
 
@@ -80,13 +80,13 @@ class Comparison:
     timeline: Timeline
 
     @cached_property
-    def prompt(self) -> Course:
-        """Return the course of a step whose reductions end before the next gradient: a run holds no less."""
-        return course_of(self.plan.budget, self.plan.events, prompt=True)
+    def prompt(self) -> StepTimeline:
+        """Return the timeline of a step whose reductions end before the next gradient: a run holds no less."""
+        return timeline_of(self.plan.budget, self.plan.events, prompt=True)
 
     def rows(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield each purpose with its predicted bytes at least and at most, and its measured bytes, at its own peak."""
-        late, prompt, measured = self.plan.course.most, self.prompt.most, self.timeline.most
+        late, prompt, measured = self.plan.timeline.most, self.prompt.most, self.timeline.most
         for name in (*PURPOSES, ACTIVATIONS):
             bounds = sorted((prompt.get(name, 0), late.get(name, 0)))
             if bounds[1] or measured.get(name):

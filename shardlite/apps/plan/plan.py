@@ -27,16 +27,16 @@ from shardlite.build import (
     ACTIVATIONS,
     MOST_RANKS,
     Budget,
-    Course,
     Event,
     Options,
     Recipe,
+    StepTimeline,
     UnitPlan,
     budget_of,
     build_units,
-    course_of,
     placement_of,
     plan_units,
+    timeline_of,
     validate,
 )
 from shardlite.config import Precision
@@ -95,7 +95,7 @@ class RankPlan:
 
     setting: Setting
     budget: Budget
-    course: Course
+    timeline: StepTimeline
     """The step if reductions end as late as possible, which is an upper bound."""
 
     events: Sequence[Event]
@@ -103,32 +103,32 @@ class RankPlan:
     @cached_property
     def at_least(self) -> int:
         """Bytes at the peak if every reduction ends before the next gradient, which is a lower bound."""
-        return course_of(self.budget, self.events, prompt=True).total
+        return timeline_of(self.budget, self.events, prompt=True).total
 
     @property
     def peak(self) -> int:
         """Bytes at the peak, as an upper bound."""
-        return self.course.total
+        return self.timeline.total
 
     @property
     def by_purpose(self) -> dict[str, int]:
         """Bytes at the peak by purpose: those of `model.memory()`, and activations."""
-        return {purpose: nbytes for purpose, nbytes in self.course.peak.items() if nbytes}
+        return {purpose: nbytes for purpose, nbytes in self.timeline.peak.items() if nbytes}
 
     @property
     def activations(self) -> int:
         """Peak of the program's own tensors, which may be at another moment than that of all tensors."""
-        return self.course.most.get(ACTIVATIONS, 0)
+        return self.timeline.most.get(ACTIVATIONS, 0)
 
     @property
     def sent_by_gathers(self) -> int:
         """Bytes that this rank sends in one step to gather weights."""
-        return sum(self.budget.units[a.unit].sent for a in self.course.actions if a.name == "gather")
+        return sum(self.budget.units[a.unit].sent for a in self.timeline.actions if a.name == "gather")
 
     @property
     def sent_by_reductions(self) -> int:
         """Bytes that this rank sends in one step to reduce gradients (stage 0: and to gather their means)."""
-        reduced = [a.unit for a in self.course.actions if a.name == "reduce"]
+        reduced = [a.unit for a in self.timeline.actions if a.name == "reduce"]
         return sum(flat.sent for unit in reduced for flat in self.budget.units[unit].flats)
 
 
@@ -172,7 +172,7 @@ class Planner:
         """
         events = self.events(setting.precision.compute, setting.checkpoint)
         budget = self._units(setting)
-        return RankPlan(setting, budget, course_of(budget, events), events)
+        return RankPlan(setting, budget, timeline_of(budget, events), events)
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
         """Return the fewest ranks, up to 4096, with which a rank holds at most `nbytes`, or `None`."""

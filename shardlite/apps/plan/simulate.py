@@ -52,9 +52,9 @@ def simulate(plan: RankPlan, cluster: Cluster, *, scale: float = 1.0) -> StepTim
     """Predict the step of a planned rank. `scale` multiplies its computation, as a larger batch does."""
     rate = cluster.card.flops(narrow=plan.setting.precision.compute in _NARROW)
     run = _Run(plan, cluster, rate / scale)
-    for action in plan.course.actions:
+    for action in plan.timeline.actions:
         run.apply(action.name, action.unit, action.flops)
-    flops = scale * sum(action.flops for action in plan.course.actions)
+    flops = scale * sum(action.flops for action in plan.timeline.actions)
     return StepTime(
         total=max(run.now, run.link_free),
         compute=flops / rate,
