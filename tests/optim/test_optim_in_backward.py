@@ -8,7 +8,7 @@ from shardlite_kernels import FORMATS
 from torch import nn
 
 from shardlite.errors import NonFiniteError, PhaseError
-from shardlite.optim.adamw import AdamW, accumulating
+from shardlite.optim import AdamW, accumulating
 from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, place_shards, small_model, train
 
 by_state = pytest.mark.parametrize("state", FORMATS)
