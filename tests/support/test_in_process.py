@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.optim import accumulating, adopt
+from shardlite.optim.adamw import accumulating, adopt
 from tests.support.models.losses import on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.optim_cases import place_shards
