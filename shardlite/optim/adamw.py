@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from shardlite_kernels import FORMATS, Hyper
@@ -118,7 +118,7 @@ class AdamW(Optimizer):
         self.moments = state
         self.max_norm = max_norm
         self.in_backward = in_backward
-        self.backward_steps = InBackwardSteps(self)
+        self.backward_steps = InBackwardSteps(self, WeakMethod(self.init_state))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         super().__init__(params, defaults)
         _living[id(self)] = self
@@ -170,14 +170,15 @@ class AdamW(Optimizer):
             else:
                 self.state[param] = ordinary_state(param, entry, copy=True)
 
-    def init_state(self) -> None:
-        """Make the states that parameters do not have yet, as before a first step."""
-        slots = self._current_layout().by_param
-        for slot in slots.values():
+    def init_state(self) -> OptimizerLayout:
+        """Make the states that parameters do not have yet, as before a first step. Return where those of shards are."""
+        layout = self._current_layout()
+        for slot in layout.slots:
             slot.adopt(self.state)
         for param in self._params():
-            if param.requires_grad and param not in slots and not self.state.get(param):
+            if param.requires_grad and param not in layout.by_param and not self.state.get(param):
                 self.state[param] = ordinary_state(param, {})
+        return layout
 
     def tables(self) -> list[Tensor]:
         """Return the tensors held besides the state: the row of scalars of each group of 32 elements."""
@@ -207,7 +208,7 @@ class AdamW(Optimizer):
                 group.pop(option, None)
             group.setdefault("max_update", None)
         if "in_backward" in state:  # a copy
-            self.backward_steps = InBackwardSteps(self)
+            self.backward_steps = InBackwardSteps(self, WeakMethod(self.init_state))
             if self.in_backward:
                 self.backward_steps.catch(self._params())
         shards = self._current_layout().by_param

@@ -11,14 +11,14 @@ know units or communication.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from shardlite_kernels import State, Table, is_here
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
@@ -27,9 +27,6 @@ from shardlite.optim.layout import OptimizerLayout, StateSlot, check_dense, runs
 from shardlite.optim.ordinary import check_ordinary, step_ordinary
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
-
-if TYPE_CHECKING:
-    from shardlite.optim.adamw import AdamW
 
 LATER = 4
 """Steps after which all ranks raise for a gradient that was not finite on a GPU: their hosts have read it by then."""
@@ -53,10 +50,11 @@ def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 class InBackwardSteps:
-    """The in-backward steps of one optimizer."""
+    """The in-backward steps of one optimizer. `init_state` makes its missing states and returns its layout."""
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: Optimizer, init_state: WeakMethod[Callable[[], OptimizerLayout]]) -> None:
         self._optimizer = ref(optimizer)  # weak, because hooks refer to this: a deleted optimizer must not step
+        self._init_state = init_state
         self._layout: OptimizerLayout | None = None  # that of the open step
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
@@ -96,7 +94,7 @@ class InBackwardSteps:
         slots = self._open([param for param, _ in places]).by_param
         return InBackwardStep([(slots[param], start) for param, start in places])
 
-    def close(self, optimizer: AdamW) -> None:
+    def close(self, optimizer: Optimizer) -> None:
         """Step parameters that still have a gradient because they were frozen and had no hook. Count the step.
 
         Raises:
@@ -109,7 +107,7 @@ class InBackwardSteps:
                 "AdamW(in_backward=True) has stepped with gradients as the backward computed them, scaled: use an "
                 "optimizer without in_backward with a gradient scaler. (bf16 needs no scaler)"
             )
-        for param in optimizer._params():
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
             if param.grad is not None and param.requires_grad:
                 if isinstance(param, Shard):
                     raise PhaseError(
@@ -149,21 +147,26 @@ class InBackwardSteps:
         if any(param in self._done for param in params):
             self.ready()
         if self._layout is None:
-            optimizer = self._optimizer()
+            optimizer, layout = self._optimizer(), self._current_layout()
             assert optimizer is not None, "an optimizer lives while its backward runs"
-            optimizer.init_state()
-            self._layout = optimizer._current_layout()
-            for counts in self._layout.counts:
+            for counts in layout.counts:
                 counts.begin(optimizer.param_groups, [], Amp())
+            self._layout = layout
         self._done.update(params)
         return self._layout
 
+    def _current_layout(self) -> OptimizerLayout:
+        """Return the layout of the open step or, without one, the optimizer's, with states for all parameters."""
+        init_state = self._init_state()
+        assert init_state is not None, "an optimizer lives while its backward runs"
+        return self._layout or init_state()
+
     @torch.no_grad()
-    def _step(self, optimizer: AdamW, param: Tensor) -> None:
+    def _step(self, optimizer: Optimizer, param: Tensor) -> None:
         """Step `param` with its gradient, and drop the gradient."""
         assert param.grad is not None
         check_dense(param.grad)
-        slot = (self._layout or optimizer._current_layout()).by_param.get(param)
+        slot = self._current_layout().by_param.get(param)
         if slot is None:
             group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
             check_ordinary(group, [param], optimizer.state)
