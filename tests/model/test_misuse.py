@@ -126,7 +126,7 @@ def wrapped_by_ddp_body(group):
 
 def inner_copied_body(group):
     """Where there is nothing that refuses to be copied, the copy does not run."""
-    models = [ShardLite(nn.Linear(9, 9), group=group, stage=stage) for stage in (0, 3)]
+    models = [ShardLite(nn.Sequential(nn.Linear(9, 9)), group=group, stage=stage) for stage in (0, 3)]
     duplicate = copy.deepcopy(models[0].module)
     with pytest.raises(LayoutError, match="this module is a copy of a wrapped one"):
         duplicate(torch.ones(2, 9))
