@@ -800,7 +800,7 @@ class ShardLite(nn.Module):
         self._in_backward = InBackwardOptimizer(shards, gatherer)
         reduced = [] if single_rank else units
         self._reducer = Reducer(reduced, context, stage=self.stage, diagnose=diagnose, parts=parts)
-        begin_steps = self._in_backward.begin
+        begin_steps = self._in_backward.prepare_backward
         self._backward = Backward(self._reducer, gatherer, units, context.streams, begin_steps, self._parts)
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)

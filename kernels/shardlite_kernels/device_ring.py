@@ -46,10 +46,10 @@ from .signals import (
     NOTHING_FREED,
     Peers,
     await_flag,
-    begin,
-    finish,
+    begin_ring,
     flags_of,
     put_signal,
+    report_failure,
     slots_of,
 )
 from .state import State
@@ -134,7 +134,7 @@ def _ring_reduce_scatter_kernel(
     last = world - 1
 
     zero = epoch.to(tl.int64) << 32  # the flag of this epoch with a count of 0
-    patience = begin(to_before_ptr, zero, links.error, limit)
+    patience = begin_ring(to_before_ptr, zero, links.error, limit)
     for action in tl.range(0, messages * world, disable_licm=True):
         message, step, sent, received = place_of(action, messages, world, DEPTH)
         segment = wrapped(rank - 1 - step, world).to(tl.int64) * n
@@ -171,7 +171,7 @@ def _ring_reduce_scatter_kernel(
                 put_signal(to_after_ptr, zero + sent + 1, AMD)
             if step > 0:
                 put_signal(to_before_ptr, zero + received + 1, AMD)
-    finish(zero, links.error, patience)
+    report_failure(zero, links.error, patience)
 
 
 def ring_reduce_scatter(

@@ -87,11 +87,11 @@ def wait_signal(flag_ptr: tl.tensor, value: tl.tensor, patience: tl.tensor) -> t
 
 
 @jit
-def begin(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limit: tl.tensor) -> tl.tensor:
+def begin_ring(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limit: tl.tensor) -> tl.tensor:
     """Signal to the rank before, whose flag is given, that slots are free. Return the patience of this program.
 
     `zero` is the flag of this epoch with a count of 0. Patience is how often a program reads a flag. If it is not above
-    0, something went wrong and nothing may be stored; below 0 it encodes the reason, which `finish` reports.
+    0, something went wrong and nothing may be stored; below 0 it encodes the reason, which `report_failure` reports.
     """
     patience = tl.where(tl.load(error_ptr) == 0, limit, 0)
     if patience > 0:
@@ -111,7 +111,7 @@ def await_flag(
 
 
 @jit
-def finish(zero: tl.tensor, error_ptr: tl.tensor, patience: tl.tensor) -> None:
+def report_failure(zero: tl.tensor, error_ptr: tl.tensor, patience: tl.tensor) -> None:
     """Write the failure of this program, if any, to the error word, unless another program was first."""
     if patience < 0:
         tl.atomic_cas(error_ptr, tl.full([], 0, tl.int64), zero - patience, scope="sys")

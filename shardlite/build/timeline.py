@@ -99,7 +99,7 @@ def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False
     With `prompt`, each reduction ends before the next gradient, else when something must wait for it.
     """
     timeline = _Timeline(budget, events, prompt)
-    return [timeline.run() for _ in range(_STEPS)][-1]
+    return [timeline.simulate() for _ in range(_STEPS)][-1]
 
 
 def plain_events(budget: Budget) -> Iterator[Event]:
@@ -134,10 +134,10 @@ class _Weights:
         """Bytes of all buffers, spare ones included."""
         return sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
 
-    def begin(self, *, backward: bool) -> None:
+    def begin_pass(self, *, backward: bool) -> None:
         """Begin a pass. What was gathered ahead and never used is idle from here on."""
         self._policy.begin_pass()
-        self._order.begin("backward" if backward else "forward", final=backward)
+        self._order.begin_pass("backward" if backward else "forward", final=backward)
         for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
             if self._users[unit] == 0:
                 self._evict_all(self._policy.end_use(unit))
@@ -169,7 +169,7 @@ class _Weights:
     def _gather(self, unit: int) -> int:
         if (victim := self._policy.victim_for(unit)) is not None:
             self._evict_all([victim])
-        self._policy.take(unit)
+        self._policy.acquire(unit)
         return unit
 
     def _evict_all(self, units: Iterable[int]) -> None:
@@ -195,7 +195,7 @@ class _Grads:
         self._steps = recipe.in_backward
         self._before_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """Begin a backward."""
         self.full: dict[int, int] = {}
         self.early = dict.fromkeys(range(len(self._units)), 0)
@@ -297,12 +297,12 @@ class _Timeline:
         self._weights = None if budget.permanent else _Weights(budget)
         self._grads = _Grads(budget, _order(budget, events), prompt, self._record)
 
-    def run(self) -> StepTimeline:
+    def simulate(self) -> StepTimeline:
         """Replay one step."""
         self._timeline = StepTimeline()
-        self._grads.begin()
+        self._grads.begin_backward()
         if self._weights is not None:
-            self._weights.begin(backward=False)
+            self._weights.begin_pass(backward=False)
         else:
             self._gather(i for i, unit in enumerate(self._budget.units) if unit.gathers)
         for event in self._events:
@@ -321,7 +321,7 @@ class _Timeline:
         elif event.kind is Kind.LEAVE and weights is not None:
             weights.leave(event.unit)
         elif event.kind is Kind.BACKWARD and weights is not None:
-            weights.begin(backward=True)
+            weights.begin_pass(backward=True)
         elif event.kind is Kind.GRADIENT and not self._budget.single_rank:
             grads.arrive(event.unit, event.nbytes)
         elif event.kind is Kind.GRADIENT and not self._budget.recipe.in_backward:

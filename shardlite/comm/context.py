@@ -26,7 +26,7 @@ from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.gloo import GlooTransport, joined, reconnect
+from shardlite.comm.transport.gloo import GlooTransport, member_group, reconnect
 from shardlite.comm.transport.group_collectives import GlooCollectives, WholeCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
@@ -302,4 +302,4 @@ def _of_replicas(groups: Ranks, connect: Callable[[dist.ProcessGroup | None], Tr
 def _connect_rounds(groups: Ranks, hosts: Transport, timeout: timedelta) -> GlooCollectives | None:
     if hosts.world_size < MANY or not isinstance(hosts, GlooTransport):
         return None
-    return GlooCollectives(reconnect(joined(groups.shard), timeout), timeout)
+    return GlooCollectives(reconnect(member_group(groups.shard), timeout), timeout)

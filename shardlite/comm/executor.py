@@ -65,7 +65,7 @@ class Channel(NamedTuple):
     def count_sent(self, chunk: Tensor) -> None:
         """Count a chunk that is sent."""
         if self.tally is not None:
-            self.tally.add(chunk)
+            self.tally.count(chunk)
 
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive chunks, each with a peer, and wait for all.

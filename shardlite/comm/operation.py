@@ -69,12 +69,12 @@ class Running(NamedTuple):
             if reports.failed:
                 why = f"not started, because this rank has failed before: {reports.failed}"
                 raise CommError(f"{self}: {why}{reports.compare(str(self), why)}")
-            reports.begin(self)
+            reports.begin_operation(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         operation, full = self
         if operation.reports is not None:
-            operation.reports.end(self)
+            operation.reports.end_operation(self)
         if isinstance(error, CommError):
             during = f", during {operation.during}" if operation.during else ""
             which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"

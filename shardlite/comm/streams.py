@@ -351,7 +351,7 @@ class ProgramStreams:
         if self._home is not None:
             self._home.wait_stream(other)
 
-    def take(self, tensor: Tensor) -> None:
+    def record_stream(self, tensor: Tensor) -> None:
         """Record that the home stream uses a tensor of another stream: its memory is freed only after both."""
         if self._home is not None:
             tensor.record_stream(self._home)

@@ -23,7 +23,7 @@ class Tally:
     across: int = 0
     """Bytes of these to other nodes, in reductions of two levels over collectives."""
 
-    def add(self, tensor: Tensor) -> None:
+    def count(self, tensor: Tensor) -> None:
         """Count one message."""
         self.messages += 1
         self.nbytes += tensor.nbytes

@@ -141,7 +141,7 @@ class Backward:
         if not run.has_gradients:
             self._begin_gradients(run)
         grad = grad.detach() if grad.requires_grad else grad  # it has a history
-        may_be_last = run.add(unit, param, grad, has_user_hooks=has_user_hooks)
+        may_be_last = run.add_gradient(unit, param, grad, has_user_hooks=has_user_hooks)
         if may_be_last and run.mode is not Mode.LOCAL and self._is_complete(run, unit):
             (run.keep_part if run.mode is Mode.PART else run.complete)(unit)
 
@@ -150,7 +150,7 @@ class Backward:
         if self._parts is not None:
             self._parts.begin_backward()
         is_final = run.mode is Mode.STEP
-        run.begin(self._begin_steps(steps=is_final), self._gatherer.in_step)
+        run.on_first_gradient(self._begin_steps(steps=is_final), self._gatherer.in_step)
         if is_final:
             self._saves_memory = run.saves_memory
 
@@ -271,7 +271,7 @@ class Backward:
             if run.has_gradients and run.mode is Mode.PART:
                 run.end_part()
             elif run.has_gradients and run.mode.reduces:
-                run.finish()
+                run.finalize()
                 self._gatherer.confirm_ends()  # gradient flags came from every rank after the end of its pass
             if run.has_gradients and self._parts is not None:
                 self._parts.end_backward()
@@ -298,6 +298,6 @@ def _deliver(backward: "weakref.ref[Backward]", unit: "weakref.ref[Unit]", param
     if not streams.on_gpu or (other := streams.other()) is None:
         there.add_gradient(home, param, grad, has_user_hooks=has_user_hooks)
         return
-    streams.take(grad)
+    streams.record_stream(grad)
     with streams.across(other):
         there.add_gradient(home, param, grad, has_user_hooks=has_user_hooks)

@@ -218,7 +218,7 @@ class ModuleHooks:
         self._evaluating = not torch.is_grad_enabled()
         self._backward.begin_pass(evaluating=self._evaluating)
         mode = "" if module.training else " in eval mode"
-        self._gatherer.begin_pass(f"{kind}{mode}{' without gradients' * self._evaluating}")
+        self._gatherer.begin_forward(f"{kind}{mode}{' without gradients' * self._evaluating}")
         self._frames.append(frame := _Frame(module, outermost=True))
         return frame
 

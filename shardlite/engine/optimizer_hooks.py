@@ -61,7 +61,7 @@ class InBackwardOptimizer:
         """
         return steps_in_backward(self._shards.names)
 
-    def begin(self, *, steps: bool) -> Stepping | None:
+    def prepare_backward(self, *, steps: bool) -> Stepping | None:
         """Prepare for the first gradient of a backward. Return what steps in it, if anything; `steps` if it may.
 
         Raises:

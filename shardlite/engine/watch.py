@@ -83,18 +83,18 @@ class Watch:
         at_logs = not self.warned and (self.steps + STEPS // 2) % EVERY < STEPS
         watched = self.steps < STEPS or at_logs
         if watched and not self.seen:
-            self.begin()
+            self.start()
         elif self.seen and not watched:
-            self.end()
+            self.stop()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Watch the shards."""
         for there, part in self.shards:
             shard = there()
             if shard is not None:
                 _see(shard, (self, part, "the shard"), SeenShard)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Restore the ordinary classes of shards, gradients and tensors made of them."""
         for tensor in list(self.seen):
             _known.pop(tensor, None)
@@ -138,7 +138,7 @@ def watch(shards: Iterable[tuple[nn.Parameter, Flat, int]]) -> Watch:
         without = [rank for rank, (first, stop) in enumerate(pairwise(cuts)) if first == stop]
         part = _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without)
         look.shards.append((weakref.ref(shard), part))
-    look.begin()
+    look.start()
     return look
 
 

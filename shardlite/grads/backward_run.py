@@ -99,7 +99,7 @@ class BackwardRun:
         """Whether low memory matters more than reductions that overlap the backward, or pages kept for later."""
         return self.stepping is not None and self._context.transport.blocking
 
-    def begin(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
+    def on_first_gradient(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
         """Record the first gradient of the backward.
 
         Args:
@@ -113,7 +113,7 @@ class BackwardRun:
     def enter(self, unit: Unit) -> None:
         """Record that the backward continues with a unit."""
 
-    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> bool:
+    def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> bool:
         """Store the gradient of one parameter in its bucket. `has_user_hooks`: hooks of the program see it.
 
         Returns:
@@ -131,7 +131,7 @@ class BackwardRun:
                 "`checkpoint(..., use_reentrant=False)`"
             )
         self._before_gradient(bucket, param)
-        bucket.add(param, grad if self._reducer.counts else None, has_user_hooks=has_user_hooks)
+        bucket.add_gradient(param, grad if self._reducer.counts else None, has_user_hooks=has_user_hooks)
         self.arrivals[unit] += 1
         return self.arrivals[unit] % bucket.expected == 0
 
@@ -179,7 +179,7 @@ class BackwardRun:
             self._fill(bucket)
         bucket.zero_the_rest()
 
-    def finish(self) -> None:
+    def finalize(self) -> None:
         """Start the reductions that are left, wait for all, and give the gradients to the shards.
 
         Raises:
@@ -306,7 +306,7 @@ class HostRun(BackwardRun):
         self._reducer.add_earlier_parts(bucket, check=not died)
         first_bad = self._begin_reduction(bucket)
         reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
-        reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs))
+        reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
         self._record(reduction)
 
 
@@ -330,9 +330,9 @@ class StreamRun(BackwardRun):
         self._last: Unit | None = None  # the unit that received a gradient last
         self._moments: dict[Unit, Moment | None] = {}  # after the last gradient of a unit; absent: now
 
-    def begin(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
+    def on_first_gradient(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
         """Record the first gradient of the backward."""
-        super().begin(stepping, in_step)
+        super().on_first_gradient(stepping, in_step)
         self._began = self._queue.operations.moment()
         if not self._context.transport.blocking:  # otherwise a wait of the stream is a wait of the host
             self._in_step = in_step
@@ -387,7 +387,7 @@ class StreamRun(BackwardRun):
         self._copy_in(bucket, behind, is_queues=is_queues)
         with nullcontext() if behind is None else queue.operations.stream(behind):
             reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
-        reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs), behind=behind)
+        reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs), behind=behind)
         if behind is not None:
             self._hand_over(reduction)
         if is_queues:
@@ -410,7 +410,7 @@ class StreamRun(BackwardRun):
     def _hand_over(self, reduction: Reduction) -> None:
         """Let the program use results, which are memory of the queue's stream."""
         for tensor in chain(*(mean[1:] for mean in reduction.means), (step.bad for step in reduction.steps)):
-            self._context.streams.take(tensor)
+            self._context.streams.record_stream(tensor)
 
 
 def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory: bool) -> bool:

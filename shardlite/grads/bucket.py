@@ -164,7 +164,7 @@ class Bucket:
         self.early.clear()
         return partial(_copy_and_zero, places, early, self._gaps()), early
 
-    def add(self, param: nn.Parameter, grad: Tensor | None, *, has_user_hooks: bool) -> None:
+    def add_gradient(self, param: nn.Parameter, grad: Tensor | None, *, has_user_hooks: bool) -> None:
         """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
 
         Args:

@@ -39,7 +39,7 @@ class SoloGradientFlags:
         self._names = {
             shard: slot.name for flat in flats for shard, slot in zip(flat.shards, flat.layout.slots, strict=True)
         }
-        self._watched: set[Tensor] = set()
+        self._hooked: set[Tensor] = set()
         # The flag, until a gradient arrives. Hooks hold nothing else: the garbage collector cannot traverse them.
         self._known: list[Tensor] = []
 
@@ -48,7 +48,7 @@ class SoloGradientFlags:
 
         It is the same tensor until the next backward.
         """
-        self._watch()
+        self._register_hooks()
         grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
         if not grads:
             self._known.clear()
@@ -60,13 +60,13 @@ class SoloGradientFlags:
                 warn_of([(0, name) for name, value in values.items() if any_bad([value], self._device)][:1])
         return self._known[0] if self._known else None
 
-    def _watch(self) -> None:
+    def _register_hooks(self) -> None:
         """Register hooks that invalidate the cached flag, also on newly unfrozen parameters."""
         known = self._known
         for shard in self._names:
-            if shard.requires_grad and shard not in self._watched:
+            if shard.requires_grad and shard not in self._hooked:
                 known.clear()
-                self._watched.add(shard)
+                self._hooked.add(shard)
                 shard.register_post_accumulate_grad_hook(lambda _: known.clear())  # type: ignore[no-untyped-call]
 
 

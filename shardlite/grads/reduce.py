@@ -195,7 +195,7 @@ class ReduceQueue:
         self._before_step(unit, flat)
         return FlatReduction(*shared, step=stepping.prepare(flat), used=used)
 
-    def run(self, unit: str, inputs: deque[FlatReduction]) -> None:
+    def reduce_unit(self, unit: str, inputs: deque[FlatReduction]) -> None:
         """Reduce a unit flat by flat. Runs on the queue."""
         with self._context.traffic.running("reduce", unit):
             while inputs:

@@ -178,7 +178,7 @@ class Reducer:
         for unit in self.units:
             unit.begin_backward()
         self._backwards += 1
-        self.context.progress.begin(self._backwards)
+        self.context.progress.begin_backward(self._backwards)
 
     def discard(self) -> None:
         """Drop gradients that are accumulated and not reduced yet."""

@@ -246,11 +246,11 @@ class AdamW(Optimizer):
         for slot in slots:
             active.setdefault(slot.counts, []).append(slot.row)
         for counts, rows in active.items():
-            counts.begin(self.param_groups, rows, amp)
+            counts.begin_step(self.param_groups, rows, amp)
         for counts, elements, grad in steps_of(slots, unscale=amp.grad_scale is not None):
             counts.update(elements, grad)
         for counts in active:
-            counts.end()
+            counts.end_step()
         for group, params in ordinary:
             if params:
                 step_ordinary(group, params, self.state, amp)

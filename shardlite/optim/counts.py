@@ -89,7 +89,7 @@ class HostCounts(_Counts):
         """Return whether one call can step the shards in these rows: adjacent ones of one group with one count."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
-    def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
+    def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
         """Prepare a step of the rows in `active`: read all values on the host."""
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
@@ -101,7 +101,7 @@ class HostCounts(_Counts):
         self._table = Table(torch.empty(0, dtype=torch.int16), self._keys(), torch.empty(0))
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Return whether hyper-parameters have changed since `begin`."""
+        """Return whether hyper-parameters have changed since `begin_step`."""
         return self._hypers != _hypers_here(groups)
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
@@ -125,7 +125,7 @@ class HostCounts(_Counts):
         """Step by the sum of `rows` [W, S], added as by `add_rows` of the kernels and divided. `bad` as in `reduce`."""
         add_rows_adamw_cpu(elements.state, rows, self._step(elements), first=first, divisor=divisor, bad=bad)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """Count the step."""
         if not self._skip:
             if len(self._active) == len(self.steps):
@@ -171,7 +171,7 @@ class DeviceCounts(_Counts):
         """Return true: a kernel call may cover any row."""
         return True
 
-    def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
+    def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
         """Prepare a step of the rows in `active`: compute the scalars of all rows."""
         device = self.steps.device
         wanted = set(active)
@@ -191,7 +191,7 @@ class DeviceCounts(_Counts):
         self._keys_now = self._keys()
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Return whether hyper-parameters have changed since `begin`, except a learning rate on a device."""
+        """Return whether hyper-parameters have changed since `begin_step`, except a learning rate on a device."""
         return self._sent != self._hypers_sent(groups)[1]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
@@ -213,7 +213,7 @@ class DeviceCounts(_Counts):
         """Step with the kernel, as `HostCounts` does with the operator."""
         add_rows_adamw(elements.state, rows, self.table_of(elements), first=first, divisor=divisor, bad=bad)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """Count the step for the rows that were stepped."""
         self.steps += self._active
 

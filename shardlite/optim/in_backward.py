@@ -119,7 +119,7 @@ class InBackwardSteps:
         counts = [] if self._layout is None else self._layout.counts
         outdated = any(each.outdated(optimizer.param_groups) for each in counts)
         for each in counts:
-            each.end()
+            each.end_step()
         self._layout = None
         self._done.clear()
         self.alarm.look()
@@ -150,7 +150,7 @@ class InBackwardSteps:
             optimizer, layout = self._optimizer(), self._current_layout()
             assert optimizer is not None, "an optimizer lives while its backward runs"
             for counts in layout.counts:
-                counts.begin(optimizer.param_groups, [], Amp())
+                counts.begin_step(optimizer.param_groups, [], Amp())
             self._layout = layout
         self._done.update(params)
         return self._layout

@@ -84,7 +84,7 @@ class Gather:
     by_hosts: bool
     """Whether messages go through the memory of the hosts, because other gathers may be in flight."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Gather flat by flat. A flat that every rank has is not gathered."""
         context, unit = self.context, self.unit
         if self.purpose == TAKE_PART:
@@ -156,7 +156,7 @@ class GatherQueue:
         self._context.trace.emit("gather", unit.name)
         gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
         self._context.progress.asks()
-        self._last = self._made().submit(*before, gather.run, self._context.progress.served)
+        self._last = self._made().submit(*before, gather.execute, self._context.progress.served)
         unit.begin_gather(self._last)
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
@@ -176,7 +176,7 @@ class GatherQueue:
         """Return this moment of the program's computation."""
         return self._made().moment()
 
-    def finish(self) -> None:
+    def drain(self) -> None:
         """Wait for all that was submitted."""
         if self._last is not None:
             self._last.wait()

@@ -58,7 +58,7 @@ class GatherOrder:
         self._on_path = False
         self._final = False
 
-    def begin(self, kind: str, *, final: bool = False, repeats: bool = True) -> None:
+    def begin_pass(self, kind: str, *, final: bool = False, repeats: bool = True) -> None:
         """Start a pass.
 
         Args:
@@ -109,7 +109,7 @@ class GatherOrder:
         start, self._place = self._place, len(self._now.gathers)
         return self._now.gathers[start:]
 
-    def add(self, unit: int) -> None:
+    def append(self, unit: int) -> None:
         """Record that `unit` is gathered in addition to the order."""
         self._unused[unit] = None
 

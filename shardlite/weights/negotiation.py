@@ -241,7 +241,7 @@ class Passes:
         self._ended: list[Pass] = []  # until they are collected
         self._failed = False
 
-    def begin(self, kind: str, *, backwards: bool = False, final: bool = False, repeats: bool = False) -> None:
+    def begin_pass(self, kind: str, *, backwards: bool = False, final: bool = False, repeats: bool = False) -> None:
         """Start a pass. Passes of one kind are expected to need the same units.
 
         Args:
@@ -259,7 +259,7 @@ class Passes:
         self._collect(lambda each: each.kind == kind or self._queue in (queue, each.queue))
         began = None if self._single_rank else queue.moment()
         self._now = Pass(kind, self._version.number, max if backwards else min, queue, began)
-        self.order.begin(kind, final=final, repeats=repeats)
+        self.order.begin_pass(kind, final=final, repeats=repeats)
 
     def end_pass(self) -> None:
         """Take part in what is left of the pass, and in what others need beyond it. The host does not wait.
@@ -284,7 +284,7 @@ class Passes:
         if self._now is not None:
             yield
             return
-        self.begin(kind)
+        self.begin_pass(kind)
         try:
             yield
         finally:
@@ -297,7 +297,7 @@ class Passes:
     def turn(self, unit: Unit) -> tuple[GatherQueue, Sequence[Callable[[], None]], str]:
         """Return the queue on which all ranks gather `unit`, what runs there before, and the kind of the pass."""
         if self._now is None:
-            self.begin("what follows an inner pass")
+            self.begin_pass("what follows an inner pass")
             assert self._now is not None
         now = self._now
         before = [] if self._single_rank else self.order.turn(unit.index)
@@ -311,7 +311,7 @@ class Passes:
                 "not need it at this place: take three steps like the one to capture before"
             )
         now.exceeds = True
-        self.order.add(unit.index)
+        self.order.append(unit.index)
         self._take_part(now)
         return now.queue, [partial(self._negotiate, now, unit)], now.kind
 
@@ -337,7 +337,7 @@ class Passes:
         """
         self._collect(lambda each: not each.confirmed)
         try:
-            self._queue.finish()
+            self._queue.drain()
         except CommError:
             self._stop_serving()
             raise
@@ -369,20 +369,20 @@ class Passes:
             self._queue.submit(*steps)
 
     def _taking_part(self, now: Pass, indices: Sequence[int]) -> list[Callable[[], None]]:
-        return [self._queue.take_part(self._units[index], during=now.kind).run for index in indices]
+        return [self._queue.take_part(self._units[index], during=now.kind).execute for index in indices]
 
     # ---- on the queue -----------------------------------------------------------------------------------------------
 
     def _negotiate(self, now: Pass, unit: Unit) -> None:
         """Take part in what all ranks agree on, until that is `unit`."""
         while (choice := self._negotiation.agree(unit.index, now).choice) != unit.index:
-            now.queue.take_part(self._units[choice], during=now.kind).run()
+            now.queue.take_part(self._units[choice], during=now.kind).execute()
 
     def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
         """Take part in gathers of other ranks until all are at the end; then revise the gather order with them."""
         while (round_ := self._negotiation.agree(END, now, len(wanted))).choice != END:
             now.exceeds = True
-            now.queue.take_part(self._units[round_.choice], during=now.kind).run()
+            now.queue.take_part(self._units[round_.choice], during=now.kind).execute()
         now.diverged = now.exceeds or not round_.alike
         if now.exceeds:
             now.revise = partial(self.order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))

@@ -1,6 +1,6 @@
 """Policy of the buffers for full weights: which units are gathered ahead, and whose buffer serves the next gather.
 
-    take -> [gather, compute] -> idle -> evict -> take again: by the unit that had the buffer last, if possible
+    acquire -> [gather, compute] -> idle -> evict -> acquire again: by the unit that had the buffer last, if possible
 
 A model of any depth needs `1 + prefetch` buffers and one for the root, and more while more units are in use at once.
 
@@ -38,7 +38,7 @@ class BufferPool:
         self._kept: weakref.WeakSet[Buffer] = weakref.WeakSet()  # the free ones, and those in use that will be
         self._last: dict[Hashable, weakref.ref[Buffer]] = {}
 
-    def take(self, owner: Hashable, nbytes: int) -> Buffer:
+    def acquire(self, owner: Hashable, nbytes: int) -> Buffer:
         """Return a buffer of at least `nbytes`.
 
         It is the one that `owner` had last, else the smallest free one that is large enough, else a new one, for which
@@ -50,7 +50,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Make a buffer that is kept free for the next `take`."""
+        """Make a buffer that is kept free for the next `acquire`."""
         if buffer.kept:
             self._free.append(buffer)
 
@@ -139,12 +139,12 @@ class BufferPolicy:
         while self._held() > 1 and (idle := self._evictable()):
             yield idle[0]
 
-    def take(self, unit: int, freed: Buffer | None = None) -> Buffer:
+    def acquire(self, unit: int, freed: Buffer | None = None) -> Buffer:
         """Give a unit a buffer: the one that was `freed` for it, if it fits, else one of its pool."""
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
         if freed is None or not pool.fits(freed, nbytes):
             del freed  # before, not after, there is another one
-            freed = pool.take(unit, nbytes)
+            freed = pool.acquire(unit, nbytes)
         self.buffers[unit] = freed
         return freed
 

@@ -54,7 +54,7 @@ class ResidentWeights:
             self._trace.emit("reshard", unit.name)
             self._rest(unit)
 
-    def begin_pass(self, kind: str) -> None:
+    def begin_forward(self, kind: str) -> None:
         """Start all gathers that are due: every pass needs all units."""
         del kind
         for unit in self._units:

@@ -92,7 +92,7 @@ class Gatherer(Passes):
                     self._streams.wait_for(stream)
                 self._make_idle(unit)
 
-    def begin_pass(self, kind: str) -> None:
+    def begin_forward(self, kind: str) -> None:
         """Start a forward pass; those of one kind are expected to need the same units."""
         self._backwards = 0
         self._begin(kind)
@@ -109,7 +109,7 @@ class Gatherer(Passes):
         if all(unit.users for unit in self._units):
             return  # inside `gathered()`: nothing is to be gathered, and ranks may run as many passes as they like
         self._policy.begin_pass()
-        self.begin(kind, backwards=backwards, final=final, repeats=True)
+        self.begin_pass(kind, backwards=backwards, final=final, repeats=True)
         self.finish_prefetched()
 
     def after_backward(self, *, final: bool) -> None:
@@ -175,7 +175,7 @@ class Gatherer(Passes):
             unit.hide()
         victim = self._policy.victim_for(unit.index)
         freed = None if victim is None else self._evict(self._units[victim])
-        buffer = self._policy.take(unit.index, freed)
+        buffer = self._policy.acquire(unit.index, freed)
         self._ledger.track("gather buffers", buffer.bytes)  # again: its user may have counted it for something else
         self.owners[buffer.key] = unit
         unit.take_buffer(buffer)

@@ -75,7 +75,7 @@ def options(model: str, *systems: str) -> list[str]:
 def on_cluster(cluster, monkeypatch, tmp_path):
     """Let programs run on the warm ranks, instead of being started."""
 
-    def run(program: Program, system: str, ranks: int) -> dict:
+    def measure(program: Program, system: str, ranks: int) -> dict:
         file = tmp_path / f"{system}.json"
         arguments = [*program.arguments, "--systems", system, "--row", str(file)]
         try:
@@ -84,7 +84,7 @@ def on_cluster(cluster, monkeypatch, tmp_path):
             assert "error" in json.loads(file.read_text())
         return json.loads(file.read_text())
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(Program, "measure", measure)
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ TO_THE_QUEUE = {
     2: [
         "engine/module_hooks.py: _enter",
         "engine/module_hooks.py: _begin",
-        "weights/resident.py: begin_pass",
+        "weights/resident.py: begin_forward",
         "weights/all_gather.py: gather",
         "comm/streams.py: submit",
     ],
@@ -42,7 +42,7 @@ TO_THE_QUEUE[1] = TO_THE_QUEUE[2]
 
 TO_THE_WIRE = [
     "comm/streams.py: _work_off",
-    "weights/all_gather.py: run",
+    "weights/all_gather.py: execute",
     "comm/collectives.py: all_gather",
     "comm/executor.py: run_gather",
     "comm/shm/transport.py: isend",
@@ -62,7 +62,7 @@ STORY = [
     "comm/streams.py: wait",
     "comm/streams.py: _raise_error",
     "comm/streams.py: _work_off",  # from here on the queue's thread, which failed
-    "weights/all_gather.py: run",
+    "weights/all_gather.py: execute",
     "comm/collectives.py: all_gather",
     "comm/operation.py: __exit__",  # which names the operation
 ]
@@ -86,15 +86,17 @@ def profiled(stacks: dict[str, list[str]], moments: dict[str, str]) -> Iterator[
 
 
 @contextmanager
-def profiled_on_the_queue(of: type, stacks: dict[str, list[str]], moments: dict[str, str]) -> Iterator[None]:
-    """Record the same on the queue's thread, which calls the method `run` of a class."""
-    run = of.run
+def profiled_on_the_queue(
+    of: type, method: str, stacks: dict[str, list[str]], moments: dict[str, str]
+) -> Iterator[None]:
+    """Record the same on the queue's thread, which calls a method of a class."""
+    run = getattr(of, method)
 
     def recording(*arguments: Any) -> None:
         with profiled(stacks, moments):
             run(*arguments)
 
-    with mock.patch.object(of, "run", recording):
+    with mock.patch.object(of, method, recording):
         yield
 
 
@@ -123,7 +125,10 @@ def stack_body(group: Any, stage: int) -> dict[str, list[str]]:
         optimizer.step()
         optimizer.zero_grad()
     hook = "engine/module_hooks.py: _enter"
-    with profiled_on_the_queue(Gather, seen, {"ring": "comm/shm/mailbox"}), profiled(seen, {"submit": "comm/streams"}):
+    with (
+        profiled_on_the_queue(Gather, "execute", seen, {"ring": "comm/shm/mailbox"}),
+        profiled(seen, {"submit": "comm/streams"}),
+    ):
         model(torch.ones(2, 4))
     return {name: each[each.index(hook) :] if hook in each else each for name, each in seen.items()}
 
@@ -198,8 +203,8 @@ def test_from_a_step_to_the_kernel_are_four_calls_in_three_files(cluster, stage)
 TO_THE_BUCKET = [
     "engine/backward.py: _deliver",
     "engine/backward.py: add_gradient",
-    "grads/backward_run.py: add",
-    "grads/bucket.py: add",
+    "grads/backward_run.py: add_gradient",
+    "grads/bucket.py: add_gradient",
 ]
 TO_THE_QUEUE_OF_REDUCTIONS = [
     "engine/backward.py: _deliver",
@@ -210,7 +215,7 @@ TO_THE_QUEUE_OF_REDUCTIONS = [
 ]
 TO_THE_SUM = [
     "comm/streams.py: _work_off",
-    "grads/reduce.py: run",
+    "grads/reduce.py: reduce_unit",
     "grads/reduce.py: reduce_flat",
     "grads/reduce.py: _average",
     "comm/collectives.py: reduce_scatter",
@@ -219,7 +224,7 @@ TO_THE_SUM = [
 ]
 TO_THE_SHARD = [
     "engine/backward.py: _close",
-    "grads/backward_run.py: finish",
+    "grads/backward_run.py: finalize",
     "grads/reduce.py: store",
 ]
 
@@ -231,8 +236,11 @@ def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:
         model(torch.ones(2, 4)).sum().backward()
         model.zero_grad()
     loss = model(torch.ones(2, 4)).sum()
-    moments = {"add": "grads/bucket", "submit": "comm/streams", "store": "grads/reduce"}
-    with profiled_on_the_queue(ReduceQueue, stacks, {"hop": "shardlite_kernels"}), profiled(stacks, moments):
+    moments = {"add_gradient": "grads/bucket", "submit": "comm/streams", "store": "grads/reduce"}
+    with (
+        profiled_on_the_queue(ReduceQueue, "reduce_unit", stacks, {"hop": "shardlite_kernels"}),
+        profiled(stacks, moments),
+    ):
         loss.backward()
     return stacks
 
@@ -241,7 +249,7 @@ def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:
 def test_from_a_gradients_hook_to_the_step_are_twenty_two_calls_in_ten_files(cluster, stage):
     for seen in cluster.run(gradient_body, 2, stage):
         assert seen == {
-            "add": TO_THE_BUCKET,
+            "add_gradient": TO_THE_BUCKET,
             "submit": TO_THE_QUEUE_OF_REDUCTIONS,
             "hop": TO_THE_SUM,
             "store": TO_THE_SHARD,

@@ -67,7 +67,7 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
     order: list[int] = []
 
     def gated(self: Any, operation: Callable[[], None], *others: Callable[[], None], **options: Any) -> Any:
-        if getattr(operation, "func", None) is None or operation.func.__qualname__ != "ReduceQueue.run":
+        if getattr(operation, "func", None) is None or operation.func.__qualname__ != "ReduceQueue.reduce_unit":
             return submit(self, operation, *others, **options)
         gate = threading.Event()
         work = submit(self, lambda: (gate.wait(seconds(60)), operation())[1])

@@ -73,22 +73,22 @@ def pool_of(most):
 
 def test_an_owner_gets_the_buffer_that_it_had_last():
     pool, allocated = pool_of(2)
-    first, second = pool.take("first", 64), pool.take("second", 64)
+    first, second = pool.acquire("first", 64), pool.take("second", 64)
     pool.give_back(first)
     pool.give_back(second)
-    assert pool.take("second", 64) is second
-    assert pool.take("second", 64) is first  # it had the other one last, which is in use
+    assert pool.acquire("second", 64) is second
+    assert pool.acquire("second", 64) is first  # it had the other one last, which is in use
     pool.give_back(second)
-    assert pool.take("first", 64) is second
+    assert pool.acquire("first", 64) is second
     assert allocated == [64, 64]
 
 
 def test_a_new_owner_gets_the_smallest_that_is_large_enough():
     pool, allocated = pool_of(3)
-    for buffer in [pool.take(size, size) for size in (96, 32, 64)]:
+    for buffer in [pool.acquire(size, size) for size in (96, 32, 64)]:
         pool.give_back(buffer)
-    assert pool.take("new", 48).nbytes == 64
-    assert pool.take("newer", 48).nbytes == 96
+    assert pool.acquire("new", 48).nbytes == 64
+    assert pool.acquire("newer", 48).nbytes == 96
     assert allocated == [96, 32, 64]
 
 
@@ -101,16 +101,16 @@ def test_the_smallest_gives_way_to_a_larger_one():
         return space
 
     pool = BufferPool(make, 2)
-    for buffer in [pool.take(size, size) for size in (32, 64)]:
+    for buffer in [pool.acquire(size, size) for size in (32, 64)]:
         pool.give_back(buffer)
     del buffer
-    pool.give_back(pool.take("large", 128))
-    assert pool.take(32, 32).nbytes == 64
+    pool.give_back(pool.acquire("large", 128))
+    assert pool.acquire(32, 32).nbytes == 64
 
 
 def test_more_than_are_kept_are_freed_when_they_are_given_back():
     pool, _ = pool_of(1)
-    kept, more = pool.take("kept", 64), pool.take("more", 64)
+    kept, more = pool.acquire("kept", 64), pool.take("more", 64)
     assert pool.is_surplus(more)
     assert not pool.is_surplus(kept)
     for each in (kept, more):
@@ -122,21 +122,21 @@ def test_more_than_are_kept_are_freed_when_they_are_given_back():
 
 def test_a_buffer_that_is_given_up_makes_place_for_another_one():
     pool, allocated = pool_of(1)
-    buffer = pool.take("a unit", 64)
+    buffer = pool.acquire("a unit", 64)
     del buffer  # not given back, because others view it
     assert pool.last("a unit") is None
-    assert pool.take("a unit", 64).kept
+    assert pool.acquire("a unit", 64).kept
     assert allocated == [64, 64]
 
 
 def test_nothing_is_kept_where_none_is_to_be():
     pool, allocated = pool_of(0)
-    buffer = pool.take("a unit", 64)
+    buffer = pool.acquire("a unit", 64)
     assert pool.fits(buffer, 64)
     assert not pool.fits(buffer, 32)
     assert not pool.is_surplus(buffer)
     pool.give_back(buffer)
-    pool.take("a unit", 64)
+    pool.acquire("a unit", 64)
     assert allocated == [64, 64]
 
 
@@ -159,7 +159,7 @@ def use(policy, unit):
             done.append(("evict", victim))
             policy.give_back(victim, policy.evict(victim))
         done.append(("gather", unit))
-        policy.take(unit)
+        policy.acquire(unit)
 
     if unit not in policy.buffers:
         gather(unit)
@@ -174,13 +174,13 @@ def use(policy, unit):
 
 def test_a_unit_is_gathered_ahead_on_the_recorded_path():
     policy, order = policy_of(8, 8, 8)
-    order.begin("forward")
+    order.begin_pass("forward")
     assert [use(policy, unit) for unit in (0, 1, 2)] == [  # nothing is expected yet
         [("gather", 0)],
         [("gather", 1)],
         [("evict", 0), ("gather", 2)],
     ]
-    order.begin("forward")
+    order.begin_pass("forward")
     assert [use(policy, unit) for unit in (0, 1, 2)] == [
         [("evict", 1), ("gather", 0), ("evict", 2), ("gather", 1)],
         [("evict", 0), ("gather", 2)],
@@ -191,7 +191,7 @@ def test_a_unit_is_gathered_ahead_on_the_recorded_path():
 def test_the_last_use_before_a_step_frees_the_buffer():
     policy, order = policy_of(8, 8)
     for _ in range(2):
-        order.begin("backward", final=True)
+        order.begin_pass("backward", final=True)
         done = [use(policy, unit) for unit in (1, 0)]
         order.end_path()
     assert done[-1][-1] == ("evict", 0)
@@ -201,7 +201,7 @@ def test_the_last_use_before_a_step_frees_the_buffer():
 def test_nothing_is_gathered_ahead_after_prefetching_stopped():
     policy, order = policy_of(8, 8, 8)
     for _ in range(2):
-        order.begin("forward")
+        order.begin_pass("forward")
         for victim in policy.stop_prefetching():
             policy.evict(victim)
         assert len(policy.buffers) <= 1

@@ -32,10 +32,10 @@ def test_merging_equal_or_shorter_sequences_adds_nothing():
 def agreed(*ranks: list[int]) -> GatherOrder:
     """Return an order after a first pass in which ranks wanted this."""
     order = GatherOrder()
-    order.begin("forward")
+    order.begin_pass("forward")
     assert order.turn(ranks[0][0]) is None, "nothing is agreed on yet"
     order.extend("forward", ranks)
-    order.begin("forward")
+    order.begin_pass("forward")
     return order
 
 
@@ -61,7 +61,7 @@ def test_what_a_rank_wanted_is_what_was_gathered_and_used():
         order.turn(unit)
         order.use(unit)
     order.turn(3)  # gathered ahead, and not needed
-    order.add(7)
+    order.append(7)
     order.use(7)
     order.use(5)  # it was there already
     assert order.wanted == [0, 2, 7]
@@ -74,7 +74,7 @@ def test_what_no_rank_has_needed_for_long_is_left_out():
         order.turn(1)
         order.use(1)
         assert not order.is_due(), number
-        order.begin("forward")
+        order.begin_pass("forward")
     assert order.is_due()
     order.shorten("forward", [order.needed(), [0, 0, 1]])
     assert order._now.gathers == [1, 2]
@@ -83,10 +83,10 @@ def test_what_no_rank_has_needed_for_long_is_left_out():
 
 def test_kinds_of_passes_have_orders_of_their_own():
     order = agreed([0, 1])
-    order.begin("backward")
+    order.begin_pass("backward")
     assert order._now.gathers == []
     order.extend("backward", [[1, 0]])
-    order.begin("forward")
+    order.begin_pass("forward")
     assert order._now.gathers == [0, 1]
 
 
@@ -94,7 +94,7 @@ def test_an_order_that_would_more_than_double_is_forgotten():
     order = agreed(list(range(6)))
     order.extend("forward", [[5, 4, 3, 2, 1, 0]])
     assert len(order._now.gathers) == 11
-    order.begin("forward")
+    order.begin_pass("forward")
     order.extend("forward", [[8, 9]])
     assert order._now.gathers == [8, 9]
 
@@ -107,11 +107,11 @@ def test_copies_stay_equal(seed):
     for _ in range(2 * MEMORY):
         lists = []
         for order in copies:
-            order.begin("forward")
+            order.begin_pass("forward")
             for unit in draw.sample(range(6), 4):
                 if order.turn(unit) is None:
                     order.rest()
-                    order.add(unit)
+                    order.append(unit)
                 order.use(unit)
             order.rest()
             lists.append(order.wanted)
@@ -123,22 +123,22 @@ def test_copies_stay_equal(seed):
 
 def test_order_predicts_only_on_the_recorded_path():
     order = GatherOrder()
-    order.begin("forward")
+    order.begin_pass("forward")
     assert order.upcoming(1) == []
     for unit in (0, 1, 2):
         order.use(unit)
-    order.begin("backward")
+    order.begin_pass("backward")
     order.use(2)
-    order.begin("forward")
+    order.begin_pass("forward")
     order.use(0)
     assert order.upcoming(2) == [1, 2]
     order.use(2)  # leaves the path
     assert order.upcoming(2) == []
-    order.begin("forward")  # one pass that left it is forgotten
+    order.begin_pass("forward")  # one pass that left it is forgotten
     order.use(0)
     assert order.upcoming(2) == [1, 2]
     order.use(1)  # it is shorter
-    order.begin("forward")  # after two in a row the last one is expected
+    order.begin_pass("forward")  # after two in a row the last one is expected
     order.use(0)
     assert order.upcoming(2) == [1]
     order.end_path()
@@ -149,7 +149,7 @@ def test_order_predicts_only_on_the_recorded_path():
 def test_a_pass_that_is_not_expected_to_repeat_has_no_path():
     order = GatherOrder()
     for _ in range(2):
-        order.begin("gathered()", repeats=False)
+        order.begin_pass("gathered()", repeats=False)
         for unit in (0, 1):
             order.use(unit)
             assert order.upcoming(2) == []

@@ -102,7 +102,7 @@ class Program:
     facts: Row = field(default_factory=lambda: {"malloc": "returns", "busy": 0})
     """Keys of every row that say how the program was run."""
 
-    def run(self, system: str, ranks: int) -> Row:
+    def measure(self, system: str, ranks: int) -> Row:
         """Run one system, and return what its rank 0 wrote, or a row with `error` only.
 
         Raises:
@@ -163,7 +163,7 @@ def measure_all(
         for i, (name, system) in enumerate(present.items(), 1):
             start = time.monotonic()
             facts = {"bench": "footprint", "model": source.name, "ranks": world_size, "system": name}
-            row = {**facts, **program.run(name, world_size), **program.facts, **known(name, system, world_size)}
+            row = {**facts, **program.measure(name, world_size), **program.facts, **known(name, system, world_size)}
             rows.append(row)
             took = time.monotonic() - start
             say(f"[{i}/{len(present)}, {world_size} ranks] {name}: {_result(row)}, {took:.0f} s")
@@ -195,7 +195,7 @@ def _draw_timeline(source: Source, setting: Setting, program: Program, picture: 
     timelines = []
     for name in (OWN, "fsdp2"):
         progress(f"{name} trains {heading(source, setting)}")
-        row = program.run(name, setting.world_size)
+        row = program.measure(name, setting.world_size)
         if "error" in row:
             print(f"{name} failed: {row['error']}")
             return 1

@@ -165,18 +165,18 @@ class FailureReports:
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
 
-    def begin(self, operation: object) -> None:
+    def begin_operation(self, operation: object) -> None:
         """Record that an operation begins on this thread, named by `str(operation)`. Nested ones are parts of it."""
         thread = get_ident()
         self._running.setdefault(thread, operation)
-        _watching[thread] = self
+        _by_thread[thread] = self
 
-    def end(self, operation: object) -> None:
+    def end_operation(self, operation: object) -> None:
         """Record that the operation has ended."""
         thread = get_ident()
         if self._running.get(thread) is operation:
             del self._running[thread]
-            _watching.pop(thread, None)
+            _by_thread.pop(thread, None)
 
     def deadlock_reason(self) -> str:
         """Return why this rank will never continue, or `""`. Call it every `SLOW` seconds of a wait.
@@ -337,13 +337,13 @@ def _remedy(said: Iterable[str]) -> str:
     return f"\n{SAME_PASSES}" if steps and not set.intersection(*steps) else ""
 
 
-_watching: dict[int, FailureReports] = {}
+_by_thread: dict[int, FailureReports] = {}
 """By thread: the failure reports of its current operation."""
 
 
-def watching() -> FailureReports | None:
+def reports_of_thread() -> FailureReports | None:
     """Return the failure reports of this thread's current operation, or `None`."""
-    return _watching.get(get_ident())
+    return _by_thread.get(get_ident())
 
 
 _STANDSTILL = "ranks wait for each other in different operations, and none will ever go on:"

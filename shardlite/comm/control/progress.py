@@ -75,7 +75,7 @@ class Progress:
         self._asked = self._served = 0
         self._lock = Lock()  # gathers are joined on threads of their own
 
-    def begin(self, backward: int) -> None:
+    def begin_backward(self, backward: int) -> None:
         """Start a backward, identified by its number."""
         with self._lock:
             self._tells = False

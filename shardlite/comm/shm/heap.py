@@ -72,13 +72,13 @@ class _Spans:
     def of(cls, start: int, stop: int) -> "_Spans":
         """Return spans of one range."""
         spans = cls()
-        spans.add(start, stop)
+        spans.insert(start, stop)
         return spans
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(list(zip(self._starts, self._stops, strict=True)))
 
-    def add(self, start: int, stop: int) -> None:
+    def insert(self, start: int, stop: int) -> None:
         """Add a range that overlaps none of these, and merge it with adjacent ranges."""
         self.nbytes += stop - start
         i = bisect_left(self._starts, start)
@@ -187,7 +187,7 @@ class Heap(Mapping):
         self._lock = threading.RLock()
         self._changing = False  # a finalizer may run inside a change, on the same thread
         self._cold, self._warm = _Spans(), _Spans()  # free ranges
-        self._cold.add(start, nbytes // _GRAIN * _GRAIN)
+        self._cold.insert(start, nbytes // _GRAIN * _GRAIN)
         self._used_lately = _Spans()  # free ranges that were freed since the last `trim`
         self._returns = _Returns(self.memory)
         self._live = self._most = self._most_before = 0
@@ -302,11 +302,11 @@ class Heap(Mapping):
             start, length, dropped = self._returns.blocks.popleft()
             self._live -= length
             if dropped:
-                self._cold.add(start, start + length)
+                self._cold.insert(start, start + length)
                 continue
-            self._warm.add(start, start + length)
+            self._warm.insert(start, start + length)
             for part in list(_Spans.of(start, start + length).without(self._used_lately)):
-                self._used_lately.add(*part)
+                self._used_lately.insert(*part)
 
     def _keep_to(self, limit: int) -> None:
         """Limit warm ranges to `limit` bytes. Shorter ranges are cooled first."""
@@ -321,7 +321,7 @@ class Heap(Mapping):
     def _cool(self, start: int, stop: int) -> None:
         self._returns.drop_pages(start, stop)
         self._warm.remove(start, stop)
-        self._cold.add(start, stop)
+        self._cold.insert(start, stop)
 
 
 def lazy_zeros(nbytes: int) -> Tensor:

@@ -25,7 +25,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shardlite.comm.control.failure_reports import watching
+from shardlite.comm.control.failure_reports import reports_of_thread
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts
@@ -127,7 +127,7 @@ class Neighbours:
 
     def _wait(self, message: "_InFlight", done: Callable[[], bool]) -> None:
         now = time.monotonic()
-        deadline, slow, reports = now + message.limit, now + SLOW, watching()
+        deadline, slow, reports = now + message.limit, now + SLOW, reports_of_thread()
         tries, enough = 0, _TRIES
         if self._has_core and threading.current_thread() is threading.main_thread():
             enough = _MANY_TRIES
@@ -179,7 +179,7 @@ class Neighbours:
             except IndexError:  # another thread was faster
                 return
             arriving.copy()
-            self.take(arriving)
+            self.acknowledge(arriving)
 
     def _check_bounds(self, peer: int, announcement: Announcement) -> None:
         """Check that a message and its receipt are inside the peer's heap.
@@ -212,7 +212,7 @@ class Neighbours:
         """Return the memory of a rank."""
         return self._mappings[peer]
 
-    def take(self, arriving: "_Arriving") -> None:
+    def acknowledge(self, arriving: "_Arriving") -> None:
         """Sign the receipt of a message.
 
         Raises:
@@ -377,7 +377,7 @@ class _Arriving(_InFlight):
 
     def give_back(self) -> None:
         """Allow the sender to overwrite the message."""
-        self.neighbours.take(self)
+        self.neighbours.acknowledge(self)
 
     def copy(self) -> None:
         """Copy the message to `tensor` as bytes. Memory meters would count a tensor that views the peer's memory."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from shardlite.comm.control.failure_reports import FailureReports, watching
+from shardlite.comm.control.failure_reports import FailureReports, reports_of_thread
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.streams import HostWork, ThreadQueue, blocked
@@ -84,7 +84,7 @@ class InFlight(NamedTuple):
         A wait in the backend blocks its thread. The program's thread must stay interruptible and check for failures of
         other ranks, so it lets another thread wait there.
         """
-        reports = watching()
+        reports = reports_of_thread()
         if reports is None or self.posted.timeout is None or current_thread() is not main_thread():
             self._wait(reports)
             return
@@ -133,7 +133,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_waiter.forget)
 
 
-def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return `group`, or the default group for `None`.
 
     Raises:
@@ -198,7 +198,7 @@ class GroupTransport(Transport):
     """Maximum time of a wait, or `None`: that of the group."""
 
     def __init__(self, group: dist.ProcessGroup | Backend | None) -> None:
-        self._group: Any = group if isinstance(group, Backend) else joined(group)
+        self._group: Any = group if isinstance(group, Backend) else member_group(group)
         self.rank = self._group.rank()
         self.world_size = self._group.size()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, joined, reconnect
+from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, member_group, reconnect
 from shardlite.comm.transport.group_collectives import (
     GlooCollectives,
     GroupCollectives,
@@ -102,9 +102,9 @@ def connect_hosts(
     if route.transport in ("symmetric_memory", "collectives"):
         route = replace(route, transport="auto")
     route = replace(route.without_nccl(), reduce="exact", order="ring", parts=None)
-    if "cpu" in _backends(joined(group)):
+    if "cpu" in _backends(member_group(group)):
         return connect(group, torch.device("cpu"), timeout, route=route)
-    return GlooTransport(reconnect(joined(group), timeout), timeout)
+    return GlooTransport(reconnect(member_group(group), timeout), timeout)
 
 
 def choose(
@@ -117,7 +117,7 @@ def choose(
     reduces: bool = False,
 ) -> Choice:
     """Select transport and algorithm; return both with the reason. Arguments and errors are those of `connect`."""
-    group = joined(group)
+    group = member_group(group)
     backends = _backends(group)
     match device.type, backends.get(device.type):
         case "cpu", str():

@@ -215,9 +215,9 @@ class SymmetricMemoryTransport(WholeCollectives):
     def _turn(self, what: str, full: Tensor) -> Iterator[None]:
         """Order a collective after the last one, and name it in errors."""
         try:
-            self._turns.begin()
+            self._turns.wait_for_last()
             yield
-            self._turns.end()
+            self._turns.record_end()
         except RuntimeError as error:
             posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=(full,))
             raise posted.refused(error) from error
@@ -274,7 +274,7 @@ class _Turns:
         self._device = device
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
-    def begin(self) -> None:
+    def wait_for_last(self) -> None:
         """Let the current stream wait for the last collective, if that was enqueued on another stream."""
         if self._last is not None:
             before, done = self._last
@@ -282,7 +282,7 @@ class _Turns:
             if stream != before:
                 stream.wait_event(done)
 
-    def end(self) -> None:
+    def record_end(self) -> None:
         """Record the end of the collective on the current stream. No-op on a CPU, in tests."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)

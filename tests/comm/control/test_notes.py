@@ -76,7 +76,7 @@ def test_who_sees_a_standstill_first_tells_the_others():
     first, second = (FailureReports(board, rank, 2, waits=waits) for rank in range(2))
     operations = "an all-gather", "a sum"
     for rank, operation in zip((first, second), operations, strict=True):
-        rank.begin(operation)
+        rank.begin_operation(operation)
     try:
         assert look(second) == ""
         assert [look(first) for _ in range(3)] == [""] * 3, "the other rank has said so once only"
@@ -87,19 +87,19 @@ def test_who_sees_a_standstill_first_tells_the_others():
         assert all(operation in why for operation in operations)
     finally:
         for rank, operation in zip((first, second), operations, strict=True):
-            rank.end(operation)
+            rank.end_operation(operation)
 
 
 def test_a_rank_that_goes_on_is_in_no_standstill():
     board, waits = SharedBoard(), SharedBoard()
     first, second = (FailureReports(board, rank, 2, waits=waits) for rank in range(2))
-    first.begin(operation := "an all-gather")
+    first.begin_operation(operation := "an all-gather")
     try:
         for _ in range(6):
             assert look(first) == look(second) == ""
             second.record_progress()
     finally:
-        first.end(operation)
+        first.end_operation(operation)
 
 
 def test_an_error_is_logged_before_the_others_are_asked(clock, caplog):

@@ -61,12 +61,12 @@ class Counted(Delegating):
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Count `tensor` and start sending it."""
-        self._tally.add(tensor)
+        self._tally.count(tensor)
         return self._transport.isend(tensor, peer, tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Count the outgoing messages, and start all `messages`."""
         for message in messages:
             if message.outgoing:
-                self._tally.add(message.tensor)
+                self._tally.count(message.tensor)
         return self._transport.exchange(messages, tag)
