@@ -140,7 +140,7 @@ class _Weights:
         self._order.begin_pass("backward" if backward else "forward", final=backward)
         for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
             if self._users[unit] == 0:
-                self._evict_all(self._policy.end_use(unit))
+                self._end_use(unit)
         if backward and self._saves_memory:
             self._evict_all(self._policy.stop_prefetching())
 
@@ -159,12 +159,15 @@ class _Weights:
         """End a use."""
         self._users[unit] -= 1
         if self._users[unit] == 0:
-            self._evict_all(self._policy.end_use(unit))
+            self._end_use(unit)
 
     def end_backward(self) -> None:
         """Evict all units: the weights change."""
         self._order.end_path()
         self._evict_all(list(self._policy.buffers))
+
+    def _end_use(self, unit: int) -> None:
+        self._evict_all(self._policy.end_use(unit, is_done=self._policy.is_done(unit)))
 
     def _gather(self, unit: int) -> int:
         if (victim := self._policy.victim_for(unit)) is not None:

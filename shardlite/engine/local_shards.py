@@ -148,7 +148,8 @@ class Shards:
                         f"requires_grad of the shard of parameter {each.name!r} was set, but the module's own "
                         "parameters decide: set it on them, or call requires_grad_() of the model"
                     )
-                each.follow()
+                if each.trainable != param.requires_grad:
+                    each.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Increment the versions of stepped shards, which PyTorch's fused optimizers do not."""

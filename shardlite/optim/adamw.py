@@ -161,12 +161,12 @@ class AdamW(Optimizer):
 
         Entries may be made one by one: each is copied before the next one is asked for.
         """
-        slots = self._current_layout().by_param
+        slots = self._current_layout().by_id
         for param, entry in entries:
             check_state(param, entry)
             self.state[param] = entry
-            if param in slots:
-                slots[param].adopt(self.state)
+            if id(param) in slots:
+                slots[id(param)].adopt(self.state)
             else:
                 self.state[param] = ordinary_state(param, entry, copy=True)
 
@@ -176,7 +176,7 @@ class AdamW(Optimizer):
         for slot in layout.slots:
             slot.adopt(self.state)
         for param in self._params():
-            if param.requires_grad and param not in layout.by_param and not self.state.get(param):
+            if param.requires_grad and id(param) not in layout.by_id and not self.state.get(param):
                 self.state[param] = ordinary_state(param, {})
         return layout
 
@@ -211,10 +211,10 @@ class AdamW(Optimizer):
             self.backward_steps = InBackwardSteps(self, WeakMethod(self.init_state))
             if self.in_backward:
                 self.backward_steps.catch(self._params())
-        shards = self._current_layout().by_param
+        shards = self._current_layout().by_id
         self._current_layout().adopt(self.state)
         for param, entry in self.state.items():
-            if isinstance(param, Tensor) and param not in shards and entry:
+            if isinstance(param, Tensor) and id(param) not in shards and entry:
                 self.state[param] = ordinary_state(param, entry, copy=True)
         _living[id(self)] = self
 
@@ -258,7 +258,7 @@ class AdamW(Optimizer):
 
     def _ordinary(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
         """Return the trainable parameters of a group that have a gradient and are no shards."""
-        return [p for p in group["params"] if p.grad is not None and p.requires_grad and p not in layout.by_param]
+        return [p for p in group["params"] if p.grad is not None and p.requires_grad and id(p) not in layout.by_id]
 
     def _clip_factor(self, grad_scale: Tensor | None, has_gradients: bool) -> Tensor | None:
         """Return the factor [] for gradients: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""

@@ -91,8 +91,8 @@ class InBackwardSteps:
         Raises:
             PhaseError: one of them was stepped in a step that is still open.
         """
-        slots = self._open([param for param, _ in places]).by_param
-        return InBackwardStep([(slots[param], start) for param, start in places])
+        slots = self._open([param for param, _ in places]).by_id
+        return InBackwardStep([(slots[id(param)], start) for param, start in places])
 
     def close(self, optimizer: Optimizer) -> None:
         """Step parameters that still have a gradient because they were frozen and had no hook. Count the step.
@@ -166,7 +166,7 @@ class InBackwardSteps:
         """Step `param` with its gradient, and drop the gradient."""
         assert param.grad is not None
         check_dense(param.grad)
-        slot = self._current_layout().by_param.get(param)
+        slot = self._current_layout().by_id.get(id(param))
         if slot is None:
             group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
             check_ordinary(group, [param], optimizer.state)

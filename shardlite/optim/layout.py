@@ -52,7 +52,7 @@ class OptimizerLayout:
         ]
         self._places = [[(id(slot.param), slot.param.data_ptr()) for slot in slots] for slots in members]
         slots = [slot for slots in members for slot in slots]
-        self.by_param = {slot.param: slot for slot in slots}
+        self.by_id = {id(slot.param): slot for slot in slots}  # the hash of a tensor is computed in Python
         for neighbours in _grouped(slots, StateSlot.storage):
             Arena(sorted(neighbours, key=lambda slot: (slot.start, slot.end)), moments)
         self.counts = [_make_counts(each) for each in _grouped(slots, lambda slot: slot.param.device)]
@@ -60,9 +60,10 @@ class OptimizerLayout:
 
     def fits(self, groups: Sequence[Group]) -> bool:
         """Return whether `groups` hold the shards of this layout, and none of them has moved."""
-        known = self.by_param
+        known = self.by_id
         shards = [
-            [p for p in group["params"] if p in known or (p.requires_grad and ShardInfo.is_of(p))] for group in groups
+            [p for p in group["params"] if id(p) in known or (p.requires_grad and ShardInfo.is_of(p))]
+            for group in groups
         ]
         return self._places == [[(id(param), param.data_ptr()) for param in params] for params in shards]
 

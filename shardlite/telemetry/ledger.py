@@ -111,6 +111,8 @@ class Ledger:
             if known is None:
                 death = _Death(storage, self._dead.append)
                 death.key = key
+            elif known.purpose == purpose and known.nbytes == nbytes:
+                return
             else:
                 death = known.death
                 self._move(known.purpose, -known.nbytes)

@@ -120,6 +120,7 @@ class BufferPolicy:
         """Units whose buffers may be evicted, least recently used first."""
 
         self._units = units
+        self._limited = [not unit.keep_unsharded for unit in units]  # whether its buffer counts against `prefetch`
         self._order = order
         self._prefetch = prefetch
         self._ahead = prefetch  # in the pass in progress
@@ -153,13 +154,13 @@ class BufferPolicy:
         self.idle.pop(unit, None)
         self._order.use(unit)
 
-    def end_use(self, unit: int) -> Iterator[int]:
-        """Record that a unit is idle. Yield the units to evict, this one too if its weights are not needed again."""
+    def end_use(self, unit: int, *, is_done: bool) -> Iterator[int]:
+        """Record that a unit is idle. Yield the units to evict, this one too if it `is_done` in this backward."""
         self.idle[unit] = None
         if self._pools[unit].is_surplus(self.buffers[unit]):
             yield unit
             return
-        if self.is_done(unit):
+        if is_done:
             yield unit
         if self._held() > 1 + self._ahead and (victim := self._victim(unit)) is not None:
             yield victim
@@ -214,10 +215,10 @@ class BufferPolicy:
             yield from pool.spare()
 
     def _held(self) -> int:
-        return sum(not self._units[unit].keep_unsharded for unit in self.buffers)
+        return sum(map(self._limited.__getitem__, self.buffers))
 
     def _evictable(self) -> list[int]:
-        return [unit for unit in self.idle if not self._units[unit].keep_unsharded]
+        return list(filter(self._limited.__getitem__, self.idle))
 
     def _victim(self, unit: int) -> int | None:
         """Return the idle unit to evict: one whose buffer fits, if possible.

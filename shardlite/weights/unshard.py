@@ -184,7 +184,7 @@ class Gatherer(Passes):
         """Keep an idle unit's weights for the next use, if there is memory, and a next use before they change."""
         unit.hide()
         is_done = self._policy.is_done(unit.index)
-        for index in self._policy.end_use(unit.index):
+        for index in self._policy.end_use(unit.index, is_done=is_done):
             self._evict(self._units[index])
         if is_done:
             self._trim(keep=SPARE)  # gradients grow from here to the end of the backward, where a step peaks

@@ -166,7 +166,7 @@ def use(policy, unit):
     policy.begin_use(unit)
     for ahead in policy.next_gathers(lambda unit: unit in policy.buffers, lambda _: True):
         gather(ahead)
-    for victim in policy.end_use(unit):
+    for victim in policy.end_use(unit, is_done=policy.is_done(unit)):
         done.append(("evict", victim))
         policy.give_back(victim, policy.evict(victim))
     return done
