@@ -67,7 +67,7 @@ class Posted(NamedTuple):
 
     def refused(self, error: RuntimeError) -> CommError:
         """Return the `CommError` for an error of the backend."""
-        return self.failed(f"The peer died, is late or does another operation. The backend says: {error}")
+        return self.failed(f"The peer died, is late or does another operation. The backend reports: {error}")
 
 
 class InFlight(NamedTuple):
@@ -168,7 +168,7 @@ def refused(group: dist.ProcessGroup, members: Sequence[int], backend: str, erro
     """Return an error that says who cannot be connected over a backend, and what that says."""
     return CommError(
         f"rank {group.rank()} cannot open another connection to ranks {global_ranks(group, members)} over {backend}. "
-        f"The backend says: {error}"
+        f"The backend reports: {error}"
     )
 
 

@@ -26,7 +26,7 @@ from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport
-from shardlite.comm.transport.group_collectives import TwoLevelCollectives, as_bytes
+from shardlite.comm.transport.group_collectives import GroupCollectives, TwoLevelCollectives, as_bytes
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.models.losses import MODELS, on_rows, on_tokens
@@ -67,6 +67,8 @@ class Exchanging:
         self.first_row = (self.rank + 1) % self.world_size
         self.batched, self.blocking, self.holder, self.slice_nbytes = False, True, None, 64 << 20
         self.sent = 0
+
+    all_to_all = GroupCollectives.all_to_all
 
     def _all_to_all(self, rows, sent, *splits):
         rows, sent = as_bytes(rows), as_bytes(sent)
