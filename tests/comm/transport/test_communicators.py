@@ -278,7 +278,7 @@ def test_options_are_for_nccl_alone(cluster, route):
         assert kind == "LayoutError"
         assert message == (
             f"Route({name}={value}) configures communicators of NCCL, but these tensors go over "
-            "SharedMemoryTransport, for all ranks are processes of this host: remove it"
+            "SharedMemoryTransport, because all ranks are processes of this host: remove it"
         )
     assert cluster.run(connect_hosts_for, 2, route) == ["SharedMemoryTransport"] * 2
 

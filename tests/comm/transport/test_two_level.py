@@ -329,8 +329,9 @@ def logged(group, node, route):
 def test_one_exchange_across_nodes_is_logged_once_with_what_to_take_instead(cluster):
     first, *others = cluster.run(logged, 4, 2, Route(transport="collectives"))
     assert first == [
-        "gradients are reduced by one exchange among 4 ranks on 2 nodes, in which each sends 2/4 of them to other "
-        "nodes. With Route(algorithm='hierarchical') that is 1/4, with other last bits (docs/rings.md, 'Several nodes')"
+        "gradients are reduced by one exchange among 4 ranks on 2 nodes, in which each rank sends 2/4 of its "
+        "gradients to other nodes. Route(algorithm='hierarchical') sends only 1/4, but rounds differently "
+        "(docs/rings.md, 'Several nodes')"
     ]
     assert others == [[]] * 3
 
