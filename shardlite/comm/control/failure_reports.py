@@ -126,6 +126,7 @@ class FailureReports:
         self._messages = 0  # number of completed messages; it makes the report of a rank that moves data change
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
+        self._patience = PATIENCE
         self._comparing = Lock()  # several queues may fail at once
         self._since: float | None = None  # time of the current report, which several queues read
 
@@ -219,7 +220,7 @@ class FailureReports:
     def _failure(self) -> str:
         """Return which rank has failed, or `""`. Leave some time for failed operations of this rank to end."""
         if self.failed:
-            is_soon = self._since is not None and time.monotonic() < self._since + PATIENCE + SLOW
+            is_soon = self._since is not None and time.monotonic() < self._since + self._patience + SLOW
             return "" if is_soon else f"this rank has failed before: {self.failed}"
         with suppress(RuntimeError):  # the process that kept the store may have ended
             failed = int(self._board.read(_FAILED) or self._rank)
@@ -304,7 +305,7 @@ class FailureReports:
                 with suppress(OSError):
                     _ErrorFile().record_exception(CommError(f"{note}: {why}"))
             self.failed = self.failed or f"{note}: {why}"
-            deadline = self.fail(f"{note}{self.call_site()}") + PATIENCE
+            deadline = self.fail(f"{note}{self.call_site()}") + self._patience
         if _STANDSTILL in why:
             return ""  # `why` already describes all ranks
         found: dict[int, str] = {}
