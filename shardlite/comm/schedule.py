@@ -175,12 +175,6 @@ class _Chain(Steps):
     def __len__(self) -> int:
         return self.world_size - 2 + self.parts if self.world_size > 1 and self.parts else 0
 
-    def write(self, t: int) -> tuple[Transfer, ...]:
-        if not 0 <= t < len(self):
-            raise IndexError(t)
-        first, last = max(0, t - self.parts + 1), min(t, self.world_size - 2)
-        return tuple(each for d in range(first, last + 1) for each in self._sent_by(t, d))
-
     def of_rank(self, t: int, rank: int) -> Exchange:
         """Return the transfers of `rank` in step `t`."""
         d = (rank - self.source) % self.world_size
@@ -254,9 +248,6 @@ class _Flows(Steps):
     def __len__(self) -> int:
         return len(self.flows)
 
-    def write(self, t: int) -> tuple[Transfer, ...]:
-        return tuple(flow.sent_by(r, self.world_size) for flow in self.flows[t] for r in range(self.world_size))
-
     def of_rank(self, t: int, rank: int) -> Exchange:
         """Return the transfers of `rank` in step `t`."""
         sent = tuple(flow.sent_by(rank, self.world_size) for flow in self.flows[t])
@@ -299,8 +290,13 @@ def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, 
         return _bidirectional(world_size, way)
     if algorithm == "halving":
         return 1, [*_doubling(world_size)]
-    # A ring is a hierarchy of nodes of one rank.
-    return 1, [*_across(world_size, node, way), *_inside(world_size, node, way)]
+    # A ring across the nodes for each set of ranks with the same place in their nodes, then a ring inside each node. In
+    # the latter, segments of ranks with the same place travel together, in the order in which they arrived across the
+    # nodes, starting with the node's own segment. With nodes of one rank this is a plain ring.
+    hop, nodes = way * node, range(world_size // node)
+    across = [(_Flow(world_size, hop, hop * t),) for t in nodes[:-1]]
+    inside = [tuple(_Flow(node, way, way * t, -hop * j) for j in nodes) for t in range(node - 1)]
+    return 1, [*across, *inside]
 
 
 def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
@@ -329,18 +325,3 @@ def _doubling(world_size: int) -> Iterator[tuple[_Swap, ...]]:
         yield tuple(_Swap(digit, other) for other in held)
         held += [digit ^ other for other in held]
         digit //= 2
-
-
-def _across(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]:
-    """Return the steps of rings across the nodes, one ring for each set of ranks with the same place in their nodes."""
-    hop = way * node
-    return ((_Flow(world_size, hop, hop * t),) for t in range(world_size // node - 1))
-
-
-def _inside(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]:
-    """Return the steps of a ring inside each node, in which segments of ranks with the same place travel together.
-
-    They are sent in the order in which they arrived across the nodes, starting with the node's own segment.
-    """
-    nodes = range(world_size // node)
-    return (tuple(_Flow(node, way, way * t, -way * node * j) for j in nodes) for t in range(node - 1))

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread, main_thread
 from time import monotonic, sleep
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,43 +48,14 @@ def check_connections(device: torch.device) -> None:
         )
 
 
-class Work(Protocol):
-    """One operation in flight. The memory that it uses must not be touched before `wait()` returns."""
+Work: TypeAlias = "HostWork | _StreamWork"
+"""One operation in flight. The memory that it uses must not be touched before `wait()` returns."""
 
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for the results, or raise the operation's error. On a GPU the current stream waits instead of the host.
-
-        In a long wait, the host calls `meanwhile` once.
-        """
-
-    def done(self) -> bool:
-        """Return whether `wait()` would return at once."""
-
-    def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait on the host until done or `obsolete()`. Return whether the results may be used."""
-
+StreamQueue: TypeAlias = "ThreadQueue | CudaStreamQueue"
+"""A queue that runs operations one after the other."""
 
 Moment = torch.cuda.Event
 """A point in the work of a stream."""
-
-
-class StreamQueue(Protocol):
-    """Runs operations one after the other."""
-
-    on_stream: bool
-    """Whether operations run on a stream of a GPU. The host may then free or reuse their memory in stream order."""
-
-    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Queue `operations`. They start after earlier operations of the queue and after the caller's computation.
-
-        `behind` is the moment of the caller's computation that they wait for. It defaults to now.
-        """
-
-    def moment(self) -> Moment | None:
-        """Return the current moment of the caller's computation. On the CPU it is `None`: the host computes at once."""
-
-    def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
-        """Return a context manager in which the queue's stream, after `behind`, is current. No effect on the CPU."""
 
 
 def make_queue(
@@ -201,6 +172,7 @@ class ThreadQueue:
     """
 
     on_stream = False
+    """Whether operations run on a stream of a GPU. The host may then free or reuse their memory in stream order."""
 
     def __init__(self, name: str, reports: FailureReports | None = None, *, farewell: float = _FAREWELL) -> None:
         """Start the thread. The end of the queue waits for the last operation for at most `farewell` seconds."""
@@ -404,7 +376,10 @@ class CudaStreamQueue:
         weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before the model's memory is freed
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Queue `operations`, which wait for the work submitted to the current stream until now, or until `behind`."""
+        """Queue `operations`. They start after earlier operations, and after the work of the current stream.
+
+        `behind` is the moment of the current stream's work that they wait for. It defaults to now.
+        """
         begin = behind or self.moment()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -447,14 +422,22 @@ class _StreamWork:
         self._host = host
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Let the current stream wait for the results, or raise the operation's error.
+
+        The host waits until the operation was launched. In a long wait, it calls `meanwhile` once.
+        """
         self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
     def done(self) -> bool:
+        """Return whether the operation has ended."""
         return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait on the host, since a stream's wait cannot end early, and would block gathers that a peer needs first."""
+        """Wait on the host until done or `obsolete()`. Return whether the results may be used.
+
+        A stream's wait cannot end early, and would block gathers that a peer needs first.
+        """
         if not self._host.wait_unless(obsolete):
             return False
         for pause in _pauses():

@@ -80,18 +80,18 @@ class Program:
 class Steps(Sequence[tuple[Transfer, ...]]):
     """Steps whose transfers are computed on demand: all transfers of a step, or the transfers of one rank."""
 
+    world_size: int
+
     def __getitem__(self, t: Any) -> Any:
-        if t not in self._written:
-            self._written[t] = self.write(t)
-        return self._written[t]
+        step = range(len(self))[t]
+        if step not in self._written:
+            ranks = range(self.world_size)
+            self._written[step] = tuple(each for rank in ranks for each in self.of_rank(step, rank).received)
+        return self._written[step]
 
     @cached_property
-    def _written(self) -> dict[Any, tuple[Transfer, ...]]:
+    def _written(self) -> dict[int, tuple[Transfer, ...]]:
         return {}
-
-    def write(self, t: int) -> tuple[Transfer, ...]:
-        """Return the transfers of all ranks in step `t`."""
-        raise NotImplementedError
 
     def of_rank(self, t: int, rank: int) -> Exchange:
         """Return the transfers of `rank` in step `t`."""

@@ -101,19 +101,11 @@ class _Spans:
             yield start, stop
 
 
-class _Life(weakref.ref["ctypes.Array[ctypes.c_char]"]):
-    """A weak reference to a block, with a callback for its end. (`weakref.finalize` takes much longer.)"""
-
-    __slots__ = ("length", "start")
-    start: int
-    length: int
-
-
 class _Returns:
     """Blocks freed by finalizers, which may run inside any code. It holds no reference to the heap."""
 
-    _lives: ClassVar[dict[int, _Life]] = {}
-    """The weak references to all blocks, by the id of the reference."""
+    _blocks_in_use: ClassVar[dict[int, tuple[object, int, int]]] = {}
+    """Weak reference, start and length of all blocks in use, by the id of the reference."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -126,16 +118,15 @@ class _Returns:
 
     def expect(self, block: "ctypes.Array[ctypes.c_char]", start: int, length: int) -> None:
         """Reclaim the range of a block when the block is garbage-collected."""
-        life = _Life(block, self._take_back)
-        life.start, life.length = start, length
-        self._lives[id(life)] = life
+        reference = weakref.ref(block, self._reclaim)  # `weakref.finalize` takes much longer
+        self._blocks_in_use[id(reference)] = reference, start, length
 
-    def _take_back(self, life: _Life) -> None:
-        del self._lives[id(life)]
+    def _reclaim(self, reference: object) -> None:
+        _, start, length = self._blocks_in_use.pop(id(reference))
         dropped = self.for_good
         if dropped:
-            self.drop_pages(life.start, life.start + life.length)
-        self.blocks.append((life.start, life.length, dropped))
+            self.drop_pages(start, start + length)
+        self.blocks.append((start, length, dropped))
 
     def drop_pages(self, start: int, stop: int) -> None:
         """Free pages. Afterwards the range reads as zero in every process.

@@ -69,7 +69,7 @@ class Neighbours:
         self._others = [r for r in range(self.world_size) if r != rank]
         self._sent = [0] * self.world_size
         self._seen = [0] * self.world_size
-        self._receipts = Receipts(heap, self.world_size)
+        self.receipts = Receipts(heap, self.world_size)
         self._words = [each.words(0, each.nbytes // 4) for each in mappings]
         self._untaken: dict[tuple[int, int], Tensor] = {}  # by peer and number
         self._expected: dict[_Route, deque[_Arriving]] = {}
@@ -82,7 +82,7 @@ class Neighbours:
 
     def held(self) -> dict[str, Held]:
         """Return the bytes of message copies, control words, and pages that are kept for the next block."""
-        control, idle = self._mine.nbytes + self._receipts.nbytes, self.heap.warm
+        control, idle = self._mine.nbytes + self.receipts.nbytes, self.heap.warm
         return {**self._ledger.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
@@ -96,7 +96,7 @@ class Neighbours:
             assert offset is not None, "it was allocated there"
         with self._lock:
             number = self._sent[peer] + 1
-            receipt = self._receipts.open(number)
+            receipt = self.receipts.open(number)
             self._sent[peer] = number
             announcement = Announcement(number, tag, _kind(tensor.dtype), offset, tensor.nbytes, receipt)
             self._untaken[peer, number] = tensor
@@ -224,14 +224,10 @@ class Neighbours:
             if self._waiting > 1 and arriving.tensor is not None:
                 self._mine.ring()  # another thread may be waiting for this message
 
-    def was_taken(self, announcement: Announcement) -> bool:
-        """Return whether a message of this rank was taken and may be overwritten."""
-        return self._receipts.is_signed(announcement.receipt, announcement.number)
-
     def release(self, peer: int, announcement: Announcement) -> None:
         """Release the memory of a message that was taken."""
         if self._untaken.pop((peer, announcement.number), None) is not None:
-            self._receipts.close(announcement.receipt)
+            self.receipts.close(announcement.receipt)
 
     def is_gone(self, peer: int) -> bool:
         """Return whether the process of a rank has ended."""
@@ -352,7 +348,7 @@ class _Departing(_InFlight):
     def was_taken(self) -> bool:
         """Return whether the peer has taken the message."""
         assert self.announcement is not None, "it was announced"
-        return self.neighbours.was_taken(self.announcement)
+        return self.neighbours.receipts.is_signed(self.announcement.receipt, self.announcement.number)
 
 
 @dataclass(eq=False)
@@ -363,7 +359,7 @@ class _Arriving(_InFlight):
 
     def wait(self) -> None:
         """Wait until the message has been copied to `tensor`."""
-        self.neighbours.wait(self, self._is_taken)
+        self.neighbours.wait(self, lambda: self._has_arrived() and self.taken)
 
     def look(self) -> Tensor:
         """Wait for the message, and return a view of the sender's memory, which is valid until `give_back()`."""
@@ -385,9 +381,6 @@ class _Arriving(_InFlight):
     def fits(self, announcement: Announcement) -> bool:
         """Return whether a message has the expected size and dtype."""
         return (announcement.nbytes, announcement.kind) == (self.numel * self.dtype.itemsize, _kind(self.dtype))
-
-    def _is_taken(self) -> bool:
-        return self._has_arrived() and self.taken
 
     def _has_arrived(self) -> bool:
         if self.announcement is not None and not self.fits(self.announcement):

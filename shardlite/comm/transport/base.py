@@ -81,10 +81,10 @@ class Transport:
     """Number of ranks."""
 
     batched = False
-    """Whether messages that depend on each other must be in one `exchange`.
+    """Whether the transport only supports `exchange`.
 
-    `isend` and `irecv` of such a transport wait for their peer in the order of the calls. Two ranks that call them in
-    opposite order deadlock.
+    Exchanges of such a transport wait for their peers in the order of the calls. Two ranks that start a send and a
+    receive in opposite order would deadlock, so messages that depend on each other must be in one `exchange`.
     """
 
     blocking = True
@@ -140,21 +140,6 @@ class Transport:
         arriving = [self.irecv(each.tensor, each.peer, tag) for each in messages if not each.outgoing]
         departing = [self.isend(each.tensor, each.peer, tag) for each in messages if each.outgoing]
         return PendingGroup([*arriving, *departing])
-
-
-class BatchedTransport(Transport):
-    """A transport whose messages are exchanges on the device's current stream. Subclasses implement `exchange`."""
-
-    batched = True
-    blocking = False
-
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending `tensor` to rank `peer`, as an exchange of one message."""
-        return self.exchange([Message(tensor, peer, outgoing=True)], tag)
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving from rank `peer` into `tensor`, as an exchange of one message."""
-        return self.exchange([Message(tensor, peer, outgoing=False)], tag)
 
 
 class Completed:

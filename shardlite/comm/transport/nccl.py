@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.streams import StreamOrder
-from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending
+from shardlite.comm.transport.base import Completed, Message, Pending
 from shardlite.comm.transport.gloo import GroupTransport, InFlight, Posted, global_ranks, refused
 from shardlite.config import Route
 from shardlite.errors import LayoutError
@@ -123,7 +123,10 @@ def communicator(
     members = range(group.size()) if some is None else some
     options = _options(group, members, timeout, route)
     purpose = _purpose(group, device, timeout, route, options)
-    offered = _reserve(purpose)
+    with _lock:
+        offered = [each for each in _all if each.is_free and each.purpose == purpose]
+        for each in offered:
+            each.is_free = False
     taken: Communicator | None = None
     try:
         taken, name = _agree(group, members, offered, timeout)
@@ -137,15 +140,6 @@ def communicator(
     finally:
         for each in offered:
             each.is_free = each is not taken
-
-
-def _reserve(purpose: object) -> list[Communicator]:
-    """Reserve all free communicators of a purpose, and return them."""
-    with _lock:
-        found = [each for each in _all if each.is_free and each.purpose == purpose]
-        for each in found:
-            each.is_free = False
-        return found
 
 
 def _agree(
@@ -233,7 +227,7 @@ def _close() -> None:
         _all.pop().backend.shutdown()
 
 
-class NcclTransport(GroupTransport, BatchedTransport):
+class NcclTransport(GroupTransport):
     """Messages over NCCL: over `group` (`None` is the default group), or over a communicator.
 
     The transport uses a communicator until the transport is garbage-collected. It guarantees less than other
@@ -244,6 +238,9 @@ class NcclTransport(GroupTransport, BatchedTransport):
     late or dead peer, after the timeout of the group, and by default ends the process. A `CommError` is raised only for
     immediate failures.
     """
+
+    batched = True
+    blocking = False
 
     _communicator: Communicator | None = None
     """`None` uses the communicator of the group, whose operations the program orders."""
