@@ -123,7 +123,7 @@ def cut_up(
     numel: int,
     dtype: torch.dtype,
     transport: Transport,
-    cuts: Sequence[int] | None,
+    cuts: Sequence[int] | None = None,
     chunk_bytes: int | None = None,
     grain: int = 1,
 ) -> Cut:

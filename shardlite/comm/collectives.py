@@ -76,14 +76,7 @@ def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | No
     return transport.rings(full, cut_up(full.numel(), full.dtype, transport, cuts))
 
 
-def all_gather(
-    full: Tensor,
-    transport: Transport,
-    *,
-    cuts: Sequence[int] | None = None,
-    operation: Operation = UNNAMED,
-    chunk_bytes: int | None = None,
-) -> None:
+def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, operation: Operation = UNNAMED) -> None:
     """Fill `full` [n] in place, given that segment `r` already holds this rank's shard.
 
     At step `t` rank `r` sends segment `r-t`, which it received at step `t-1`, and receives segment `r-1-t`. After `W-1`
@@ -94,14 +87,20 @@ def all_gather(
         r=1   [. b .]      [a b .]      [a b c]
         r=2   [. . c]      [. b c]      [a b c]
 
+    Args:
+        full: this rank's shard in its place, [n].
+        transport: connects the ranks.
+        cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
+        operation: names the operation in errors and counts.
+
     Raises:
-        LayoutError: `full` is not 1-D and contiguous; wrong `cuts`.
+        LayoutError: `full` is not 1-D and contiguous.
         CommError: a peer failed, timed out or runs a different operation; `full` is then undefined.
     """
     _check_flat("full", full)
-    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
     if transport.world_size == 1:
         return
+    cut = cut or cut_up(full.numel(), full.dtype, transport)
     with Running(operation, full):
         if isinstance(transport, WholeCollectives):
             start, stop = cut.bounds[transport.rank]
@@ -190,8 +189,7 @@ def reduce_scatter(
     mean = StoreMean() if last is None else last if isinstance(last, StoreMean) else None
     _check_arithmetic(full, 1 if mean is None else mean.divisor)
     grain = 1 if mean is not None and mean.stats is None else stats_block(full)
-    if cut is None:
-        cut = cut_up(full.numel(), full.dtype, transport, None, grain=grain)
+    cut = cut or cut_up(full.numel(), full.dtype, transport, grain=grain)
     assert cut.grain % grain == 0, "messages are multiples of a block of statistics"
     start, stop = cut.bounds[transport.rank]
     shard = full[start:stop] if mean is None or mean.out is None else mean.out
@@ -244,11 +242,10 @@ def all_reduce(
     full: Tensor,
     transport: Transport,
     *,
-    cuts: Sequence[int] | None = None,
+    cut: Cut | None = None,
     divisor: int = 1,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
-    chunk_bytes: int | None = None,
 ) -> None:
     """Add `full` [n] over the ranks in place and divide by `divisor`, by a reduce-scatter and an all-gather.
 
@@ -256,14 +253,21 @@ def all_reduce(
     sends a short buffer whole to all other ranks, and adds all segments in the order of the ring. This takes one round
     instead of two, and the time of short messages is mostly latency.
 
+    Args:
+        full: this rank's summand, [n]; afterwards the mean.
+        transport: connects the ranks.
+        cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
+        divisor: divides the sum.
+        staging: memory for messages, as for `reduce_scatter`.
+        operation: names the operation in errors and counts.
+
     Raises:
-        LayoutError: a buffer is not 1-D and contiguous; wrong `cuts`; the dtype cannot be summed; integers were to be
-            divided.
+        LayoutError: a buffer is not 1-D and contiguous; the dtype cannot be summed; integers were to be divided.
         CommError: a peer failed, timed out or runs a different operation; `full` is then undefined.
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    cut = cut or cut_up(full.numel(), full.dtype, transport)
     if isinstance(transport, WholeCollectives) and transport.world_size > 1 and _is_flag(full, transport):
         with Running(operation, full):
             operation.count_collective((transport.world_size - 1) * full.nbytes)
@@ -271,7 +275,7 @@ def all_reduce(
                 transport.all_reduce(full)
                 return
             rows = full.repeat(transport.world_size)
-            transport.all_gather(rows, cut_up(rows.numel(), rows.dtype, transport, None))
+            transport.all_gather(rows, cut_up(rows.numel(), rows.dtype, transport))
             add_rows(full, rows.view(-1, 1), 1, divisor)
         return
     if _is_at_once(full, transport):
@@ -280,7 +284,7 @@ def all_reduce(
         return
     # Both halves may use one tag: on each link all messages of the first half are posted before those of the second.
     reduce_scatter(full, transport, cut=cut, last=StoreMean(divisor=divisor), staging=staging, operation=operation)
-    all_gather(full, transport, cuts=cuts, operation=operation, chunk_bytes=chunk_bytes)
+    all_gather(full, transport, cut=cut, operation=operation)
 
 
 def broadcast(
