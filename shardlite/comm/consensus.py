@@ -86,7 +86,7 @@ def ranks_of(ranks: GroupLike) -> Ranks:
 
 
 _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
-"""Number of the latest wrapped model of this rank, by default process group, as a process may have several."""
+"""Number of the latest wrapped model of this rank, by default process group. A process may have several such groups."""
 
 
 def agree(

@@ -77,7 +77,7 @@ class Context:
     Over NCCL, inline operations use the program's own communicator, on the compute stream. This is safe, because an
     inline operation is part of a call (a norm, the end of a backward, a state dict) that the program must make at the
     same place on all ranks, like its own collectives. It would not be safe for gathers. A gather starts when a rank's
-    forward needs it. So ranks that take different branches start it at different places between the program's
+    forward needs it. So ranks that take different branches start a gather at different places between the program's
     collectives.
     """
 

@@ -31,7 +31,7 @@ from shardlite.errors import LayoutError
 IN_RING_ORDER: frozenset[Algorithm] = frozenset({"ring", "direct"})
 """Algorithms whose reductions add in the order of the ring. All of them return the same bits."""
 
-Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot stand beside `|`)
+Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot be an operand of `|`)
 """Tree of additions: `((1, 2), 0)` is (rank 1's + rank 2's) + rank 0's."""
 
 
@@ -181,7 +181,7 @@ class _Chain(Steps):
         return Exchange(self._sent_by(t, d), self._sent_by(t, d - 1) if d else ())
 
     def _sent_by(self, t: int, d: int) -> tuple[Transfer, ...]:
-        """Return what the rank `d` places after the source sends."""
+        """Return the transfers that the rank `d` places after the source sends."""
         if d == self.world_size - 1 or not 0 <= t - d < self.parts:
             return ()
         return (Transfer((self.source + d) % self.world_size, (self.source + d + 1) % self.world_size, 0, t - d),)

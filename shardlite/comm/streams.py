@@ -102,8 +102,7 @@ class HostWork:
                 meanwhile()
             while not self.ends_within(SLOW):
                 self._check()
-        if self._error is not None:
-            self._raise_error()
+        self._raise_error()
 
     def done(self) -> bool:
         """Return whether the operation has succeeded or failed."""

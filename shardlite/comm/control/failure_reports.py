@@ -43,8 +43,6 @@ otherwise burden the store.
 _FAILED = -1
 """Board entry for the number of a rank that has failed permanently."""
 
-_OWN = LIBRARIES[0]
-
 
 class StoreReports:
     """Reports in the store of the default process group, under a name that is equal on all ranks."""
@@ -131,7 +129,7 @@ class FailureReports:
         self._since: float | None = None  # time of the current report, which several queues read
 
     def leave(self, note: str) -> float:
-        """Publish what this rank was doing. The first report is kept, because later failures result from it.
+        """Publish the activity of this rank. The first report is kept, because later failures result from it.
 
         Return the time of the first report, by `time.monotonic()`.
         """
@@ -285,7 +283,7 @@ class FailureReports:
         """Return the line of the program that called this library, or `""`."""
         frame, found = sys._current_frames().get(self._thread), None
         while frame is not None:  # from the innermost frame outwards, to find the outermost call of the library
-            if frame.f_code.co_filename.startswith(_OWN):
+            if frame.f_code.co_filename.startswith(LIBRARIES[0]):
                 outer = frame.f_back
                 while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
                     outer = outer.f_back

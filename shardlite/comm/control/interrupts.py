@@ -24,6 +24,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from types import CodeType, FrameType, TracebackType
@@ -48,7 +49,6 @@ _OURS = (LIBRARIES[0], f"{Path(shardlite_kernels.__file__).parent}{os.sep}")
 _PROGRAMS = tuple(f"{_OURS[0]}apps{os.sep}{name}" for name in ("cli.py", "demo", "verify"))
 _PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
-_PYTORCH = LIBRARIES[1]
 _STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, CodeType)), None)
 """Code of PyTorch's wrapper of each optimizer's `step`, which calls the pre-hooks, the step and the post-hooks.
 
@@ -65,23 +65,20 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 def report_uncaught(reports: Any) -> None:
     """Call `reports.fail` on an exception or an interrupt that ends the program."""
     _reports.add(reports)
-    if not isinstance(sys.excepthook, _ReportingHook):
-        sys.excepthook = _ReportingHook(sys.excepthook)
+    if getattr(sys.excepthook, "func", None) is not _report_and_call:
+        sys.excepthook = partial(_report_and_call, sys.excepthook)
 
 
-class _ReportingHook:
-    """An `excepthook` that publishes the exception, and then calls the previous hook."""
-
-    def __init__(self, before: _Hook) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        try:
-            if not hasattr(sys, "ps1"):  # at a prompt the program continues
-                for reports in list(_reports):
-                    reports.fail(f"its program ended in {kind.__name__}: {error}{_raised_in(frames)}")
-        finally:
-            self._before(kind, error, frames)
+def _report_and_call(
+    previous: _Hook, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    """Publish an exception, and then call the previous `excepthook`."""
+    try:
+        if not hasattr(sys, "ps1"):  # at a prompt the program continues
+            for reports in list(_reports):
+                reports.fail(f"its program ended in {kind.__name__}: {error}{_raised_in(frames)}")
+    finally:
+        previous(kind, error, frames)
 
 
 def _raised_in(frames: TracebackType | None) -> str:
@@ -176,4 +173,4 @@ def _is_ours(file: str) -> bool | None:
     if file.startswith(_OURS):
         return not file.startswith(_PROGRAMS)
     is_standard = file.startswith(_STANDARD) and not file.startswith(_PLACES)
-    return None if is_standard or file.startswith((_PYTORCH, "<")) else False
+    return None if is_standard or file.startswith((LIBRARIES[1], "<")) else False

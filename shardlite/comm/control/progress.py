@@ -123,7 +123,7 @@ class Progress:
             self._served += 1
 
     def ends_wait(self, reduction: int, since: float) -> bool:
-        """Return whether this rank must stop waiting for `reduction`, after a wait since `time.monotonic()` `since`."""
+        """Return whether this rank must stop waiting for `reduction`. `since` is the start, by `time.monotonic()`."""
         return self.is_awaited(reduction) or time.monotonic() - since > self._limit
 
     def is_awaited(self, reduction: int) -> bool:

@@ -104,7 +104,7 @@ class Neighbours:
         return _Departing(self, peer, tag, tensor.numel(), tensor.dtype, limit, tensor, announcement)
 
     def expect(self, arriving: "_Arriving") -> "_Arriving":
-        """Match `arriving` with the first unmatched message from its peer with its tag, now or when that arrives."""
+        """Match `arriving` with the first unmatched message from its peer with its tag, now or on arrival."""
         route = arriving.peer, arriving.tag
         with self._lock:
             announcement = _next(self._early, route)

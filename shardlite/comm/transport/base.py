@@ -71,7 +71,7 @@ class Transport:
     Messages from one rank to another with the same tag arrive in the order in which they were sent. Messages with
     different tags are independent. Tensors are contiguous and 1-D, of any dtype. Sender and receiver must use the same
     numel and dtype. Several threads may use one transport at once if their tags differ. A transport that guarantees
-    less says so in its docstring.
+    less documents the difference.
     """
 
     rank: int

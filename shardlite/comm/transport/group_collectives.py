@@ -123,7 +123,7 @@ class WholeCollectives(Transport):
         """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`.
 
         With two ranks, it may return only the other rank's row, [1, .]. `part` is clipped to segments that are shorter.
-        `staging` has [`rows_numel(...)`] elements.
+        `staging` has `rows_numel(...)` elements.
 
         Raises:
             CommError: a peer failed or is late.
@@ -303,7 +303,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`.
 
         With two ranks, it returns only the other rank's row, [1, .], so nothing is copied within a rank. `part` is
-        clipped to segments that are shorter. `staging` has [`rows_numel(...)`] elements.
+        clipped to segments that are shorter. `staging` has `rows_numel(...)` elements.
 
         Raises:
             CommError: a peer failed or is late.
@@ -554,7 +554,7 @@ class TwoLevelCollectives(WholeCollectives):
 
     @contextmanager
     def _level(self, where: str) -> Iterator[None]:
-        """Add this rank's number among all ranks to an error, which has its number inside the level."""
+        """Add this rank's number among all ranks to an error, which only has its number within the level."""
         try:
             yield
         except CommError as error:
