@@ -142,12 +142,7 @@ def cut_up(
 
 @lru_cache(maxsize=1024)
 def _cut_of(
-    numel: int,
-    dtype: torch.dtype,
-    world_size: int,
-    cuts: tuple[int, ...] | None,
-    chunk_bytes: int | None,
-    grain: int,
+    numel: int, dtype: torch.dtype, world_size: int, cuts: tuple[int, ...] | None, chunk_bytes: int | None, grain: int
 ) -> Cut:
     bounds = segment_bounds(numel, world_size, cuts)
     if chunk_bytes is None:

@@ -221,25 +221,20 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             CommError: a peer failed or is late.
         """
         start, stop = cut.bounds[self.rank]
-        if cut.even:
-            self._gather(full, start, stop)
-            return
-        length = cut.longest
-        padded = full.new_empty(self.world_size * length)
-        self._books.track("staging", padded)
-        padded[self.rank * length :][: stop - start] = full[start:stop]
-        self._gather(padded, self.rank * length, (self.rank + 1) * length)
-        for rank, (low, high) in enumerate(cut.bounds):
-            full[low:high] = padded[rank * length :][: high - low]
+        rows, length = full, cut.longest
+        if not cut.even:
+            rows = full.new_empty(self.world_size * length)
+            self._books.track("staging", rows)
+            rows[self.rank * length :][: stop - start] = full[start:stop]
 
-    def _gather(self, full: Tensor, start: int, stop: int) -> None:
-        """Fill `full` [n], whose elements `[start, stop)` are this rank's."""
+        def call(rows: Tensor, own: Tensor) -> Any:
+            return self._group._allgather_base(rows, own, _GATHER)
 
-        def call(full: Tensor, own: Tensor) -> Any:
-            return self._group._allgather_base(full, own, _GATHER)
-
-        memory = as_bytes(full)
-        self._run("all-gather", call, memory, memory[start * full.itemsize : stop * full.itemsize])
+        memory, nbytes = as_bytes(rows), length * full.itemsize
+        self._run("all-gather", call, memory, memory[self.rank * nbytes :][:nbytes])
+        if not cut.even:
+            for rank, (low, high) in enumerate(cut.bounds):
+                full[low:high] = rows[rank * length :][: high - low]
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
         """Return the range of elements of each slice of a segment."""
@@ -285,10 +280,10 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         word = _word(full, staging, full.numel() // ranks)
         slots = staging[: _SLOTS * numel].view(word).view(_SLOTS, _row_count(ranks), -1).unbind()
         pieces = torch.split(full.view(word).view(ranks, -1), slots[0].shape[1], 1)
-        for k, ((start, stop), piece) in enumerate(zip(slices, pieces, strict=True)):
+        for k, ((start, _), piece) in enumerate(zip(slices, pieces, strict=True)):
             rows, sent = slots[(1 - k) % _SLOTS], slots[-k % _SLOTS]
-            if stop - start < slices[0][1]:  # the last one
-                rows, sent = (_shortened(slot, piece.shape[1]) for slot in (rows, sent))
+            if (length := piece.shape[1]) < slots[0].shape[1]:  # the last slice
+                rows, sent = (slot.view(-1)[: len(slot) * length].view(-1, length) for slot in (rows, sent))
             if ranks == 2:
                 sent = piece[1 - self.rank :][:1]
             else:
@@ -412,11 +407,6 @@ def _word(full: Tensor, staging: Tensor, segment: int) -> torch.dtype:
     """Return the widest dtype as which slices can be copied, since PyTorch copies strided rows element by element."""
     places = segment, full.storage_offset(), staging.storage_offset()
     return torch.uint8 if any(place * full.itemsize % 8 for place in places) else torch.int64
-
-
-def _shortened(slot: Tensor, length: int) -> Tensor:
-    """View the beginning of a slot [W, S] as rows [W, length]."""
-    return slot.view(-1)[: len(slot) * length].view(-1, length)
 
 
 def _on_same_memory(tensor: Tensor) -> Tensor:

@@ -69,11 +69,8 @@ class Communicator:
     def lend(self, user: object) -> None:
         """Reserve the communicator for `user` until `user` is garbage-collected, on any thread."""
         self.is_free = False
-        weakref.finalize(user, self._take_back).atexit = False
-
-    def _take_back(self) -> None:
-        """Set a flag without taking a lock, because the thread that collects garbage may hold the lock."""
-        self.is_free = True
+        # The finalizer takes no lock, because the thread that collects garbage may hold it.
+        weakref.finalize(user, setattr, self, "is_free", True).atexit = False
 
     def turn(self) -> None:
         """Begin an operation on the current stream, after the previous operation, which may be on another stream.
@@ -102,11 +99,7 @@ _lock = Lock()
 
 
 def communicator(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout: timedelta,
-    route: Route,
-    some: Sequence[int] | None = None,
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route, some: Sequence[int] | None = None
 ) -> Communicator:
     """Return an unused communicator between the ranks of `group`. Collective.
 
@@ -192,8 +185,7 @@ def _purpose(
     It includes the route, because messages run on NCCL's stream, and collectives run on the current stream.
     """
     config = options.config
-    settings = [getattr(config, name) for name in dir(config) if not name.startswith("_")]
-    own = [each for each in settings if not callable(each)]
+    own = [each for name in dir(config) if name[0] != "_" and not callable(each := getattr(config, name))]
     return (_get_default_store(), group.rank(), *options.global_ranks_in_group, device, timeout, route, *own)
 
 

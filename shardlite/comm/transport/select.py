@@ -89,12 +89,7 @@ def connect(
     return choice.transport
 
 
-def connect_hosts(
-    group: dist.ProcessGroup | None,
-    timeout: timedelta,
-    *,
-    route: Route = Route(),  # noqa: B008 (frozen)
-) -> Transport:
+def connect_hosts(group: dist.ProcessGroup | None, timeout: timedelta, *, route: Route) -> Transport:
     """Return a transport for CPU tensors between the ranks of `group`, which may lack a CPU backend. Collective.
 
     Routes for CUDA tensors and routes without tags are ignored, because hosts exchange messages on several threads.

@@ -53,7 +53,7 @@ from shardlite_kernels import (
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from shardlite.comm.chunking import Cut
+from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
 from shardlite.comm.streams import StreamOrder
@@ -129,7 +129,8 @@ class SymmetricMemoryTransport(WholeCollectives):
         if isinstance(area, Tensor):
             books.track("mailboxes", area)
         own[:flags].zero_()
-        self._barrier()  # otherwise another rank might set a flag before it is zeroed
+        # Otherwise another rank might set a flag before it is zeroed.
+        memory.barrier(_CHANNEL, self._timeout_ms)
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
         """Fill `full` [n] in place, given this rank's segment.
@@ -164,8 +165,7 @@ class SymmetricMemoryTransport(WholeCollectives):
             CommError: a peer failed or is late.
         """
         rows = numbers.repeat(self.world_size)
-        bounds = [(rank * numbers.numel(), (rank + 1) * numbers.numel()) for rank in range(self.world_size)]
-        self.all_gather(rows, Cut(bounds, chunk=1))
+        self.all_gather(rows, cut_up(rows.numel(), rows.dtype, self))
         torch.sum(rows.view(self.world_size, numbers.numel()), 0, dtype=numbers.dtype, out=numbers)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
@@ -249,12 +249,8 @@ class SymmetricMemoryTransport(WholeCollectives):
         for content in contents:
             _fill(windows[self.rank][place : place + content.numel()], content)
             place += content.numel()
-        self._barrier()
+        self._memory.barrier(_CHANNEL, self._timeout_ms)  # of the current streams of all ranks
         return windows
-
-    def _barrier(self) -> None:
-        """Let the current stream wait until the streams of all ranks have arrived here."""
-        self._memory.barrier(_CHANNEL, self._timeout_ms)
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
@@ -308,7 +304,10 @@ def symmetric_memory(
     if not reason:
         failure, memory, area = "", None, None
         try:
-            area = _allocate(_numbered(device), nbytes)
+            # A separate allocation, because signals belong to allocations. The pool from which
+            # `torch.distributed._symmetric_memory.empty` allocates may return a former allocation of another transport,
+            # in which signals are still set.
+            area = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, _numbered(device))
             memory = _SymmetricMemory.rendezvous(area, group.group_name)
         except RuntimeError as error:
             failure = f"rank {dist.get_rank(group)}: {error}"
@@ -331,12 +330,3 @@ def _not_here(device: torch.device) -> str:
 def _numbered(device: torch.device) -> torch.device:
     """Return a CUDA device with its index. A device without an index is the current device."""
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def _allocate(device: torch.device, nbytes: int) -> Tensor:
-    """Allocate an area. It must be a separate allocation, because signals belong to allocations.
-
-    `torch.distributed._symmetric_memory.empty` is not suitable. It allocates from a pool, and may return a former
-    allocation of another transport, in which signals are still set.
-    """
-    return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
