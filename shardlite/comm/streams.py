@@ -195,8 +195,9 @@ class ThreadQueue:
         self._queue.put((work, operations))
         return work
 
-    def moment(self) -> None:
+    def moment(self) -> Moment | None:
         """Return `None`, because the host computes at once."""
+        return None
 
     def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
         """Return a context manager without an effect."""
