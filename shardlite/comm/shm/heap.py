@@ -165,12 +165,11 @@ class Heap(Mapping):
         nbytes = physical_memory() + reserved
         self.descriptor = make_memory(nbytes)
         super().__init__(self.descriptor)
-        start = _rounded_up(reserved)
-        self.reserved = start
+        self.reserved = _rounded_up(reserved)
         self._lock = threading.RLock()
         self._changing = False  # whether a change is in progress; a finalizer may run inside it, on the same thread
         self._cold, self._warm = _Spans(), _Spans()  # free ranges
-        self._cold.insert(start, nbytes // _GRAIN * _GRAIN)
+        self._cold.insert(self.reserved, nbytes // _GRAIN * _GRAIN)
         self._used_lately = _Spans()  # free ranges that were freed since the last `trim`
         self._returns = _Returns(self.memory)
         self._live = self._most = self._most_before = 0
