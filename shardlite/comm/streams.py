@@ -48,12 +48,6 @@ def check_connections(device: torch.device) -> None:
         )
 
 
-Work: TypeAlias = "HostWork | _StreamWork"
-"""One operation in flight. The memory that it uses must not be touched before `wait()` returns."""
-
-StreamQueue: TypeAlias = "ThreadQueue | CudaStreamQueue"
-"""A queue that runs operations one after the other."""
-
 Moment = torch.cuda.Event
 """A point in the work of a stream."""
 
@@ -66,7 +60,7 @@ def make_queue(
     blocking: bool,
     reports: FailureReports | None = None,
     high_priority: bool = True,
-) -> StreamQueue:
+) -> "StreamQueue":
     """Return a queue for tensors on `device`.
 
     Args:
@@ -375,7 +369,7 @@ class CudaStreamQueue:
         self._stream = torch.cuda.Stream(device, priority=-int(high_priority))  # type: ignore[no-untyped-call]
         weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before the model's memory is freed
 
-    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
+    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> "_StreamWork":
         """Queue `operations`. They start after earlier operations, and after the work of the current stream.
 
         `behind` is the moment of the current stream's work that they wait for. It defaults to now.
@@ -416,7 +410,7 @@ class CudaStreamQueue:
 class _StreamWork:
     """An operation that is done when a stream reaches the event `end`. The operation `host` records the event."""
 
-    def __init__(self, device: torch.device, end: torch.cuda.Event, host: Work) -> None:
+    def __init__(self, device: torch.device, end: torch.cuda.Event, host: HostWork) -> None:
         self._device = device
         self._end = end
         self._host = host
@@ -458,3 +452,10 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, _LONGEST)
+
+
+Work: TypeAlias = HostWork | _StreamWork
+"""One operation in flight. The memory that it uses must not be touched before `wait()` returns."""
+
+StreamQueue: TypeAlias = ThreadQueue | CudaStreamQueue
+"""A queue that runs operations one after the other."""
