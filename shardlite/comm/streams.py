@@ -327,28 +327,6 @@ class ProgramStreams:
 _IS_HOME = nullcontext()
 
 
-class StreamOrder:
-    """Orders operations that several streams enqueue and that must run one after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last: torch.cuda.Stream | None = None
-        self._captured = False
-
-    def follow_last(self) -> None:
-        """Let an operation that is now enqueued on the current stream run after the previous operation.
-
-        A stream that a CUDA graph captures does not wait for other streams, because PyTorch has waited for the GPU
-        before the capture. On the CPU this has no effect.
-        """
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            captured = torch.cuda.is_current_stream_capturing()
-            if self._last is not None and self._last != stream and captured == self._captured:
-                stream.wait_stream(self._last)
-            self._last, self._captured = stream, captured
-
-
 class CudaStreamQueue:
     """Runs operations on a separate stream. `thread` launches them if launching has to wait for messages.
 

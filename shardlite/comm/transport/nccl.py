@@ -30,7 +30,6 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.streams import StreamOrder
 from shardlite.comm.transport.base import Completed, Message, Pending
 from shardlite.comm.transport.gloo import GroupTransport, InFlight, Posted, global_ranks, refused
 from shardlite.config import Route
@@ -64,7 +63,8 @@ class Communicator:
 
         self.is_free = False
         self._device = device
-        self._order = StreamOrder(device)
+        self._stream: torch.cuda.Stream | None = None
+        self._captured = False
 
     def lend(self, user: object) -> None:
         """Reserve the communicator for `user` until `user` is garbage-collected, on any thread."""
@@ -76,10 +76,15 @@ class Communicator:
         """Begin an operation on the current stream, after the previous operation, which may be on another stream.
 
         NCCL requires one order of the operations of a communicator. The queue of a model orders the model's streams.
-        But nothing else orders the streams of two models that use the communicator one after the other.
+        But nothing else orders the streams of two models that use the communicator one after the other. A stream that a
+        CUDA graph captures does not wait for other streams, because PyTorch has waited for the GPU before the capture.
         """
         self.operations += 1
-        self._order.follow_last()
+        stream = torch.cuda.current_stream(self._device)
+        captured = torch.cuda.is_current_stream_capturing()
+        if self._stream is not None and self._stream != stream and captured == self._captured:
+            stream.wait_stream(self._stream)
+        self._stream, self._captured = stream, captured
 
     def empty(self, nbytes: int) -> Tensor:
         """Return uninitialized memory [nbytes] of NCCL's allocator, registered with this communicator.

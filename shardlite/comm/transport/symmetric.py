@@ -56,7 +56,6 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
-from shardlite.comm.streams import StreamOrder
 from shardlite.comm.transport.gloo import Posted
 from shardlite.comm.transport.group_collectives import FusedStep, WholeCollectives, as_bytes
 from shardlite.config import devices_may_overlap
@@ -124,7 +123,7 @@ class SymmetricMemoryTransport(WholeCollectives):
             programs=programs,
             limit=min(_MOST_LOOKS, int(timeout.total_seconds() * _LOOKS) + 1),
         )
-        self._order = StreamOrder(memory.device)
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # stream and end of the last collective
         self.holder = books = Ledger()
         if isinstance(area, Tensor):
             books.track("mailboxes", area)
@@ -226,9 +225,15 @@ class SymmetricMemoryTransport(WholeCollectives):
     @contextmanager
     def _turn(self, what: str, full: Tensor) -> Iterator[None]:
         """Run a collective in this block, after the previous one, and name it in errors."""
+        device = self._memory.device  # a CPU in tests
         try:
-            self._order.follow_last()  # a window is free only if collectives run in order
+            # A window is free only if collectives run in order, also if streams differ.
+            if self._last is not None and self._last[0] != torch.cuda.current_stream(device):
+                torch.cuda.current_stream(device).wait_event(self._last[1])
             yield
+            if device.type == "cuda":
+                stream = torch.cuda.current_stream(device)
+                self._last = stream, stream.record_event()
         except RuntimeError as error:
             posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=(full,))
             raise posted.refused(error) from error
