@@ -18,18 +18,18 @@ from shardlite.comm.transport.base import Transport
 from shardlite.errors import LayoutError
 
 CHUNK_BYTES = 8 << 20
-"""Maximum bytes per message, which bounds staging.
+"""Maximum bytes per message, which bounds the staging buffer.
 
-A gloo message costs a rendezvous. Measured on 2 shared x86 cores over gloo, 16 MB of fp32, median ms of 40 interleaved
-runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 / 38.4 with 1 MiB, 8.1 / 31.7 with 4 MiB
-and 8.6 / 31.0 with 8 MiB; an all-gather 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and 6.8 / 23.4.
+Every gloo message costs a rendezvous. Measured on 2 shared x86 cores over gloo, 16 MB of fp32, median ms of 40
+interleaved runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 / 38.4 with 1 MiB, 8.1 /
+31.7 with 4 MiB and 8.6 / 31.0 with 8 MiB. An all-gather takes 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and 6.8 / 23.4.
 """
 
-_SLOTS = 2  # staging chunks of a pipelined reduction: one is added while the other is received
+_SLOTS = 2  # staging chunks of a pipelined reduction: one is added while the other receives
 
 
 def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """Return `(start, stop)` of each rank's segment: between `cuts`, or `[0, S), [S, 2S), ...`, clipped to `numel`.
+    """Return `(start, stop)` of each rank's segment. Without `cuts` these are `[0, S), [S, 2S), ...` up to `numel`.
 
     Raises:
         LayoutError: `cuts` are not `W+1` ascending offsets from 0 to `numel`.
@@ -46,7 +46,7 @@ def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = Non
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a full buffer: one segment per rank, each in parts, and these in messages of `chunk` elements.
+    """Division of a full buffer into one segment per rank, of segments into parts, and of parts into messages.
 
     Parts and messages start at multiples of `grain` elements in their segment.
     """
@@ -55,12 +55,14 @@ class Cut:
     """`(start, stop)` of each segment."""
 
     chunk: int
+    """Number of elements of a message. The last message of a part may be shorter."""
+
     grain: int = 1
     _messages: dict[tuple[int, int, int], list[tuple[int, int, int]]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def offsets(self) -> list[int]:
-        """The cuts, `W+1` offsets."""
+        """The offsets of all segments and the end of the buffer, `W+1` numbers."""
         return [0, *(stop for _, stop in self.bounds)]
 
     @cached_property
@@ -74,8 +76,14 @@ class Cut:
         return len({stop - start for start, stop in self.bounds}) == 1
 
     def ranges(self, part: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return where the elements `part` of each segment are in the buffer, as far as a shorter segment has them."""
+        """Return `(start, stop)` in the buffer of the elements `part` of each segment, clipped to the segment."""
         return [(min(low + part[0], high), min(low + part[1], high)) for low, high in self.bounds]
+
+    def sizes(self, part: tuple[int, int]) -> list[int]:
+        """Return how many of the elements `part` each segment has."""
+        if self.even:
+            return [min(part[1], self.longest) - min(part[0], self.longest)] * len(self.bounds)
+        return [stop - start for start, stop in self.ranges(part)]
 
     def slots(self, plan: Schedule, transport: Transport) -> int:
         """Return the number of staging slots that a reduction needs for incoming messages."""
@@ -91,12 +99,8 @@ class Cut:
         most = BLOCK if transport.lends and not transport.batched else self.chunk
         return min(most, self.longest)
 
-    def chunks(self, segment: Tensor) -> Sequence[Tensor]:
-        """Split a segment, or a buffer of the same length in another dtype, into messages."""
-        return split(segment, self.chunk)
-
     def of(self, full: Tensor, parts: int = 1) -> Callable[[int, int], Sequence[Chunk]]:
-        """Return a function `(segment, part)` that returns the messages of that part as views of `full`."""
+        """Return a function that takes `(segment, part)` and returns the messages of the part as views of `full`."""
 
         def pieces(segment: int, part: int) -> Sequence[Chunk]:
             key = segment, part, parts
@@ -107,7 +111,7 @@ class Cut:
         return pieces
 
     def _of_part(self, segment: int, part: int, parts: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each message of a segment's part: its offset in the segment, its start and its stop in the buffer."""
+        """Yield each message of a segment's part as its offset in the segment, and its start and stop in the buffer."""
         start, stop = self.bounds[segment]
         length = -(-(stop - start) // (parts * self.grain)) * self.grain
         end = min(start + (part + 1) * length, stop)
@@ -119,31 +123,26 @@ def cut_up(
     numel: int,
     dtype: torch.dtype,
     transport: Transport,
-    cuts: Sequence[int] | None,
+    cuts: Sequence[int] | None = None,
     chunk_bytes: int | None = None,
     grain: int = 1,
 ) -> Cut:
     """Divide a buffer for an operation over a transport, into messages of at most `chunk_bytes`.
 
-    By default, pieces longer than `CHUNK_BYTES` are cut evenly. The result depends on the arguments and the number of
-    ranks only, so it is equal on all ranks. It never changes a bit of the sum.
+    Without `chunk_bytes`, pieces longer than `CHUNK_BYTES` are cut evenly. The result depends only on the arguments and
+    the number of ranks, so it is equal on all ranks. It never affects the bits of the sum.
 
     Raises:
         LayoutError: as `segment_bounds`.
     """
     if transport.batched:
-        chunk_bytes = (numel + grain) * dtype.itemsize  # whole pieces: a step is one exchange, and ends as a whole
+        chunk_bytes = (numel + grain) * dtype.itemsize  # whole pieces, because a step is one exchange
     return _cut_of(numel, dtype, transport.world_size, None if cuts is None else tuple(cuts), chunk_bytes, grain)
 
 
 @lru_cache(maxsize=1024)
 def _cut_of(
-    numel: int,
-    dtype: torch.dtype,
-    world_size: int,
-    cuts: tuple[int, ...] | None,
-    chunk_bytes: int | None,
-    grain: int,
+    numel: int, dtype: torch.dtype, world_size: int, cuts: tuple[int, ...] | None, chunk_bytes: int | None, grain: int
 ) -> Cut:
     bounds = segment_bounds(numel, world_size, cuts)
     if chunk_bytes is None:
@@ -154,12 +153,12 @@ def _cut_of(
 
 
 def chunk_numel(dtype: torch.dtype, chunk_bytes: int, grain: int = 1) -> int:
-    """Return the elements of a message: a multiple of `grain`, at most `chunk_bytes` unless one `grain` is longer."""
+    """Return the elements in a message of at most `chunk_bytes`, rounded to a positive multiple of `grain`."""
     return max(1, chunk_bytes // (dtype.itemsize * grain)) * grain
 
 
 def split(segment: Tensor, chunk: int) -> Sequence[Tensor]:
-    """Split a segment into messages. An empty segment has none."""
-    if segment.numel() <= chunk:  # `torch.split` costs more than a short message
+    """Split a segment into messages. An empty segment has no messages."""
+    if segment.numel() <= chunk:  # calling `torch.split` takes longer than sending a short message
         return (segment,) if segment.numel() else ()
     return torch.split(segment, chunk)

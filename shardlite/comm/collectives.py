@@ -1,10 +1,11 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-The transport names the algorithm, `schedule.py` writes it as transfers, `executor.py` executes them. The drawings show
-the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`).
-In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is optimal, and `direct` adds
-in the order of the ring, to the bit. A function returns when its buffers may be used: by the host or, if the transport
-is not `blocking`, by operations enqueued on the device's current stream afterwards.
+The transport selects the algorithm, `schedule.py` writes it as transfers, and `executor.py` executes them. The drawings
+show the ring: rank `r` sends only to its right neighbor `r+1` and receives only from its left neighbor `r-1` (modulo
+`W`). In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is optimal. The
+algorithm `direct` adds in the order of the ring and returns the same bits. A function returns when the host may use its
+buffers. If the transport is not `blocking`, it returns earlier: operations enqueued on the device's current stream
+afterwards may use the buffers.
 
 Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
 `[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
@@ -26,10 +27,11 @@ from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import FusedStep, GroupCollectives, WholeCollectives
+from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
 from shardlite.errors import LayoutError
 
 SHORT = 32 << 10
-"""Maximum bytes of a buffer whose all-reduce is one round, if the transport lends."""
+"""Maximum bytes of a buffer that is all-reduced in one round if the transport lends."""
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes that `hop` adds
@@ -48,13 +50,13 @@ def staging_numel(
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    This is two chunks. Over a batched transport, which receives whole pieces, it is all that arrives in one step. Over
-    a transport that lends, it is the sum of several messages if a rank adds several at a time. Over collectives of a
-    process group, it is a row of each rank, or of the other one of two. Chunks are multiples of `grain` elements: of a
-    block of statistics, if the reduction computes them.
+    The buffer holds two chunks over most transports. Over a batched transport it holds all messages of a step. Over a
+    transport that lends it holds the sum of several messages, if a rank adds several at a time. Over collectives of a
+    process group it holds a row of each rank, or of the other rank if there are two. Chunks are multiples of `grain`
+    elements, which is the block of statistics if the reduction computes statistics.
 
     Raises:
-        LayoutError: as `segment_bounds`.
+        LayoutError: wrong `cuts`.
     """
     cut = cut_up(numel, dtype, transport, cuts, chunk_bytes, grain)
     if isinstance(transport, WholeCollectives):
@@ -63,43 +65,42 @@ def staging_numel(
 
 
 def stages_in_out(transport: Transport) -> bool:
-    """Return whether a reduction receives messages in `out`, given an even cut and no staging: a ring does."""
+    """Return whether a reduction with equal segments and no staging receives messages in `out`, as a ring does."""
     return transport.algorithm == "ring" and not transport.lends and not isinstance(transport, WholeCollectives)
 
 
 def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | None = None) -> bool:
-    """Return whether one kernel reduces `full` [n], with no staging: it walks the ring. Equal on all ranks."""
-    if not isinstance(transport, WholeCollectives):
+    """Return whether one kernel reduces `full` [n] along the ring, without staging. Equal on all ranks."""
+    if not isinstance(transport, SymmetricMemoryTransport):
         return False
-    return transport.rings(full, cut_up(full.numel(), full.dtype, transport, cuts, None))
+    return transport.rings(full, cut_up(full.numel(), full.dtype, transport, cuts))
 
 
-def all_gather(
-    full: Tensor,
-    transport: Transport,
-    *,
-    cuts: Sequence[int] | None = None,
-    operation: Operation = UNNAMED,
-    chunk_bytes: int | None = None,
-) -> None:
+def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, operation: Operation = UNNAMED) -> None:
     """Fill `full` [n] in place, given that segment `r` already holds this rank's shard.
 
     At step `t` rank `r` sends segment `r-t`, which it received at step `t-1`, and receives segment `r-1-t`. After `W-1`
-    steps every segment has gone round. Nothing is staged: a segment is received in its place.
+    steps every segment has passed all ranks. Every segment is received in its place, without staging.
 
         W=3   start        after t=0    after t=1
         r=0   [a . .]      [a . c]      [a b c]
         r=1   [. b .]      [a b .]      [a b c]
         r=2   [. . c]      [. b c]      [a b c]
 
+    Args:
+        full: this rank's shard in its place, [n].
+        transport: connects the ranks.
+        cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
+        operation: names the operation in errors and counts.
+
     Raises:
-        LayoutError: `full` is not 1-D and contiguous; wrong `cuts`.
-        CommError: a peer failed, timed out or runs another operation; `full` is then undefined.
+        LayoutError: `full` is not 1-D and contiguous.
+        CommError: a peer failed, timed out or runs a different operation; `full` is then undefined.
     """
     _check_flat("full", full)
-    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
     if transport.world_size == 1:
         return
+    cut = cut or cut_up(full.numel(), full.dtype, transport)
     with Running(operation, full):
         if isinstance(transport, WholeCollectives):
             start, stop = cut.bounds[transport.rank]
@@ -115,16 +116,16 @@ class StoreMean(NamedTuple):
     """Last hop of a reduction that stores the sum, divided."""
 
     out: Tensor | None = None
-    """Memory for the result, [numel of the shard]. `None`: the shard's own place in the full buffer."""
+    """Memory for the result, [numel of the shard]. `None` stores it in the shard's place in the full buffer."""
 
     divisor: int = 1
     stats: Tensor | None = None
     """Memory for the statistics of the shard, [P, 2]: a row per block (`shardlite_kernels.stats`)."""
 
     def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
-        """Add what was received to `own`, or add up all rows that were received, and store the mean."""
+        """Add `received` to `own`, or add all rows of `received` if `own` is `None`, and store the mean."""
         part, stats = self.out, self.stats
-        assert part is not None, "reduce_scatter fills it in"
+        assert part is not None, "reduce_scatter sets it"
         stop = start + received.shape[-1]
         if stop - start < part.numel():
             block = stats_block(part)
@@ -146,8 +147,8 @@ def reduce_scatter(
 ) -> Tensor:
     """Add `full` [n] over the ranks and return segment `r` of the sum, divided by `divisor`.
 
-    At step `t` rank `r` sends the partial sum of segment `r-1-t` and receives that of segment `r-2-t`, to which it adds
-    its own. So segment `k` is added in the order `k+1, k+2, ..., k`, whatever the cuts, the chunk size and the
+    At step `t` rank `r` sends the partial sum of segment `r-1-t`, receives the partial sum of segment `r-2-t`, and adds
+    its own summand to it. So segment `k` is added in the order `k+1, k+2, ..., k`, for any cuts, chunk size and
     transport. The sum is divided once, at the end, by true division.
 
         W=3   start          after t=0            after t=1
@@ -155,36 +156,40 @@ def reduce_scatter(
         r=1   [b0 b1 b2]     [b0    b1    a2+b2]  [.        c1+a1+b1 .       ]
         r=2   [c0 c1 c2]     [b0+c0 c1    c2   ]  [.        .        a2+b2+c2]
 
-    The rest of `full` is overwritten with partial sums, which travel in its dtype.
+    The rest of `full` is overwritten with partial sums, which are sent in the dtype of `full`.
 
     `last` makes the last addition. By default it stores the sum in the shard's place. `StoreMean(out, divisor, stats)`
-    divides it, stores it in `out`, and computes its statistics. For a bf16 or fp16 `full`, `out` may be fp32: the last
-    addition and the division are then rounded to fp32 only. Any other `last` consumes the sum: the returned shard is
-    undefined then, and on one rank, where there is no addition, `last` is not called. If there are `stats`, or `last`
-    consumes the sum, messages are multiples of a block of statistics, so their rows do not depend on the messages.
+    divides the sum, stores it in `out`, and computes its statistics. For a bf16 or fp16 `full`, `out` may be fp32: the
+    last addition and the division are then rounded to fp32 only. Any other `last` consumes the sum, and the returned
+    shard is then undefined. A single rank does not call such a `last`, because it has no addition to make. If `last`
+    computes statistics or consumes the sum, messages are multiples of a block of statistics. So the statistics do not
+    depend on the size of messages.
 
-    Messages are received in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs
-    none if `out` is given, has the same dtype, and all segments are equal: `out` is free until the last step.
+    Messages are received in `staging` [`staging_numel(...)` or more], which is allocated if it is not given. A ring
+    needs no staging if `out` is given, has the dtype of `full`, and all segments are equal: it receives in `out`.
 
     Args:
         full: this rank's summand, [n].
         transport: connects the ranks.
-        cut: where segments and messages begin, as `cut_up` returns it. Defaults to equal segments.
+        cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
         last: makes the last addition.
         staging: memory for messages.
         operation: names the operation in errors and counts.
 
+    Returns:
+        This rank's shard, [numel of segment `r`]: `out`, or a view of `full`.
+
     Raises:
-        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided.
+        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; the dtype cannot be summed; integers
+            were to be divided.
         ValueError: `stats` do not fit.
-        CommError: a peer failed, timed out or runs another operation; `full` and `out` are then undefined.
+        CommError: a peer failed, timed out or runs a different operation; `full` and `out` are then undefined.
     """
     _check_flat("full", full)
     mean = StoreMean() if last is None else last if isinstance(last, StoreMean) else None
     _check_arithmetic(full, 1 if mean is None else mean.divisor)
     grain = 1 if mean is not None and mean.stats is None else stats_block(full)
-    if cut is None:
-        cut = cut_up(full.numel(), full.dtype, transport, None, grain=grain)
+    cut = cut or cut_up(full.numel(), full.dtype, transport, grain=grain)
     assert cut.grain % grain == 0, "messages are multiples of a block of statistics"
     start, stop = cut.bounds[transport.rank]
     shard = full[start:stop] if mean is None or mean.out is None else mean.out
@@ -194,12 +199,12 @@ def reduce_scatter(
     if transport.world_size == 1:
         return shard if mean is None else _finished_alone(full[start:stop], shard, mean.divisor, mean.stats)
     finish = last if mean is None else mean._replace(out=shard)
-    assert finish is not None, "a mean, or what the caller gave"
+    assert finish is not None, "a mean, or the caller's last hop"
     with Running(operation, full):
         if isinstance(transport, WholeCollectives):
             across = transport.nbytes_across(cut, full.itemsize)
             operation.count_collective((full.numel() - (stop - start)) * full.itemsize, across)
-            if mean is not None and transport.rings(full, cut):
+            if mean is not None and isinstance(transport, SymmetricMemoryTransport) and transport.rings(full, cut):
                 transport.ring_reduce(shard, full, mean.divisor)
                 if mean.stats is not None:
                     write_stats(shard, mean.stats)
@@ -217,17 +222,17 @@ def reduce_scatter(
 def ring_step(
     full: Tensor, transport: Transport, step: FusedStep, *, divisor: int = 1, operation: Operation = UNNAMED
 ) -> None:
-    """Add `full` [n] over the ranks, and step by segment `r` of the mean, in one kernel. `rings_in_kernel(...)` holds.
+    """Add `full` [n] over the ranks and step by segment `r` of the mean, in one kernel. Requires `rings_in_kernel()`.
 
     Other ranks may call `reduce_scatter` instead, with an `out` in fp32.
 
     Raises:
-        LayoutError: as `reduce_scatter`.
-        CommError: as `reduce_scatter`; some weights are stepped then, and others are not.
+        LayoutError: `full` is not 1-D and contiguous, or cannot be summed or divided.
+        CommError: a peer failed, timed out or runs a different operation; only some of the weights are then stepped.
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    assert isinstance(transport, WholeCollectives), "or no kernel walks a ring"
+    assert isinstance(transport, SymmetricMemoryTransport), "only its kernel reduces along a ring"
     with Running(operation, full):
         operation.count_collective(full.nbytes - full.nbytes // transport.world_size)
         transport.ring_step(step, full, divisor)
@@ -237,37 +242,49 @@ def all_reduce(
     full: Tensor,
     transport: Transport,
     *,
-    cuts: Sequence[int] | None = None,
+    cut: Cut | None = None,
     divisor: int = 1,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
-    chunk_bytes: int | None = None,
 ) -> None:
-    """Add `full` [n] over the ranks in place and divide by `divisor`: a reduce-scatter, then an all-gather.
+    """Add `full` [n] over the ranks in place and divide by `divisor`, by a reduce-scatter and an all-gather.
 
-    Every rank ends with the same bits, since each segment is summed by one rank only. If the transport lends, a short
-    buffer is sent whole to all ranks at once, and each rank adds every segment in the same order: one round instead of
-    two, because short messages are bound by latency.
+    All ranks end with the same bits, since each segment is summed by one rank only. If the transport lends, every rank
+    sends a short buffer whole to all other ranks, and adds all segments in the order of the ring. This takes one round
+    instead of two, and the time of short messages is mostly latency.
+
+    Args:
+        full: this rank's summand, [n]; afterwards the mean.
+        transport: connects the ranks.
+        cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
+        divisor: divides the sum.
+        staging: memory for messages, as for `reduce_scatter`.
+        operation: names the operation in errors and counts.
 
     Raises:
-        LayoutError, CommError: as `reduce_scatter`.
+        LayoutError: a buffer is not 1-D and contiguous; the dtype cannot be summed; integers were to be divided.
+        CommError: a peer failed, timed out or runs a different operation; `full` is then undefined.
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
+    cut = cut or cut_up(full.numel(), full.dtype, transport)
     if isinstance(transport, WholeCollectives) and transport.world_size > 1 and _is_flag(full, transport):
         with Running(operation, full):
             operation.count_collective((transport.world_size - 1) * full.nbytes)
-            _all_reduce_flags(full, transport, divisor)
+            if full.dtype not in _FLOATS:
+                transport.all_reduce(full)
+                return
+            rows = full.repeat(transport.world_size)
+            transport.all_gather(rows, cut_up(rows.numel(), rows.dtype, transport))
+            add_rows(full, rows.view(-1, 1), 1, divisor)
         return
     if _is_at_once(full, transport):
-        cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with Running(operation, full):
             run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
         return
-    # Both halves may share a tag: on each link all messages of the first are posted before those of the second.
-    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    # Both halves may use one tag: on each link all messages of the first half are posted before those of the second.
     reduce_scatter(full, transport, cut=cut, last=StoreMean(divisor=divisor), staging=staging, operation=operation)
-    all_gather(full, transport, cuts=cuts, operation=operation, chunk_bytes=chunk_bytes)
+    all_gather(full, transport, cut=cut, operation=operation)
 
 
 def broadcast(
@@ -278,11 +295,11 @@ def broadcast(
     operation: Operation = UNNAMED,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
-    """Copy `full` [n] of rank `source` into that of every other rank, chunk by chunk along the ring.
+    """Copy `full` [n] of rank `source` to `full` of every other rank, chunk by chunk along the ring.
 
     Raises:
         LayoutError: `full` is not 1-D and contiguous, or there is no rank `source`.
-        CommError: a peer failed, timed out or runs another operation; `full` is then undefined on the other ranks.
+        CommError: a peer failed, timed out or runs a different operation; `full` is then undefined on the other ranks.
     """
     _check_flat("full", full)
     world_size = transport.world_size
@@ -302,10 +319,10 @@ def broadcast(
 
 
 def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:
-    """Return whether all ranks call this with the same numbers: one collective, whose steps grow with `log2(W)`.
+    """Return whether all ranks call this with the same numbers. It is one collective of `O(log2(W))` steps.
 
     Raises:
-        CommError: a peer failed, timed out or runs another operation.
+        CommError: a peer failed, timed out or runs a different operation.
     """
     both = torch.tensor([*numbers, *(-each for each in numbers)])
     with Running(operation, both):
@@ -315,15 +332,10 @@ def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation:
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:
-    """Return whether an all-reduce is one round."""
-    any_order = transport.algorithm in IN_RING_ORDER or full.dtype not in _FLOATS
-    return (
-        transport.lends
-        and not transport.batched
-        and any_order
-        and transport.world_size > 1
-        and 0 < full.nbytes <= SHORT
-    )
+    """Return whether an all-reduce takes one round."""
+    reads_all_ranks = transport.lends and not transport.batched and transport.world_size > 1
+    in_any_order = transport.algorithm in IN_RING_ORDER or full.dtype not in _FLOATS
+    return reads_all_ranks and in_any_order and 0 < full.nbytes <= SHORT
 
 
 def _reduction(transport: Transport) -> Schedule:
@@ -331,43 +343,35 @@ def _reduction(transport: Transport) -> Schedule:
 
 
 def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
-    """Exchange the parts of this rank's segment and add them all at once, or let the process group do both."""
+    """Exchange the ranks' rows of this rank's segment and add them, or let the process group do both."""
     needed = transport.rows_numel(cut, full.itemsize, cut.grain)
     if staging is None:
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
-    if transport.sums(cut):
+    if isinstance(transport, GroupCollectives) and transport.sums(cut):
         finish(0, transport.reduce_scatter(full, staging), None)
         return
     own = full[slice(*cut.bounds[transport.rank])]
     for start, rows in transport.rows(full, cut, staging):
-        if len(rows) == 1:  # the other's of two ranks, to which this rank's own is added
+        if len(rows) == 1:  # of two ranks: the other rank's row, to which this rank's row is added
             finish(start, rows[0], own[start : start + rows.shape[1]])
         else:
             finish(start, rows, None, transport.first_row)
 
 
 def _is_flag(full: Tensor, transport: Transport) -> bool:
-    """Return whether one collective sums a buffer with the same bits: integers in any order, one number in a ring."""
+    """Return whether one collective sums a buffer to the same bits: integers in any order, one float as in a ring."""
     return full.dtype not in _FLOATS or (full.numel() == 1 and transport.algorithm in IN_RING_ORDER)
-
-
-def _all_reduce_flags(full: Tensor, transport: WholeCollectives, divisor: int) -> None:
-    """Sum integers, or one number, in place by one collective."""
-    if full.dtype not in _FLOATS:
-        transport.all_reduce(full)
-        return
-    rows = full.repeat(transport.world_size)
-    transport.all_gather(rows, cut_up(rows.numel(), rows.dtype, transport, None, None))
-    add_rows(full, rows.view(-1, 1), 1, divisor)
 
 
 def _slots(
     full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None, free: Tensor | None
 ) -> Sequence[Tensor]:
-    """Return slots for incoming partial sums: in `staging`, or in the shard if that is `free` until the last step."""
-    if free is not None and stages_in_out(transport) and cut.even and _apart(free, full):
-        return cut.chunks(free)
+    """Return slots for incoming partial sums: in `staging`, or in the shard if it is `free` until the last step."""
+    if free is not None and free.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
+        free = None
+    if free is not None and stages_in_out(transport) and cut.even:
+        return split(free, cut.chunk)
     length = cut.slot_numel(transport)
     needed = cut.slots(plan, transport) * length
     if staging is None and not needed:
@@ -381,17 +385,13 @@ def _slots(
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:
     """Return the sum over one rank, divided in the precision of `shard`."""
     if divisor != 1:
-        # Adds zeros, so that the division is the same as for other world sizes.
+        # Add zeros, so that the division is the same as for other world sizes.
         hop(shard, torch.zeros_like(own), own, divisor, stats)
         return shard
     shard.copy_(own)
     if stats is not None:
         write_stats(shard, stats)
     return shard
-
-
-def _apart(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
 def _check_flat(name: str, tensor: Tensor) -> None:
@@ -402,7 +402,7 @@ def _check_flat(name: str, tensor: Tensor) -> None:
 
 
 def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], least: int, most: int, name: str) -> None:
-    """Check a buffer that goes with `full`: flat, one of `dtypes`, on its device, `least` to `most` elements."""
+    """Check that `buffer` is flat, on the device of `full`, of one of `dtypes`, and has `least` to `most` elements."""
     _check_flat(name, buffer)
     if buffer.dtype not in dtypes or buffer.device != full.device:
         raise LayoutError(f"{name} is {buffer.dtype} on {buffer.device}, full is {full.dtype} on {full.device}")
@@ -412,13 +412,13 @@ def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], lea
 
 
 def _check_out(full: Tensor, out: Tensor, numel: int) -> None:
-    """Check the buffer of the shard: `numel` elements like those of `full`, or wider where `hop` can widen."""
+    """Check that `out` has `numel` elements in the dtype of `full`, or in fp32 if `full` is bf16 or fp16."""
     widest = torch.float32 if full.dtype in _NARROW else full.dtype
     _check_like(full, out, (full.dtype, widest), numel, numel, "out")
 
 
 def _check_arithmetic(full: Tensor, divisor: int) -> None:
-    """Check dtype and divisor before any message is sent; `hop` would refuse them too late."""
+    """Check dtype and divisor before any message is sent. `hop` would check them too late."""
     if full.dtype not in SUMMABLE:
         raise LayoutError(f"{full.dtype} cannot be summed: convert it first (bool to uint8, for example)")
     if divisor < 1 or (divisor != 1 and full.dtype not in _FLOATS):

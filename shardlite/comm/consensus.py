@@ -1,8 +1,8 @@
 """The process groups of a model, and agreement of their ranks before a common action.
 
 A model has the group of ranks that shard it and, in hybrid sharding, the group of ranks that hold the same shards.
-Before a common action, ranks compare facts as strings, and whether one has an error: the result, or an error, is the
-same on every rank.
+Before a common action, ranks exchange facts as strings, and their errors. Then either all ranks continue or all raise
+an error.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.errors import LayoutError
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
-"""A group or a 1-D mesh to shard over, a 2-D mesh (replicate, shard), or `None` for the default group."""
+"""A group or 1-D mesh to shard over, a 2-D mesh (replicate, shard), or `None` for the default group."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Ranks:
     """The process groups of this rank."""
 
     shard: dist.ProcessGroup | None
-    """The group whose ranks each keep a shard; `None` is the default group."""
+    """The group of ranks that shard the model; `None` is the default group."""
 
     replicas: dist.ProcessGroup | None = None
-    """The group whose ranks keep the same shard; `None` if there are no replicas."""
+    """The group of ranks that hold the same shard; `None` if there are no replicas."""
 
     @property
     def all(self) -> list[dist.ProcessGroup | None]:
-        """Both groups, if there are two. Used one after the other, they reach every rank."""
+        """All groups. Used one after the other, they reach every rank."""
         return [self.shard] if self.replicas is None else [self.shard, self.replicas]
 
     @property
@@ -45,12 +45,12 @@ class Ranks:
 
     @property
     def single_rank(self) -> bool:
-        """Whether there is one rank only."""
+        """Whether there is only one rank."""
         return all(dist.get_world_size(group) == 1 for group in self.all)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank whose initial values all others receive."""
+        """Whether this is the rank whose initial values all other ranks receive."""
         return all(dist.get_rank(group) == 0 for group in self.all)
 
     def carry(self, device_type: str) -> bool:
@@ -59,7 +59,7 @@ class Ranks:
 
 
 def ranks_of(ranks: GroupLike) -> Ranks:
-    """Return the groups that `ranks` describes.
+    """Return the process groups that `ranks` describes.
 
     Raises:
         LayoutError: there is no process group, this process is not a member, or a mesh has more than two dimensions.
@@ -86,20 +86,21 @@ def ranks_of(ranks: GroupLike) -> Ranks:
 
 
 _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
-"""The number of the model wrapped last on this rank, by default process group: a process may have several."""
+"""Number of the latest wrapped model of this rank, by default process group. A process may have several such groups."""
 
 
 def agree(
     groups: Ranks, facts: Sequence[str], problem: Exception | None, *, what: str, timeout: timedelta = TIMEOUT
 ) -> None:
-    """Check that all ranks are about to do the same, and that none has a `problem`.
+    """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
-    A rank with a problem takes part, so that no other rank waits for it. Ranks are numbered within their group.
+    A rank with a problem must call this, too, so that other ranks do not wait for it. Errors number ranks within their
+    group.
 
     Raises:
-        LayoutError: another rank has a problem, or a rank differs from rank 0; on every rank.
+        LayoutError: on every rank, if another rank has a problem, or if the facts of a rank differ from rank 0's.
         CommError: a rank did not arrive at `what` within `timeout`.
-        Exception: `problem` itself, on its own rank.
+        Exception: `problem`, on its own rank.
     """
     found = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
@@ -119,17 +120,17 @@ class Identity(NamedTuple):
     """The identity of a wrapped model, equal on all its ranks."""
 
     number: int
-    """A number that is new on each of its ranks."""
+    """A number that no other model has on any of its ranks."""
 
     first: int
-    """Its first rank. Together with the number it is unique in the whole world."""
+    """First rank of the model. Number and first rank together are unique in the world."""
 
     mark: str
-    """A random string: the store may outlive the processes of a failed run, and serve the next run."""
+    """A random string, because the store may outlive the processes of a failed run and serve the next run."""
 
 
 def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
-    """Return the identity of a model that all its ranks wrap now."""
+    """Return a new identity for a model that all its ranks are wrapping. Collective."""
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"
     own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))
@@ -142,7 +143,7 @@ def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
 
 
 def _first_difference(rows: Sequence[Sequence[str]]) -> str:
-    """Name the first rank that differs from rank 0, and its first difference."""
+    """Describe the first difference of the first rank that differs from rank 0."""
     rank, theirs = next((rank, each) for rank, each in enumerate(rows) if each != rows[0])
     pairs = zip(rows[0], theirs, strict=False)
     lengths = f"{len(rows[0])} entries", f"{len(theirs)} entries"

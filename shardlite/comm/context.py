@@ -1,6 +1,6 @@
 """The context that all units of one wrapped model share: its ranks, device, reports and counters.
 
-In: ranks, a device and a route. Out: connections, names of operations and queues. Knows nothing of units.
+In: ranks, a device and a route. Out: connections, names of operations and queues. This file does not depend on units.
 """
 
 from collections import Counter
@@ -33,18 +33,18 @@ from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
 
 SPARE = 32 << 20
-"""Bytes of free shared memory that may keep their pages at the end of a backward, for the next step.
+"""Bytes of free shared memory whose pages are kept at the end of a backward, for the next step.
 
 Reallocating pages costs about 1 ms per MiB on a CPU (measured with two ranks on two cores).
 """
 
 MANY = 16
-"""Ranks from which on agreements of hosts are collectives: a message to each takes longer."""
+"""Minimum number of ranks whose hosts agree by collectives. Fewer ranks send a message to each other rank."""
 
 
 @dataclass
 class WeightVersion:
-    """How often all weights of a model have changed: by optimizer steps, and by loads."""
+    """Number of times that the weights of a model have changed, by optimizer steps and by loads."""
 
     number: int = 0
 
@@ -54,72 +54,73 @@ class Context:
     """Ranks, device, reports and counters of one wrapped model."""
 
     instance: int
-    """A number that identifies the wrapped model, equal on every rank."""
+    """Number that identifies the wrapped model. It is equal on every rank."""
+
+    name: str
+    """Name of the wrapped model that is unique in the store."""
 
     transport: Transport
-    """To the ranks over which the model is sharded: for gathers."""
+    """Transport for gathers, between the ranks over which the model is sharded."""
 
     replicas: Transport | None
-    """To the ranks that hold the same shards, or `None` (hybrid sharding)."""
+    """Transport between the ranks that hold the same shards (hybrid sharding), or `None`."""
 
     reducing: tuple[Transport, Transport | None]
     """Both transports for reductions, which overlap with gathers in no fixed order. NCCL and whole collectives have no
-    tags, so they need separate connections for them.
+    tags, so reductions need separate connections.
     """
 
     inline: tuple[Transport, Transport | None]
-    """Both transports for operations that the program's thread runs itself, not on a queue. They are small
-    or rare, so they do not go over symmetric memory.
+    """Both transports for operations that run on the program's thread and not on a queue. These operations are small or
+    rare, so they do not use symmetric memory.
 
-    Over NCCL they are operations of the program's own communicator. That is safe where a gather would not be: a gather
-    is started where a rank's forward needs it, at another place between the program's collectives on ranks that take
-    other branches. An inline operation is part of a call (a norm, the end of a backward, a state dict) that a program
-    must make at the same place on all ranks, as it must its own collectives; and it runs on the compute stream.
+    Over NCCL, inline operations use the program's own communicator, on the compute stream. This is safe, because an
+    inline operation is part of a call (a norm, the end of a backward, a state dict) that the program must make at the
+    same place on all ranks, like its own collectives. It would not be safe for gathers. A gather starts when a rank's
+    forward needs it. So ranks that take different branches start a gather at different places between the program's
+    collectives.
     """
 
     hosts: tuple[Transport, Transport | None]
     """Both transports for CPU tensors exchanged by the hosts."""
 
     rounds: GlooCollectives | None
-    """For short agreements of the hosts that share the model, where they are `MANY` and exchange messages: a collective
-    takes fewer. It has a connection of its own, because collectives have no tags.
+    """For short agreements of the hosts that shard the model, if there are at least `MANY` and they exchange messages.
+    A collective needs fewer messages. It uses a separate connection, because collectives have no tags.
     """
 
     device: torch.device
     timeout: timedelta
     """Maximum time that a rank waits for a message."""
 
-    version: WeightVersion
-    board: StoreReports
-    waits: StoreReports | None
-    """Where ranks report the operation they wait in. `None` where that does not show whether they will continue: the
-    host does not see what a GPU waits for, and with replicas not all ranks are in every operation.
-    """
-
-    standings: StoreReports
-    """Where ranks report their progress in a backward."""
-
     streams: ProgramStreams
-    trace: Trace
-    ledger: Ledger
     traffic: Traffic
-    high_priority: bool = True
-    """Whether queues of a GPU have streams of high priority."""
+    high_priority: bool
+    """Whether queues of a GPU use high-priority streams."""
 
+    version: WeightVersion = field(default_factory=WeightVersion)
+    trace: Trace = field(default_factory=Trace)
+    ledger: Ledger = field(default_factory=Ledger)
     owner: Owner = field(default_factory=Owner)
     _numbers: Counter[str] = field(default_factory=Counter)
 
     def operation(
         self, what: str, purpose: str, unit: str = NO_UNIT, *, at_any_step: bool = False, during: str = ""
     ) -> Operation:
-        """Name an operation of this model at its current step.
+        """Return the name of an operation of this model at its current step.
 
-        So models do not receive each other's messages, nor do ranks of which one has skipped a step. With
-        `at_any_step`, ranks at different steps meet, which reveals the difference. Operations called `what` are
-        numbered. Their traffic is counted by `unit` and `purpose`. `during` is a detail for error messages.
+        The name contains the model and the step. So different models do not receive each other's messages, and neither
+        do ranks at different steps.
+
+        Args:
+            what: the kind of operation. Operations of one kind are numbered.
+            purpose: traffic is counted by purpose and unit.
+            unit: name of the unit.
+            at_any_step: leaves the step out, so that ranks at different steps can exchange messages and detect it.
+            during: detail for error messages.
 
         Raises:
-            CommError: this is a forked child, which cannot take part.
+            CommError: this is a forked child, which cannot communicate.
         """
         self.owner.check()
         when = "" if at_any_step else f" at step {self.version.number}"
@@ -129,7 +130,7 @@ class Context:
 
     @property
     def transports(self) -> list[Transport]:
-        """The `inline` transports, which together reach every rank when used one after the other."""
+        """The `inline` transports. Used one after the other, they reach every rank."""
         return [each for each in self.inline if each is not None]
 
     def all_reduce_host(self, numbers: Tensor, operation: Operation) -> None:
@@ -144,13 +145,13 @@ class Context:
             all_reduce(numbers, transport, operation=operation)
 
     def on_any_rank(self, flag: Tensor) -> Tensor:
-        """Return whether `flag` [] is above 0 on any rank, as 0 or 1. Collective: every rank must call it."""
+        """Return 1 if `flag` [] is above 0 on any rank, else 0. Collective."""
         ranks = flag.reshape(1).clone()
         self.all_reduce_numbers(ranks, self.operation("a flag of any rank", "flags"))
         return (ranks[0] > 0).to(flag.dtype)
 
     def all_gather_int(self, number: int, what: str) -> list[int]:
-        """Return the numbers of all ranks. Collective: errors name it by `what` if a rank does not call it."""
+        """Return the numbers of all ranks. Collective; errors name it by `what`."""
         ranks = torch.zeros(self.world_size, dtype=torch.int64)
         ranks[self.rank] = number
         self.all_reduce_host(ranks, self.operation(what, what))
@@ -162,10 +163,15 @@ class Context:
         transport = self.transport
 
         def is_gone(other: int) -> bool:
-            """With replicas, ranks here are numbered differently from those of a transport."""
+            # With replicas, the transport numbers the ranks differently.
             return transport.world_size == self.world_size and transport.is_gone(other)
 
-        reports = FailureReports(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
+        # The operations that ranks wait in do not show whether they will continue if a GPU waits, which the host does
+        # not see, or if there are replicas, since not all ranks are then in every operation.
+        shows_waits = self.device.type == "cpu" and self.replicas is None
+        waits = StoreReports(f"{self.name}, waits") if shows_waits else None
+        board = StoreReports(self.name)
+        reports = FailureReports(board, self.rank, self.world_size, waits=waits, is_gone=is_gone)
         report_uncaught(reports)
         defer_interrupts()
         return reports
@@ -177,13 +183,14 @@ class Context:
         gathering = range(first, first + self.transport.world_size)
         ahead = not self.transport.blocking
         limit = self.timeout.total_seconds() / 2
-        return Progress(self.standings, self.rank, self.world_size, gathering, ahead=ahead, limit=limit)
+        board = StoreReports(f"{self.name}, standings")
+        return Progress(board, self.rank, self.world_size, gathering, ahead=ahead, limit=limit)
 
     @contextmanager
     def reporting_failures(self, what: str = "its forward") -> Iterator[None]:
-        """Publish a failure report, which calls the block `what`, if it raises: other ranks wait for this one."""
+        """Publish a failure report if the block raises, because other ranks may wait. The report names it by `what`."""
         self.reports.withdraw()
-        defer_interrupts()  # a notebook resets Python's handler for each cell
+        defer_interrupts()  # again, because a notebook resets Python's handler for each cell
         try:
             yield
         except Exception as error:
@@ -202,17 +209,17 @@ class Context:
         return replica * self.transport.world_size + self.transport.rank
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory [numel] for tensors that are sent to other ranks."""
+        """Return uninitialized memory [numel] for tensors that are sent to other ranks."""
         memory = self.transport.empty(numel * dtype.itemsize, self.device)
         return memory if dtype == memory.dtype else memory.view(dtype)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free memory that no unit has used for a step, or all free memory except `keep` bytes."""
+        """Release memory that no unit has used for a step, or all unused memory except `keep` bytes."""
         for transport in self.transports:
             transport.trim(keep=keep)
 
     def held(self) -> dict[str, Held]:
-        """Return the bytes that this rank holds by purpose, including the transports' memory."""
+        """Return the bytes that this rank holds for each purpose, including the transports' memory."""
         every = (self.transport, self.replicas, *self.reducing, *self.hosts)
         holders = {id(each.holder): each.holder for each in every if each is not None and each.holder is not None}
         total = self.ledger.held()
@@ -223,29 +230,24 @@ class Context:
         return total
 
     def queue(self, name: str, *, blocking: bool = False) -> StreamQueue:
-        """Return a new queue for operations over these transports, or for such that are `blocking` in any case."""
+        """Return a new queue for operations over these transports. `blocking`: they block the host in any case."""
         blocking = blocking or any(transport.blocking for transport in self.transports)
         return make_queue(
-            name,
-            self.device,
-            self.streams,
-            blocking=blocking,
-            reports=self.reports,
-            high_priority=self.high_priority,
+            name, self.device, self.streams, blocking=blocking, reports=self.reports, high_priority=self.high_priority
         )
 
 
 def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route) -> Context:
-    """Connect this rank to all other ranks that wrap the same model now. Collective.
+    """Connect this rank to the other ranks that wrap the same model. Collective.
 
     Raises:
         LayoutError: the route is not available.
-        CommError: a rank did not arrive.
+        CommError: a rank did not arrive or cannot be connected.
     """
     check_connections(device)
     model = identify(groups, timeout)
     connect_to = partial(_connect, device=device, timeout=timeout)
-    in_any_order = replace(route, order="ring", parts=None)  # nothing but gradients depends on it
+    in_any_order = replace(route, order="ring", parts=None)  # the order only affects gradients
     transport = connect_to(groups.shard, route=in_any_order, apart=True)
     has_tags = not (transport.batched or isinstance(transport, WholeCollectives))
     rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
@@ -254,33 +256,31 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         _of_replicas(groups, partial(connect_to, route=rest)),
     )
     hosts = _of_both(groups, partial(connect_hosts, timeout=timeout, route=route))
-    name = f"model {model.number} from rank {model.first}, {model.mark}"
+    reducing = _of_both(groups, partial(connect_to, route=route, apart=True, reduces=True))
+    rounds = None
+    if hosts[0].world_size >= MANY and isinstance(hosts[0], GlooTransport):
+        rounds = GlooCollectives(reconnect(member_group(groups.shard), timeout), timeout)
     return Context(
         instance=model.number,
+        name=f"model {model.number} from rank {model.first}, {model.mark}",
         transport=transport,
         replicas=inline[1],
-        reducing=_of_both(groups, partial(connect_to, route=route, apart=True, reduces=True)),
+        reducing=reducing,
         inline=inline,
         hosts=hosts,
-        rounds=_connect_rounds(groups, hosts[0], timeout),
+        rounds=rounds,
         device=device,
         timeout=timeout,
-        version=WeightVersion(),
-        board=StoreReports(name),
-        waits=StoreReports(f"{name}, waits") if device.type == "cpu" and groups.replicas is None else None,
-        standings=StoreReports(f"{name}, standings"),
         streams=ProgramStreams(device),
-        trace=Trace(),
-        ledger=Ledger(),
         traffic=Traffic(device),
         high_priority=route.high_priority,
     )
 
 
 def _connect(group: dist.ProcessGroup | None, **options: Any) -> Transport:
-    """Connect this rank to those of `group`, as `connect` does.
+    """Connect this rank to the other ranks of `group`, as `connect` does.
 
-    Connections that would be made by the first message are made here, where all ranks call in the same order.
+    Some backends connect ranks at the first message. This function sends one, while all ranks make the same calls.
     """
     transport = connect(group, **options)
     if transport.batched:
@@ -291,15 +291,9 @@ def _connect(group: dist.ProcessGroup | None, **options: Any) -> Transport:
 def _of_both(
     groups: Ranks, connect: Callable[[dist.ProcessGroup | None], Transport]
 ) -> tuple[Transport, Transport | None]:
-    """Connect this rank to the ranks that share the model and, if any, to those that hold the same shards."""
+    """Connect this rank to the ranks that shard the model and, if there are replicas, to ranks with the same shards."""
     return connect(groups.shard), _of_replicas(groups, connect)
 
 
 def _of_replicas(groups: Ranks, connect: Callable[[dist.ProcessGroup | None], Transport]) -> Transport | None:
     return None if groups.replicas is None else connect(groups.replicas)
-
-
-def _connect_rounds(groups: Ranks, hosts: Transport, timeout: timedelta) -> GlooCollectives | None:
-    if hosts.world_size < MANY or not isinstance(hosts, GlooTransport):
-        return None
-    return GlooCollectives(reconnect(member_group(groups.shard), timeout), timeout)

@@ -1,8 +1,9 @@
-"""Execution of a schedule over a transport. Knows pieces, chunks and messages; nothing of units.
+"""Execution of a schedule over a transport. Handles pieces, chunks and messages, and does not know units.
 
-A piece is what a schedule moves at once; a chunk is one message of it. Over most transports a chunk is forwarded as
-soon as it arrives, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
-its chunks. If a transport lends, messages are read in the sender's memory; otherwise they are staged in slots.
+A piece is the unit of data that a schedule moves; a chunk is one message of a piece. Over most transports a chunk is
+forwarded as soon as it arrives, so all links are busy after the first chunk. Over a batched transport a step is one
+exchange of all its chunks. If a transport lends, messages are read in the sender's memory. Otherwise they are staged in
+slots.
 """
 
 from collections import deque
@@ -16,16 +17,16 @@ from torch import Tensor
 
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transfers import Arrival, Departure, Program, Schedule, Transfer
-from shardlite.comm.transport.base import Message, Pending, Transport
+from shardlite.comm.transport.base import Message, Pending, PendingGroup, Transport
 
 BLOCK = 1 << 17
-"""Number of elements added at a time in a sum of several lent messages, so that the sum stays in the cache. A multiple
-of every block of statistics.
+"""Number of elements added at a time in a sum of several lent messages, so that the sum stays in the cache. It is a
+multiple of every block of statistics.
 """
 
 _MOST_DISTANCES = 32
-"""Maximum number of distances in one exchange. Over each, a rank sends and receives a message; NCCL takes 64 of them in
-a group.
+"""Maximum number of distances between ranks in one exchange. A rank sends and receives one message per distance, and
+NCCL supports 64 messages in a group.
 """
 
 
@@ -33,24 +34,24 @@ class Chunk(NamedTuple):
     """One message of a segment."""
 
     start: int
-    """Its first element, relative to the segment."""
+    """First element of the chunk, relative to the segment."""
 
     tensor: Tensor
 
 
 Pieces = Callable[[int, int], Sequence[Chunk]]
-"""Return the chunks of `(segment, part)`. An empty part has none."""
+"""Returns the chunks of `(segment, part)`. An empty part has no chunks."""
 
 
 class LastHop(Protocol):
     """Consumer of a finished sum."""
 
     def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
-        """Finish elements `[start, start + n)` of the segment: their sum is `received + own`, [n] each.
+        """Finish elements `[start, start + n)` of the segment, whose sum is `received + own`, [n] each.
 
-        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on, or as a
-        balanced tree if that is `None`. Called for ranges that cover the segment, each once; each starts at a multiple
-        of the grain. Both tensors are reused afterwards.
+        If `own` is `None`, `received` has a row of each rank, [W, n]. The rows are then added from row `first` on, or
+        as a balanced tree if `first` is `None`. The ranges of all calls cover the segment once, and each range starts
+        at a multiple of the grain. Both tensors are reused after the call.
         """
 
 
@@ -60,18 +61,18 @@ class Channel(NamedTuple):
     transport: Transport
     tag: int
     tally: Tally | None = None
-    """Counts what is sent, if not `None`."""
+    """Counts sent messages, if not `None`."""
 
     def count_sent(self, chunk: Tensor) -> None:
-        """Count a chunk that is sent."""
+        """Count a sent chunk."""
         if self.tally is not None:
             self.tally.count(chunk)
 
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
-        """Send and receive chunks, each with a peer, and wait for all.
+        """Send and receive chunks, each with its peer, and wait for all of them.
 
-        This is one exchange, or more if there are many peers. Each has the messages over some distances, so that both
-        ranks of a message have it in the same one.
+        With many peers this takes several exchanges. Messages are assigned to exchanges by the distance between their
+        ranks, so both ranks of a message have it in the same exchange.
         """
         rank, world_size = self.transport.rank, self.transport.world_size
         batches: list[list[Message]] = [[] for _ in range(0, world_size, _MOST_DISTANCES)]
@@ -85,7 +86,7 @@ class Channel(NamedTuple):
 
 
 def run_gather(channel: Channel, schedule: Schedule, pieces: Pieces) -> None:
-    """Move every piece as the schedule says, received in place."""
+    """Move every piece as the schedule specifies. Messages are received in place."""
     transport, tag, _ = channel
     if transport.batched:
         for sent, received in schedule.steps_of(transport.rank):
@@ -97,24 +98,22 @@ def run_gather(channel: Channel, schedule: Schedule, pieces: Pieces) -> None:
         [(chunk, transport.irecv(chunk, arrival.sources[0], tag)) for _, chunk in pieces(arrival.segment, arrival.part)]
         for arrival in program.arrivals
     ]
-    outgoing: list[Pending] = []
-    for chunk, peer in _departing(program.departures, pieces):
-        channel.count_sent(chunk)
-        outgoing.append(transport.isend(chunk, peer, tag))
+    outgoing = [transport.isend(chunk, peer, tag) for chunk, peer in _departing(channel, program.departures, pieces)]
     for arrival, messages in zip(program.arrivals, incoming, strict=True):
         for chunk, message in messages:
             message.wait()
             for peer in arrival.targets:
                 channel.count_sent(chunk)
                 outgoing.append(transport.isend(chunk, peer, tag))
-    _wait_all(outgoing)
+    PendingGroup(outgoing).wait()
 
 
 def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
-    """Add received pieces to the own ones, in place, and send sums on. `last` makes the last addition of own pieces.
+    """Add received pieces to this rank's pieces, in place, and forward the sums. `last` makes the final additions.
 
-    Messages are staged in `slots`, each as long as the longest chunk: for a batched transport one per chunk that
-    arrives in a step, otherwise two or more. If the transport lends, a slot holds the sum of several loans instead.
+    Messages are staged in `slots`, each as long as the longest chunk. A batched transport needs a slot for each chunk
+    that arrives in a step, other transports need two or more. If the transport lends, a slot holds the sum of several
+    loans instead.
     """
     transport, tag, _ = channel
     if transport.batched:
@@ -128,10 +127,7 @@ def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastH
         for source in arrival.sources
     ]
     inbox = _Loans(channel, expected, slots) if transport.lends else _Slots(channel, expected, slots)
-    outgoing: list[Pending] = []
-    for chunk, peer in _departing(program.departures, pieces):
-        channel.count_sent(chunk)
-        outgoing.append(transport.isend(chunk, peer, tag))
+    outgoing = [transport.isend(chunk, peer, tag) for chunk, peer in _departing(channel, program.departures, pieces)]
     for arrival, finish in _finishers(program, transport.rank, last):
         for start, own in pieces(arrival.segment, arrival.part):
             for place, received, mine in inbox.sums(len(arrival.sources), start, own):
@@ -139,13 +135,13 @@ def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastH
             for peer in arrival.targets:
                 channel.count_sent(own)
                 outgoing.append(transport.isend(own, peer, tag))
-    _wait_all(outgoing)
+    PendingGroup(outgoing).wait()
 
 
 def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
-    """Sum `full` [n] over two or more ranks and divide it, in place, reading all other ranks' loans at once.
+    """Sum `full` [n] over two or more ranks and divide it, in place, reading the messages of all other ranks at once.
 
-    Segment `k`, between the k-th `bounds`, is added in the order of the ring.
+    Segment `k`, given by the k-th of `bounds`, is added in the order of the ring.
     """
     transport, tag, _ = channel
     rank, world_size = transport.rank, transport.world_size
@@ -158,7 +154,7 @@ def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, i
     summands = {rank: full, **{peer: loan.look() for peer, loan in loans.items()}}
     total = torch.empty_like(full)
     if world_size == 2:
-        bounds = [(0, full.numel())]  # two numbers are added in any order
+        bounds = [(0, full.numel())]  # a sum of two numbers does not depend on their order
     for k, (start, stop) in enumerate(bounds):
         if start < stop:
             first, *rest = (summands[(k + i) % world_size][start:stop] for i in range(1, world_size + 1))
@@ -167,12 +163,12 @@ def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, i
                 first = total[start:stop]
     for loan in loans.values():
         loan.give_back()
-    _wait_all(outgoing)
+    PendingGroup(outgoing).wait()
     full.copy_(total)  # after all peers have read it
 
 
 class _Slots:
-    """Staged messages: while the message in one slot is added, the others are received."""
+    """Staged messages. While the message in one slot is added, other slots receive the next messages."""
 
     def __init__(self, channel: Channel, expected: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
         self._transport, self._tag, _ = channel
@@ -182,7 +178,7 @@ class _Slots:
             self._post(slot)
 
     def sums(self, sources: int, start: int, own: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Add up one chunk from each of `sources` ranks; yield `(start, sum, own)`. The sum is then reused."""
+        """Add one chunk from each of `sources` ranks; yield `(start, sum, own)`. The sum's memory is then reused."""
         total, free = self._take()
         for _ in range(sources - 1):
             more, slot = self._take()
@@ -193,7 +189,7 @@ class _Slots:
         self._post(free)
 
     def _take(self) -> tuple[Tensor, Tensor]:
-        """Wait for the next message, and return it with its slot."""
+        """Wait for the next message, and return the message and its slot."""
         pending, message, slot = self._posted.popleft()
         pending.wait()
         return message, slot
@@ -207,7 +203,7 @@ class _Slots:
 
 
 class _Loans:
-    """Lent messages, read in the sender's memory. Sums of several are made block by block."""
+    """Lent messages, read in the sender's memory. Several messages are added block by block."""
 
     def __init__(self, channel: Channel, expected: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
         transport, tag, _ = channel
@@ -215,7 +211,7 @@ class _Loans:
         self._slot = slots[0] if slots else None
 
     def sums(self, sources: int, start: int, own: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Add up one chunk from each of `sources` ranks; yield `(start, sum, own)` of each block."""
+        """Add one chunk from each of `sources` ranks; yield `(start, sum, own)` of each block."""
         loans = [self._loans.popleft() for _ in range(sources)]
         lent = [loan.look() for loan in loans]
         if sources == 1:
@@ -235,18 +231,18 @@ class _Loans:
 
 
 def _in_place(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
-    """Finish a partial sum that is sent on.
+    """Finish a partial sum that is then forwarded.
 
-    A piece passes each rank once, so no buffer that is still being sent is overwritten.
+    A piece passes each rank once, so this never overwrites a buffer that is still being sent.
     """
-    assert own is not None, "a hop adds to it"
+    assert own is not None, "a hop adds to this rank's own piece"
     hop(own, received, own, 1)
 
 
 def _reduce_by_steps(
     channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]
 ) -> None:
-    """Exchange whole pieces, then add: a step sends sums of the steps before."""
+    """Exchange whole pieces, then add. A step sends sums that earlier steps have made."""
     rank = channel.transport.rank
     finishers = list(_finishers(schedule.program(rank), rank, last))
     for step, (sent, received) in enumerate(schedule.steps_of(rank)):
@@ -267,11 +263,12 @@ def _reduce_by_steps(
                     finish(start, summands[-1], own)
 
 
-def _departing(departures: Sequence[Departure], pieces: Pieces) -> Iterator[tuple[Tensor, int]]:
-    """Yield the chunks that are sent at once, each with its target."""
+def _departing(channel: Channel, departures: Sequence[Departure], pieces: Pieces) -> Iterator[tuple[Tensor, int]]:
+    """Yield the chunks that are sent before anything has arrived, each with its target, and count them."""
     for departure in departures:
         for _, chunk in pieces(departure.segment, departure.part):
             for peer in departure.targets:
+                channel.count_sent(chunk)
                 yield chunk, peer
 
 
@@ -286,8 +283,3 @@ def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arr
     for i, arrival in enumerate(program.arrivals):
         stays = arrival.segment == rank and final[arrival.part] == i
         yield arrival, last if stays else _in_place
-
-
-def _wait_all(pending: Sequence[Pending]) -> None:
-    for message in pending:
-        message.wait()

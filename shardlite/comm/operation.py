@@ -1,4 +1,4 @@
-"""The name of a collective: it distinguishes its messages, counts them, and explains its errors."""
+"""The name of a collective, which identifies its messages, its traffic counts and its errors."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,38 +15,37 @@ from shardlite.errors import CommError
 
 
 class Operation(NamedTuple):
-    """The name of a collective, equal on every rank: `Operation("all-gather of unit 'blocks.0'", 17)`.
-
-    `sequence` distinguishes repeated operations with one label.
-    """
+    """The name of a collective, equal on every rank: `Operation("all-gather of unit 'blocks.0'", 17)`."""
 
     label: str = "unnamed collective"
     sequence: int = 0
+    """Distinguishes operations that have the same label."""
+
     reports: FailureReports | None = None
-    """Failure reports, which describe on an error what the other ranks are doing."""
+    """Failure reports. If the operation fails, they describe what the other ranks are doing."""
 
     during: str = ""
-    """Detail for error messages. It is not part of the name: ranks may differ in it."""
+    """Detail for error messages. It is not part of the name and may differ between ranks."""
 
     tally: Tally | None = None
     """Counts the messages that this rank sends."""
 
     def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
-        """Return a message tag shared only by ranks that run the same operation on a like buffer in the same way.
+        """Return the tag of the operation's messages: a hash of its name, the buffer's layout and the algorithm.
 
-        Ranks that disagree do not mix data: their receives stay unanswered and end in a `CommError`. (NCCL has no tags,
-        so nothing separates such ranks.) The tag is 31 bits of a CRC, so ranks need not agree on a registry of labels;
-        two names collide with probability 2^-31.
+        Ranks that run different operations have different tags. So they never mix their data: their receives time out
+        and raise a `CommError`. (NCCL has no tags, so there nothing separates such ranks.) The tag is a 31-bit CRC: no
+        registry of labels is needed, and two names collide with probability 2^-31.
         """
         what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
         return crc32(what.encode()) & 0x7FFFFFFF
 
     def channel(self, transport: Transport, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> Channel:
-        """Return the links of this rank in the operation."""
+        """Return the channel over which this rank takes part in the operation."""
         return Channel(transport, self.tag(full, cuts, algorithm), self.tally)
 
     def count_collective(self, nbytes: int, across: int = 0) -> None:
-        """Count a whole collective, in which this rank sends `nbytes`, of them `across` nodes, as one message."""
+        """Count a whole collective as one message of `nbytes` sent bytes, `across` of which go to other nodes."""
         if self.tally is not None:
             self.tally.messages += 1
             self.tally.nbytes += nbytes
@@ -54,11 +53,11 @@ class Operation(NamedTuple):
 
 
 UNNAMED = Operation()
-"""The name for programs that run one collective at a time."""
+"""The default name. It suffices for programs that run one collective at a time."""
 
 
 class Running(NamedTuple):
-    """Context that adds the operation and `full` to a transport's error, which knows only ranks and bytes."""
+    """Context manager that adds the operation and `full` to a transport's error, which names only ranks and bytes."""
 
     operation: Operation
     full: Tensor
@@ -83,5 +82,5 @@ class Running(NamedTuple):
             raise CommError(f"{what}: {error}{others}") from error
 
     def __str__(self) -> str:
-        """Return the name that all ranks in this operation share."""
+        """Return the name of the operation, which is equal on all ranks."""
         return f"{self.operation.label} ({self.operation.sequence})"

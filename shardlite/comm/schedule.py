@@ -1,20 +1,20 @@
-"""The algorithms that write schedules: which rank sends which piece to which, and in which order sums are added.
+"""The algorithms that write schedules: which rank sends which piece to which rank, and the order of additions.
 
-In: an algorithm and a number of ranks. Out: a `Schedule` (`transfers.py`), equal on all ranks. Knows integers and names
-only; nothing of tensors, links or time. A buffer has one segment per rank, and rank `k` owns segment `k`: it holds the
-segment before an all-gather and after a reduce-scatter.
+In: an algorithm and a number of ranks. Out: a `Schedule` (`transfers.py`), equal on all ranks. Handles integers and
+names only, and does not know tensors, links or time. A buffer has one segment per rank. Rank `k` owns segment `k`: it
+holds the segment before an all-gather and after a reduce-scatter.
 
     algorithm        steps           messages sent by a rank    segment k is added in the order
     ring             W-1             W-1                        k+1, k+2, ..., k-1, k
     direct           1               W-1                        k+1, k+2, ..., k-1, k
-    bidirectional    floor(W/2)      (W-1) * parts              each side separately, half round
-    hierarchical     (g-1)+(n-1)     W-1                        nodes as a ring of sums, each a ring of its own
-    halving          log2(W)         W-1                        ((0+1) + (2+3)) + ..., up to the sides of an addition
+    bidirectional    floor(W/2)      (W-1) * parts              from both sides separately, half round each
+    hierarchical     (g-1)+(n-1)     W-1                        a ring of sums of nodes, each added as a ring
+    halving          log2(W)         W-1                        ((0+1) + (2+3)) + ..., summands may be swapped
 
-Bytes are the same in all of them: in a reduce-scatter each rank sends every segment but its own once, in an all-gather
-it receives every segment but its own once. With equal segments that is `(W-1)/W` of the buffer, sent and received,
-which is optimal (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19). Algorithms differ in the number of steps, each of
-which costs a latency, and in the links that carry the bytes.
+All algorithms send the same number of bytes. In a reduce-scatter each rank sends every segment except its own once. In
+an all-gather each rank receives every segment except its own once. With equal segments this is `(W-1)/W` of the buffer,
+sent and received, which is optimal (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19). Algorithms differ in the number of
+steps, each of which costs a latency, and in the links that carry the bytes.
 
 Legend: `W` ranks, `r` and `k` ranks (modulo `W`), `t` a step, `g` ranks per node, `n = W/g` nodes.
 """
@@ -29,25 +29,25 @@ from shardlite.config import ALGORITHMS, Algorithm
 from shardlite.errors import LayoutError
 
 IN_RING_ORDER: frozenset[Algorithm] = frozenset({"ring", "direct"})
-"""Algorithms whose reductions add in the order of the ring: any of them gives the same bits."""
+"""Algorithms whose reductions add in the order of the ring. All of them return the same bits."""
 
-Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot stand beside `|`)
+Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot be an operand of `|`)
 """Tree of additions: `((1, 2), 0)` is (rank 1's + rank 2's) + rank 0's."""
 
 
 def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
-    """Return the schedule that brings every rank's segment to all ranks.
+    """Return the schedule that sends every rank's segment to all ranks.
 
     `node` is the number of ranks per node, for `hierarchical` only.
 
-    ring: at step `t` rank `r` sends segment `r-t` to `r+1`, which it received at the step before.
+    ring: at step `t` rank `r` sends segment `r-t` to `r+1`. It received this segment at the previous step.
 
         W=4   start       t=0         t=1         t=2
         r=0   [a . . .]   [a . . d]   [a . c d]   [a b c d]
 
-    bidirectional: each segment goes both ways, half round. With an even `W` the opposite rank is reached half from
-    either side, so segments have two parts then (but not for two ranks, which have one link), and parts with the longer
-    way start first.
+    bidirectional: each segment is sent in both directions, half round each. With an even `W` the opposite rank receives
+    one half of the segment from either side. So segments have two parts then, except for two ranks, which have one
+    link. Parts that travel further start first.
 
         W=5   start         t=0           t=1
         r=0   [a . . . .]   [a b . . e]   [a b c d e]
@@ -55,78 +55,79 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         W=4   start           t=0             t=1
         r=0   [aa .. .. ..]   [aa .b .. d.]   [aa bb cc dd]
 
-    Both directions of every link carry the same number of bytes, in half as many steps as a ring, for messages bound by
-    latency. (Segments in halves, each going all the way round, would use both directions, too, but take `W-1` steps.)
+    Both directions of every link carry the same number of bytes. There are half as many steps as in a ring, which helps
+    if latency dominates. (Two halves of each segment that both travel all the way round, in opposite directions, would
+    use both directions, too, but take `W-1` steps.)
 
-    direct: one step. Rank `r` sends its segment to `r+1`, `r+2`, ..., so that each rank has another first target.
+    direct: one step. Rank `r` sends its segment to `r+1`, `r+2`, ..., so that ranks have different first targets.
 
-    hierarchical: nodes are `g` ranks with consecutive numbers. First a ring across the nodes, of the ranks with the
-    same place in their nodes; then a ring inside each node, in which `n` segments travel together.
+    hierarchical: a node has `g` ranks with consecutive numbers. First, ranks with the same place in their nodes run a
+    ring across the nodes. Then the ranks of each node run a ring, in which `n` segments travel together.
 
         W=6   start           t=0             t=1
         r=0   [a . . . . .]   [a . . d . .]   [a . c d . f]   g=3, n=2: the first step is across
         r=1   [. b . . . .]   [. b . . e .]   [a b . d e .]
 
-    halving (here: recursive doubling), for a power of two of ranks: with the rank half a world away, then with that a
-    quarter of a world away, and so on, all that is there is exchanged.
+    halving (for a gather: recursive doubling), for a power of two of ranks. Each rank exchanges all its segments with
+    the rank half a world away, then with the rank a quarter of a world away, and so on.
 
         W=4   start       t=0         t=1
         r=0   [a . . .]   [a . c .]   [a b c d]
 
     Raises:
-        LayoutError: an unknown algorithm, no ranks, a number of ranks for which it cannot be, or nodes that do not
-            divide the world.
+        LayoutError: the algorithm is unknown or does not support this number of ranks, there are no ranks, or nodes do
+            not divide the world.
     """
     return _collective("all-gather", algorithm, world_size, node)
 
 
 def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
-    """Return the schedule that brings the sum of all ranks' segments `k` to rank `k`. `node` is as in `all_gather`.
+    """Return the schedule that sends the sum of all ranks' segments `k` to rank `k`. `node` is as in `all_gather`.
 
-    It is an all-gather in the other direction, backwards in time: where a piece is sent from its owner to several
-    ranks, their sums meet at the owner.
+    It is an all-gather with all directions reversed, backwards in time. A gather sends a piece from its owner to
+    several ranks. A reduction sends the sums of these ranks to the owner.
 
     ring: at step `t` rank `r` sends the partial sum of segment `r-1-t` to `r+1`. Sums of segment 0, `W=4`:
 
         1 --1--> 2 --1+2--> 3 --1+2+3--> 0        1+2+3+0
 
-    direct: one step. Rank `k` receives from all at once and adds in the order of the ring: the same bits.
+    direct: one step. Rank `k` receives from all ranks at once and adds in the order of the ring, to the same bits.
 
         1 ----> 0                                 1+2+3+0
         2 ----> 0
         3 ----> 0
 
-    bidirectional: sums come from both sides, and meet at the owner. With an even `W` the sum from the shorter side,
-    which differs between the parts, comes first.
+    bidirectional: sums are sent from both sides to the owner. With an even `W` the owner first adds the sum from the
+    shorter side, which is a different side for each part.
 
         W=5   3 --3--> 4 --3+4--> 0 <--2+1-- 1 <--2-- 2     3+4+(2+1)+0
         W=4   2 --2--> 3 --2+3--> 0 <---1--- 1              2+3+(1+0), part 0
 
-    hierarchical: inside each node first, then across the nodes. `W=6`, `g=3`:
+    hierarchical: a ring inside each node, then a ring across the nodes. `W=6`, `g=3`:
 
         1 --1--> 2 --1+2--> 0                     4+5+3+(1+2+0)
         4 --4--> 5 --4+5--> 3 --4+5+3--> 0
 
-    halving (recursive halving): with the neighbour, then with the rank two places away, and so on, partial sums are
-    exchanged for half of what is left. So each segment is added as a balanced binary tree over the ranks.
+    halving (recursive halving): each rank exchanges partial sums with its neighbor, then with the rank two places away,
+    and so on, each time for half of the remaining segments. So each segment is added as a balanced binary tree.
 
         1 --1--> 0                                3+2+(1+0)
         3 --3--> 2 --3+2--> 0
 
     Raises:
-        LayoutError: as `all_gather`.
+        LayoutError: as for `all_gather`.
     """
     return _collective("reduce-scatter", algorithm, world_size, node)
 
 
 def broadcast(world_size: int, source: int, *, parts: int = 1) -> Schedule:
-    """Return the schedule that sends the buffer of `source` down a chain: `source`, `source+1`, ..., `source-1`.
+    """Return the schedule that sends the buffer of `source` along a chain: `source`, `source+1`, ..., `source-1`.
 
-    The buffer is one segment. `W-2+parts` steps: a part is sent on while the next one is received, so with many parts
-    all links are busy at the same time. All ranks but the last send the whole buffer once.
+    The buffer is one segment, and there are `W-2+parts` steps. A rank forwards a part while it receives the next part,
+    so with many parts all links are busy at the same time. All ranks except the last send the whole buffer once.
 
     Raises:
-        LayoutError: no ranks, no such source, or a negative number of parts.
+        LayoutError: there are no ranks, there is no rank `source`, or `parts` is negative.
     """
     if not 0 <= source < world_size:
         raise LayoutError(f"broadcast: no rank {source} in a world of {world_size}")
@@ -139,7 +140,7 @@ def order_of_addition(schedule: Schedule, segment: int, part: int = 0) -> Order:
     """Return the order in which a reduce-scatter adds a piece: `(((1, 2), 3), 0)` for segment 0 of a ring of four.
 
     Raises:
-        LayoutError: `schedule` is of a collective that adds nothing.
+        LayoutError: `schedule` is not a reduce-scatter.
     """
     if schedule.operation != "reduce-scatter":
         raise LayoutError(f"{schedule.operation}: only a reduce-scatter has an order of addition")
@@ -155,7 +156,7 @@ def order_of_addition(schedule: Schedule, segment: int, part: int = 0) -> Order:
 
 
 def formula(order: Order) -> str:
-    """Format an order of addition, from left to right: `1+2+3+0`, or `4+5+3+(1+2+0)`."""
+    """Format an order of addition from left to right, such as `1+2+3+0` or `4+5+3+(1+2+0)`."""
     terms: list[str] = []
     while isinstance(order, tuple):
         order, last = order
@@ -174,87 +175,78 @@ class _Chain(Steps):
     def __len__(self) -> int:
         return self.world_size - 2 + self.parts if self.world_size > 1 and self.parts else 0
 
-    def write(self, t: int) -> tuple[Transfer, ...]:
-        if not 0 <= t < len(self):
-            raise IndexError(t)
-        first, last = max(0, t - self.parts + 1), min(t, self.world_size - 2)
-        return tuple(each for d in range(first, last + 1) for each in self._sent_by(t, d))
-
     def of_rank(self, t: int, rank: int) -> Exchange:
         """Return the transfers of `rank` in step `t`."""
         d = (rank - self.source) % self.world_size
         return Exchange(self._sent_by(t, d), self._sent_by(t, d - 1) if d else ())
 
     def _sent_by(self, t: int, d: int) -> tuple[Transfer, ...]:
-        """Return what the rank `d` places after the source sends."""
+        """Return the transfers that the rank `d` places after the source sends."""
         if d == self.world_size - 1 or not 0 <= t - d < self.parts:
             return ()
         return (Transfer((self.source + d) % self.world_size, (self.source + d + 1) % self.world_size, 0, t - d),)
 
 
 class _Flow(NamedTuple):
-    """A transfer of each rank: in groups of `group` ranks, to the one `to` places on."""
+    """One transfer of each rank. In groups of `group` ranks, each rank sends to the rank `to` places after it."""
 
     group: int
     to: int
     back: int
-    """It sends the segment of the rank so many places before it, ..."""
+    """A rank sends the segment of the rank that is `back` places before it in its group, ..."""
 
     nodes: int = 0
-    """... moved by so many segments."""
+    """... shifted by this number of segments."""
 
     part: int = 0
 
     def sent_by(self, rank: int, world_size: int) -> Transfer:
-        """Return what a rank sends."""
+        """Return the transfer that a rank sends."""
         place = rank % self.group
         first = rank - place
         segment = first + self.nodes + (place - self.back) % self.group
         return Transfer(rank, first + (place + self.to) % self.group, segment % world_size, self.part)
 
     def received_by(self, rank: int, world_size: int) -> Transfer:
-        """Return what a rank receives."""
+        """Return the transfer that a rank receives."""
         place = rank % self.group
         return self.sent_by(rank - place + (place - self.to) % self.group, world_size)
 
     def backwards(self) -> "_Flow":
-        """Return the flow in which each target sends what it received here to its source."""
+        """Return the flow in which each target sends the same piece back to its source."""
         return self._replace(to=-self.to, back=self.back + self.to)
 
 
 class _Swap(NamedTuple):
-    """A transfer of each rank: to the rank whose number differs in the binary `digit`, which sends one in return."""
+    """One transfer of each rank. Pairs of ranks whose numbers differ in the binary `digit` send to each other."""
 
     digit: int
     segment: int
-    """It sends the segment of the rank whose number differs in these digits."""
+    """A rank sends the segment of the rank whose number differs from its number in these digits."""
 
     def sent_by(self, rank: int, world_size: int) -> Transfer:
-        """Return what a rank sends."""
+        """Return the transfer that a rank sends."""
         return Transfer(rank, rank ^ self.digit, rank ^ self.segment, 0)
 
     def received_by(self, rank: int, world_size: int) -> Transfer:
-        """Return what a rank receives."""
+        """Return the transfer that a rank receives."""
         return self.sent_by(rank ^ self.digit, world_size)
 
     def backwards(self) -> "_Swap":
-        """Return the swap in which each target sends what it received here to its source."""
+        """Return the swap in which each target sends the same piece back to its source."""
         return self._replace(segment=self.segment ^ self.digit)
 
 
 @dataclass(frozen=True)
 class _Flows(Steps):
-    """Steps in which all ranks do the same."""
+    """Steps in which all ranks do the same, relative to their numbers."""
 
     world_size: int
     flows: tuple[tuple[_Flow | _Swap, ...], ...]
-    """The flows of each step, in the order in which a rank sends."""
+    """The flows of each step, in the order in which a rank sends them."""
 
     def __len__(self) -> int:
         return len(self.flows)
-
-    def write(self, t: int) -> tuple[Transfer, ...]:
-        return tuple(flow.sent_by(r, self.world_size) for flow in self.flows[t] for r in range(self.world_size))
 
     def of_rank(self, t: int, rank: int) -> Exchange:
         """Return the transfers of `rank` in step `t`."""
@@ -262,7 +254,7 @@ class _Flows(Steps):
         return Exchange(sent, tuple(flow.received_by(rank, self.world_size) for flow in self.flows[t]))
 
     def backwards(self) -> "_Flows":
-        """Return these steps backwards in time, each transfer in the other direction."""
+        """Return the steps backwards in time, with the direction of each transfer reversed."""
         return _Flows(self.world_size, tuple(tuple(f.backwards() for f in step[::-1]) for step in self.flows[::-1]))
 
 
@@ -291,21 +283,27 @@ def _collective(operation: str, algorithm: str, world_size: int, node: int) -> S
 
 
 def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, Sequence[tuple[_Flow | _Swap, ...]]]:
-    """Return parts and steps by which segments spread from their owners; rings go to `r + way`, which is +1 or -1."""
+    """Return the parts and steps by which segments spread from their owners. Rings send to `r + way`, +1 or -1."""
     if algorithm == "direct":
         return 1, [tuple(_Flow(world_size, way * j, 0) for j in range(1, world_size))]
     if algorithm == "bidirectional":
         return _bidirectional(world_size, way)
     if algorithm == "halving":
         return 1, [*_doubling(world_size)]
-    # A ring is a hierarchy of nodes of one rank.
-    return 1, [*_across(world_size, node, way), *_inside(world_size, node, way)]
+    # A ring across the nodes for each set of ranks with the same place in their nodes, then a ring inside each node. In
+    # the latter, segments of ranks with the same place travel together, in the order in which they arrived across the
+    # nodes, starting with the node's own segment. With nodes of one rank this is a plain ring.
+    hop, nodes = way * node, range(world_size // node)
+    across = [(_Flow(world_size, hop, hop * t),) for t in nodes[:-1]]
+    inside = [tuple(_Flow(node, way, way * t, -hop * j) for j in nodes) for t in range(node - 1)]
+    return 1, [*across, *inside]
 
 
 def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
-    """Half round both ways. With two parts, 0 goes one rank further in `way`, 1 in the other; that way starts first.
+    """Return steps half round in both directions. Of two parts, part 0 travels one rank further in direction `way`.
 
-    Flows that start later come first in each step: what they send at once precedes what the others forward.
+    Part 1 travels one rank further in the other direction. The longer flows start first. In each step, the flows that
+    start later are listed first, because a rank sends its own pieces before the pieces that it forwards.
     """
     parts = 2 if world_size % 2 == 0 and world_size > 2 else 1
     late = 1 - world_size % 2
@@ -321,24 +319,9 @@ def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ..
 
 
 def _doubling(world_size: int) -> Iterator[tuple[_Swap, ...]]:
-    """Swaps between ranks half a world apart, then a quarter, ...: of the own segment, then of all in their order."""
+    """Yield swaps between ranks half a world apart, then a quarter of a world, and so on, of all segments they hold."""
     held, digit = [0], world_size // 2
     while digit:
         yield tuple(_Swap(digit, other) for other in held)
         held += [digit ^ other for other in held]
         digit //= 2
-
-
-def _across(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]:
-    """A ring across the nodes, for each set of ranks with the same place in their nodes, which are `node` apart."""
-    hop = way * node
-    return ((_Flow(world_size, hop, hop * t),) for t in range(world_size // node - 1))
-
-
-def _inside(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]:
-    """A ring inside each node, in which the segments of all ranks with one place in their nodes travel together.
-
-    They go in the order in which they arrived across nodes, the own node's first.
-    """
-    nodes = range(world_size // node)
-    return (tuple(_Flow(node, way, way * t, -way * node * j) for j in nodes) for t in range(node - 1))

@@ -1,7 +1,7 @@
 """Queues that run operations in order, overlapped with the computation.
 
 On the CPU a queue is a thread. On a GPU it is a stream, plus a thread if messages block the host (gloo). Gathers and
-reductions have separate queues, so that neither waits for the other. Only this file orders streams.
+reductions have separate queues, so that they do not wait for each other. Only this file orders streams.
 """
 
 import os
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread, main_thread
 from time import monotonic, sleep
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,68 +23,33 @@ from shardlite.comm.control.process import Owner
 from shardlite.config import streams_share_a_queue
 
 _FAREWELL = 2.0
-"""Seconds that the end of a queue waits for its last operation, which may be waiting for a peer that is gone."""
+"""Maximum seconds that the end of a queue waits for its last operation, which may wait for a peer that has ended."""
 
 _HANG_UP = 1.0
-"""Seconds for threads to leave waits that were ended."""
+"""Maximum seconds that the end of the program waits for blocked threads after their waits were ended."""
 
 _LEFT = 1e-3
-"""Seconds between two checks whether they have left."""
+"""Seconds between two checks for blocked threads."""
 
 _POLL = 5e-5
 """Seconds between two queries of a GPU event."""
 
 _MOMENT, _LONGEST = 2e-3, 5e-2
-"""Seconds between the first checks of a wait, and between later ones."""
+"""Seconds between two checks in a wait, at first and later."""
 
 
 def check_connections(device: torch.device) -> None:
-    """Warn if streams of a GPU cannot overlap. Python shows the warning once."""
+    """Warn if the streams of a GPU cannot overlap. Python shows the warning once."""
     if device.type == "cuda" and streams_share_a_queue():
         warnings.warn(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, so prefetched gathers cannot "
             "overlap with the computation. Unset it: ShardLite orders its streams itself",
-            stacklevel=1,  # so that all models have one place
+            stacklevel=1,  # one place for all models, so that Python shows it once
         )
 
 
-class Work(Protocol):
-    """One operation in flight. Do not touch the memory that it uses before `wait()`."""
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for the results, or raise the operation's error. On a GPU only the current stream waits, not the host.
-
-        A host that waits for long calls `meanwhile` once.
-        """
-
-    def done(self) -> bool:
-        """Return whether `wait()` would return at once."""
-
-    def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait on the host, until done or `obsolete()`. Return whether the results may be used: not if obsolete."""
-
-
 Moment = torch.cuda.Event
-"""A moment of a stream's work."""
-
-
-class StreamQueue(Protocol):
-    """Runs operations one after the other."""
-
-    on_stream: bool
-    """Whether operations run on a stream of a GPU, so that the host may free or reuse their memory in stream order."""
-
-    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Queue `operations`. They start after those before them, and after the caller's computation so far.
-
-        With `behind`, they wait for that computation only up to this moment.
-        """
-
-    def moment(self) -> Moment | None:
-        """Return this moment of the caller's computation. A host computes at once, and has none."""
-
-    def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
-        """Allocate and launch on the queue's stream within the block, after a moment. A host has no streams."""
+"""A point in the work of a stream."""
 
 
 def make_queue(
@@ -95,16 +60,16 @@ def make_queue(
     blocking: bool,
     reports: FailureReports | None = None,
     high_priority: bool = True,
-) -> StreamQueue:
+) -> "StreamQueue":
     """Return a queue for tensors on `device`.
 
     Args:
-        name: name of its thread.
-        device: where the tensors are.
+        name: name of the queue's thread.
+        device: the device of the tensors.
         program: the streams on which the program computes.
-        blocking: whether operations block the host for messages.
-        reports: checked during long waits of the host for failures of other ranks.
-        high_priority: whether a GPU schedules the operations before those of other streams.
+        blocking: whether operations block the host while they wait for messages.
+        reports: failure reports, which are checked in long waits of the host.
+        high_priority: whether a GPU schedules the operations before the work of other streams.
     """
     if device.type != "cuda":
         return ThreadQueue(name, reports)
@@ -113,33 +78,32 @@ def make_queue(
 
 
 class HostWork:
-    """An operation that a thread runs. Without an `owner` it is the one that makes this record, and runs it at once."""
+    """An operation on the host: run by a thread of the process `owner`, or at once by the caller without an `owner`."""
 
     def __init__(self, reports: FailureReports | None = None, owner: Owner | None = None) -> None:
         self._owner = owner
         self._reports = reports
         self._is_over = False
         self._error: BaseException | None = None
-        self._running = Lock()  # held until the operation is over; an `Event` or a `Future` costs several times as much
+        self._running = Lock()  # held until the operation is over; `Event` and `Future` take several times as long
         self._running.acquire()
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for the results, or raise the operation's error. A host that waits for long calls `meanwhile` once."""
+        """Wait for the results, or raise the operation's error. In a long wait, call `meanwhile` once."""
         if not self._is_over:
             self._check_owner()
             if meanwhile is not None and not self.ends_within(_LONGEST):
                 meanwhile()
             while not self.ends_within(SLOW):
                 self._check()
-        if self._error is not None:
-            self._raise_error()
+        self._raise_error()
 
     def done(self) -> bool:
         """Return whether the operation has succeeded or failed."""
         return self._is_over
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait until done or `obsolete()`. Return whether the results may be used: not if obsolete."""
+        """Wait until done or `obsolete()`. Return whether the results may be used."""
         self._check_owner()
         slow = monotonic() + SLOW
         for pause in _pauses():
@@ -154,22 +118,22 @@ class HostWork:
         return True
 
     def _check_owner(self) -> None:
-        """Raise in a forked child, where operations in flight never end."""
+        """Raise an error in a forked child, where operations in flight never end."""
         if self._owner is not None and not self._is_over:
             self._owner.check()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for success or failure, for `seconds` at most."""
+        """Wait for success or failure, for at most `seconds`. Return whether the operation is over."""
         if not self._is_over:
             if not self._running.acquire(timeout=seconds):
                 return False
-            self._running.release()  # for other threads that wait
+            self._running.release()  # for other waiting threads
         if self._reports is not None:
             self._reports.record_progress()
         return True
 
     def _check(self) -> None:
-        """Raise if this rank will never continue."""
+        """Raise an error if this rank will never continue."""
         reports = self._reports
         if reports is not None and not self._is_over and (why := reports.deadlock_reason()):
             reports.abort_wait(why)
@@ -179,10 +143,10 @@ class HostWork:
             try:
                 raise self._error
             finally:
-                del self  # or the traceback would hold this frame, which holds the error, until garbage is collected
+                del self  # otherwise the error, its traceback, this frame and the error would be a reference cycle
 
     def __enter__(self) -> None:
-        """Run the operation in this block. Its outcome becomes that of the work."""
+        """Run the operation in this block. The block's success or error becomes the result of the work."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         self._error = error
@@ -197,23 +161,24 @@ _Job = tuple[HostWork, tuple[Callable[[], None], ...]]
 class ThreadQueue:
     """Runs operations on a separate thread, which ends with the queue.
 
-    It is a daemon: a process that ends by an error must not wait for a peer that will never answer.
+    It is a daemon thread, because a process that ends by an error must not wait for a peer that will never answer.
     """
 
     on_stream = False
+    """Whether operations run on a stream of a GPU. The host may then free or reuse their memory in stream order."""
 
     def __init__(self, name: str, reports: FailureReports | None = None, *, farewell: float = _FAREWELL) -> None:
-        """Start the thread. The end of the queue waits for its last operation for `farewell` seconds at most."""
+        """Start the thread. The end of the queue waits for the last operation for at most `farewell` seconds."""
         self._owner = Owner()
         self._reports = reports
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        # Neither the thread nor the finalizer references the queue, which would otherwise never be collected.
+        # Neither the thread nor the finalizer may reference `self`, which would otherwise never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._queue, thread, reports, farewell)
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> HostWork:
-        """Queue `operations`. They start after those before them. If one fails, the rest are not run.
+        """Queue `operations`. They start after earlier operations. If an operation fails, the rest are not run.
 
         Raises:
             CommError: this is a forked child, which does not have the thread.
@@ -224,17 +189,18 @@ class ThreadQueue:
         self._queue.put((work, operations))
         return work
 
-    def moment(self) -> None:
-        """Return `None`: what the host has computed is there."""
+    def moment(self) -> Moment | None:
+        """Return `None`, because the host computes at once."""
+        return None
 
     def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
-        """No-op."""
+        """Return a context manager without an effect."""
         del behind
         return nullcontext()
 
 
 def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, reports: FailureReports | None, farewell: float) -> None:
-    """Stop the thread and join it: the interpreter must not shut down while it runs."""
+    """Stop the thread and join it, because the interpreter must not shut down while it runs."""
     queue.put(None)
     if thread is current_thread():
         return
@@ -252,17 +218,17 @@ def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
             with work:
                 for operation in operations:
                     operation()
-                del operation, operations, job  # a caller that waited may measure memory
+                del operation, operations, job  # they may hold memory that the caller measures after its wait
             del work
 
 
 _hang_ups: dict[object, Callable[[], None]] = {}
-"""Functions that end the waits in which threads are blocked now."""
+"""Functions that end the waits of currently blocked threads."""
 
 
 @contextmanager
 def blocked(hang_up: Callable[[], None] | None) -> Iterator[None]:
-    """Mark this thread as blocked in a wait that `hang_up` ends."""
+    """Mark this thread as blocked, in the block, in a wait that `hang_up` ends."""
     mark = object()
     if hang_up is not None:
         _hang_ups[mark] = hang_up
@@ -273,9 +239,10 @@ def blocked(hang_up: Callable[[], None] | None) -> Iterator[None]:
 
 
 def end_waits() -> None:
-    """End all waits in which threads are blocked, at the end of the program.
+    """End the waits of all blocked threads, at the end of the program.
 
-    A thread that returns from a backend after the interpreter has shut down would crash the process (SIGABRT).
+    Otherwise a thread could return from a backend after the interpreter has shut down, which crashes the process
+    (SIGABRT).
     """
     deadline = monotonic() + _HANG_UP
     for hang_up in list(_hang_ups.values()):
@@ -284,37 +251,37 @@ def end_waits() -> None:
         sleep(_LEFT)
 
 
-weakref.finalize(ThreadQueue, end_waits)  # at interpreter exit, after the finalizers of queues, which are created later
+weakref.finalize(ThreadQueue, end_waits)  # at exit, finalizers run in reverse order, so those of queues run before
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_hang_ups.clear)  # they are the parent's
+    os.register_at_fork(after_in_child=_hang_ups.clear)  # only the parent has the blocked threads
 
 
 class ProgramStreams:
-    """The streams on which the program computes: one in most programs.
+    """The streams on which the program computes. Most programs use one stream.
 
-    The library works on one of them, the home stream: there it allocates and frees memory, and starts operations. It is
-    the stream that called the model last. Where the program calls from another stream, within a forward or a backward,
-    both wait for each other. On the CPU there are none.
+    The library uses one of them, the home stream, to allocate and free memory and to start operations. The home stream
+    is the stream that called the model last. If the program calls from another stream within a forward or a backward,
+    both streams wait for each other. On the CPU there are no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.on_gpu = device.type == "cuda"
-        """Whether there are any."""
+        """Whether there are streams."""
 
         self._home: torch.cuda.Stream | None = None
 
     def captures(self) -> bool:
-        """Whether the program captures a CUDA graph on the current stream.
+        """Return whether the program captures a CUDA graph on the current stream.
 
-        A stream that is captured must not wait for what was launched before: PyTorch has waited for the GPU then.
+        A captured stream must not wait for work launched before the capture. PyTorch has already waited for the GPU.
         """
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def move_home(self) -> torch.cuda.Stream | None:
-        """Make the current stream the home stream; return it if it was not before. To be called between passes.
+        """Make the current stream the home stream. Return it if the home stream has changed. Call between passes.
 
-        It waits for the former one, which may still read cached memory.
+        The new home stream waits for the former one, which may still read cached memory.
         """
         other = self.other()
         if other is not None and self._home is not None and not self.captures():
@@ -332,27 +299,27 @@ class ProgramStreams:
         return None if current == self._home else current
 
     def at_home(self) -> AbstractContextManager[None]:
-        """Work on the home stream, after the current stream, which then waits for that work."""
+        """Run a block on the home stream, after the current stream. The current stream then waits for the block."""
         other = self.other()
         return _IS_HOME if other is None else self.across(other)
 
     @contextmanager
     def across(self, other: torch.cuda.Stream) -> Iterator[None]:
-        """Work on the home stream, after `other`, which then waits for that work."""
+        """Run a block on the home stream, after the stream `other`, which then waits for the block."""
         home = self._home
-        assert home is not None, "there is another one"
+        assert home is not None, "`other` differs from it"
         home.wait_stream(other)
         with torch.cuda.stream(home):
             yield
         other.wait_stream(home)
 
     def wait_for(self, other: torch.cuda.Stream) -> None:
-        """Let the home stream wait for another one."""
+        """Let the home stream wait for another stream."""
         if self._home is not None:
             self._home.wait_stream(other)
 
     def record_stream(self, tensor: Tensor) -> None:
-        """Record that the home stream uses a tensor of another stream: its memory is freed only after both."""
+        """Record that the home stream uses a tensor of another stream, whose memory is then reused only after both."""
         if self._home is not None:
             tensor.record_stream(self._home)
 
@@ -361,13 +328,13 @@ _IS_HOME = nullcontext()
 
 
 class CudaStreamQueue:
-    """Runs operations on a separate stream. `thread` launches them if that has to wait for messages.
+    """Runs operations on a separate stream. `thread` launches them if launching has to wait for messages.
 
-    Memory is safe without `record_stream`. A tensor that an operation uses was allocated on the caller's stream, whose
-    work so far the operation waits for. The caller frees or reuses it only after `wait()`, when its stream is ordered
-    after the operation. If the caller was deleted with operations in flight, its stream waits for them when the queue
-    is freed.
-    Memory that is allocated in `stream()` belongs to the queue's stream: operations may use it after it was freed.
+    Memory is safe without `record_stream`. The tensors of an operation are allocated on the caller's stream, and the
+    operation waits for the work of this stream. The caller frees or reuses the tensors only after `wait()`, which
+    orders the caller's stream after the operation. If the caller is deleted with operations in flight, the caller's
+    stream waits for them when the queue is freed. Memory that is allocated in `stream()` belongs to the queue's stream,
+    so operations may still use it after it was freed.
     """
 
     on_stream = True
@@ -378,10 +345,13 @@ class CudaStreamQueue:
         self._device = device
         self._thread = thread
         self._stream = torch.cuda.Stream(device, priority=-int(high_priority))  # type: ignore[no-untyped-call]
-        weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before any memory of the model is freed
+        weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before the model's memory is freed
 
-    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Queue `operations` after the work submitted to the current stream so far, or up to the moment `behind`."""
+    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> "_StreamWork":
+        """Queue `operations`. They start after earlier operations, and after the work of the current stream.
+
+        `behind` is the moment of the current stream's work that they wait for. It defaults to now.
+        """
         begin = behind or self.moment()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -400,15 +370,15 @@ class CudaStreamQueue:
         return _StreamWork(self._device, end, host)
 
     def moment(self) -> Moment:
-        """Return the end of the work submitted to the current stream so far."""
+        """Return the end of the work submitted to the current stream until now."""
         moment: Moment = torch.cuda.current_stream(self._device).record_event()
         return moment
 
     @contextmanager
     def stream(self, behind: Moment | None = None) -> Iterator[None]:
-        """Make the queue's stream the current one within the block, after a moment of the caller's computation."""
+        """Make the queue's stream current within the block, after the moment `behind` of the caller's computation."""
         if behind is None and torch.cuda.is_current_stream_capturing():
-            behind = self.moment()  # memory of a captured graph is allocated on streams that are captured, too
+            behind = self.moment()  # memory of a captured graph must be allocated on captured streams
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if behind is not None:
                 self._stream.wait_event(behind)
@@ -416,22 +386,30 @@ class CudaStreamQueue:
 
 
 class _StreamWork:
-    """An operation that is done when a stream reaches the event `end`, which `host` records."""
+    """An operation that is done when a stream reaches the event `end`. The operation `host` records the event."""
 
-    def __init__(self, device: torch.device, end: torch.cuda.Event, host: Work) -> None:
+    def __init__(self, device: torch.device, end: torch.cuda.Event, host: HostWork) -> None:
         self._device = device
         self._end = end
         self._host = host
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Let the current stream wait for the results, or raise the operation's error.
+
+        The host waits until the operation was launched. In a long wait, it calls `meanwhile` once.
+        """
         self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
     def done(self) -> bool:
+        """Return whether the operation has ended."""
         return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait on the host: a wait on a stream cannot end early, and would block gathers that a peer may need first."""
+        """Wait on the host until done or `obsolete()`. Return whether the results may be used.
+
+        A stream's wait cannot end early, and would block gathers that a peer needs first.
+        """
         if not self._host.wait_unless(obsolete):
             return False
         for pause in _pauses():
@@ -452,3 +430,10 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, _LONGEST)
+
+
+Work: TypeAlias = HostWork | _StreamWork
+"""One operation in flight. The memory that it uses must not be touched before `wait()` returns."""
+
+StreamQueue: TypeAlias = ThreadQueue | CudaStreamQueue
+"""A queue that runs operations one after the other."""

@@ -1,7 +1,7 @@
-"""Traffic by unit and purpose: bytes sent by this rank, time spent, and time that computation waited for it.
+"""Traffic by unit and purpose: bytes sent by this rank, time spent sending, and time that computation waited for it.
 
-Every operation of a model carries a tally, to which `executor.py` adds each message where it is sent. On a GPU an
-interval takes two events, so time counts there from the first question for it.
+Every operation of a model has a tally, to which `executor.py` adds each message that it sends. On a GPU, measuring an
+interval costs two events, so times are measured only after the first call of `traffic()`.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from shardlite.telemetry import Clock, labelled
 
 @dataclass
 class Tally:
-    """Number and bytes of messages sent by one rank. Add from one thread at a time."""
+    """Number and bytes of messages sent by one rank. Not thread-safe."""
 
     messages: int = 0
     nbytes: int = 0
     across: int = 0
-    """Bytes of these to other nodes, in reductions of two levels over collectives."""
+    """The part of `nbytes` sent to other nodes, in two-level reductions over collectives."""
 
     def count(self, tensor: Tensor) -> None:
         """Count one message."""
@@ -30,7 +30,7 @@ class Tally:
 
 
 NO_UNIT = "(no unit)"
-"""Key for traffic of the whole model: gradient flags, norms, broadcast values."""
+"""Key for traffic of the whole model, such as gradient flags, norms and broadcast values."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Sent:
     nbytes: int
 
     seconds: float
-    """Duration of gathers and reductions, from start to end on this rank; 0 for other purposes. On a GPU since the
-    first call of `traffic()`.
+    """Duration of gathers and reductions, from start to end on this rank. It is 0 for other purposes. On a GPU it
+    counts from the first call of `traffic()`.
     """
 
     exposed: float
-    """Seconds that computation waited for them, so that were not overlapped, counted like `seconds`."""
+    """The part of `seconds` that computation spent waiting, because the operations were not overlapped."""
 
     across: int = 0
-    """Bytes of `nbytes` to other nodes, in reductions by `algorithm="hierarchical"` over collectives. 0 for all others,
-    which do not know nodes.
+    """The part of `nbytes` sent to other nodes, in reductions by `algorithm="hierarchical"` over collectives. It is 0
+    for all other operations, because they do not know which ranks share a node.
     """
 
 
@@ -69,7 +69,7 @@ _UNTIMED = nullcontext()
 
 
 class Traffic:
-    """Counts of one wrapped model on one device."""
+    """Traffic counts of one wrapped model on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,22 +77,22 @@ class Traffic:
         self._entries: dict[str, dict[str, _Entry]] = {}
 
     def tally(self, purpose: str, unit: str = NO_UNIT) -> Tally:
-        """Count one call. Return the tally for its messages."""
+        """Count one call, and return the tally for its messages."""
         entry = self._entry(purpose, unit)
         entry.calls += 1
         return entry.tally
 
     def running(self, purpose: str, unit: str) -> AbstractContextManager[object]:
-        """Time a block, in which an operation runs, and name it in profiles."""
+        """Return a context manager that times an operation and names it in profiles."""
         return labelled(self._entry(purpose, unit).ran if self._is_timed else _UNTIMED, purpose, unit)
 
     def waiting(self, purpose: str, unit: str) -> AbstractContextManager[object]:
-        """Time a block, in which computation waits for operations, and name it in profiles."""
+        """Return a context manager that times a wait of the computation and names it in profiles."""
         clock = self._entry(purpose, unit).waited if self._is_timed else _UNTIMED
         return labelled(clock, f"wait for {purpose}", unit)
 
     def by_unit(self) -> Mapping[str, Mapping[str, Sent]]:
-        """Return all counts so far. On a GPU the host waits for open intervals, and blocks are timed from now on."""
+        """Return all counts so far. On a GPU the host waits for open intervals, and the first call starts timing."""
         self._is_timed = True
         return {
             unit: {purpose: _sent(each) for purpose, each in list(mine.items()) if each.calls}

@@ -1,8 +1,8 @@
-"""A collective as data: the transfers of all ranks, step by step, and of these what one rank sends and receives.
+"""A collective as data: the transfers of all ranks, step by step, and the part of one rank in them.
 
 In: steps, which `schedule.py` writes for each algorithm. Out: the `Exchange` of a rank in each step, for transports
-that take a step as a whole; its `Program`, for messages that are sent on as they arrive. Knows integers and names only;
-nothing of tensors, links or time.
+that run a step as a whole; the `Program` of a rank, for transports that forward messages as they arrive. Handles
+integers and names only, and does not know tensors, links or time.
 
 Legend: `W` ranks, `t` a step. A buffer has one segment per rank, and a segment one or more parts: a piece is
 `(segment, part)`.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from shardlite.errors import LayoutError
 
-_Piece: TypeAlias = tuple[int, int]  # a segment's number, and which part of it
+_Piece: TypeAlias = tuple[int, int]  # the numbers of a segment and of its part
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A piece that a rank sends at once, before anything has arrived, to each of `targets`.
+    """A piece that a rank sends to each of `targets` before anything has arrived.
 
-    In a reduction it is the rank's own summand. A piece may depart twice, with another one between.
+    In a reduction it is the rank's own summand. A piece may depart twice, with another piece in between.
     """
 
     segment: int
@@ -51,7 +51,7 @@ class Departure:
 class Arrival:
     """A piece that a rank receives at `step`, and its targets.
 
-    In a reduction with `sources` (a, b, c) the rank's sum of this piece becomes ((from a + from b) + from c) + own sum.
+    In a reduction with `sources` (a, b, c), the rank's sum of the piece becomes ((from a + from b) + from c) + own sum.
     """
 
     step: int
@@ -59,18 +59,18 @@ class Arrival:
     part: int
 
     sources: tuple[int, ...]
-    """Sending ranks, in the order of addition. A gather has one."""
+    """Sending ranks, in the order of addition. In a gather there is one."""
 
     targets: tuple[int, ...]
-    """Ranks that it is sent on to, after it was received and, in a reduction, added."""
+    """Ranks to which the piece is forwarded after it was received and, in a reduction, added."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The departures and arrivals of one rank. Arrivals are in the order in which it takes them.
+    """The departures and arrivals of one rank. Arrivals are in the order in which the rank takes them.
 
-    On each link, pieces are sent in the order in which they are taken. So a rank whose sends are queued while it
-    receives needs no more than one free slot per link, and no two ranks deadlock.
+    On each link, pieces are sent in the order in which the receiver takes them. So a rank whose sends are queued while
+    it receives needs only one free slot per link, and no two ranks deadlock.
     """
 
     departures: tuple[Departure, ...]
@@ -78,20 +78,20 @@ class Program:
 
 
 class Steps(Sequence[tuple[Transfer, ...]]):
-    """Steps that are written out when they are asked for: all transfers of a step, or those of one rank."""
+    """Steps whose transfers are computed on demand: all transfers of a step, or the transfers of one rank."""
+
+    world_size: int
 
     def __getitem__(self, t: Any) -> Any:
-        if t not in self._written:
-            self._written[t] = self.write(t)
-        return self._written[t]
+        step = range(len(self))[t]
+        if step not in self._written:
+            ranks = range(self.world_size)
+            self._written[step] = tuple(each for rank in ranks for each in self.of_rank(step, rank).received)
+        return self._written[step]
 
     @cached_property
-    def _written(self) -> dict[Any, tuple[Transfer, ...]]:
+    def _written(self) -> dict[int, tuple[Transfer, ...]]:
         return {}
-
-    def write(self, t: int) -> tuple[Transfer, ...]:
-        """Return the transfers of all ranks in step `t`."""
-        raise NotImplementedError
 
     def of_rank(self, t: int, rank: int) -> Exchange:
         """Return the transfers of `rank` in step `t`."""
@@ -117,7 +117,7 @@ class Schedule:
     steps: Sequence[tuple[Transfer, ...]]
     """Transfers of each step. A piece sent in a step was complete at its source before the step.
 
-    Those of the collectives here are written out when they are asked for: all of them are `O(W^2)`.
+    The algorithms in `schedule.py` compute them on demand, since a collective has `O(W^2)` transfers.
     """
 
     @property
@@ -138,7 +138,7 @@ class Schedule:
         return self._programs[rank]
 
     def steps_of(self, rank: int) -> Sequence[Exchange]:
-        """Return what `rank` sends and receives in each step, cached. It takes time for these transfers only."""
+        """Return the transfers of `rank` in each step, cached. The time does not depend on other ranks' transfers."""
         if rank not in self._exchanges:
             of_rank = self.steps.of_rank if isinstance(self.steps, Steps) else self._selected
             self._exchanges[rank] = [of_rank(t, rank) for t in range(len(self.steps))]
@@ -158,7 +158,7 @@ class Schedule:
 
 
 def _program(schedule: Schedule, rank: int) -> Program:
-    """Select what `rank` sends and receives. A piece is sent on after its last arrival before that step."""
+    """Select the transfers of `rank`. A piece is forwarded after its last arrival before the step that sends it."""
     departures: list[tuple[_Piece, list[int]]] = []
     arrivals: dict[tuple[int, _Piece], tuple[list[int], list[int]]] = {}
     onward: dict[_Piece, list[int]] = {}  # the targets of a piece's last arrival so far

@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Context, all_gather
+from shardlite.comm import Context, all_gather, cut_up
 from shardlite.engine.backward import Backward
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.watch import watch
@@ -235,5 +235,6 @@ def gather_param(context: Context, flat: Flat, index: int, local: Tensor) -> Ten
     context.ledger.track("staging", whole)
     whole[cuts[flat.rank] : cuts[flat.rank + 1]].copy_(local)
     operation = context.operation(f"the whole tensor of {slot.name!r}", "full state")
-    all_gather(whole, context.inline[0], cuts=cuts, operation=operation)
+    transport = context.inline[0]
+    all_gather(whole, transport, cut=cut_up(slot.numel, local.dtype, transport, cuts), operation=operation)
     return whole.view(slot.shape).clone()

@@ -262,7 +262,8 @@ class ReduceQueue:
         if in_place or replicas:
             stats(mean.own, mean.stats)
         if self._stage == 0:
-            all_gather(mean.whole, shard, operation=given.operation, cuts=cuts)
+            cut = cut_up(len(mean.whole), mean.whole.dtype, shard, cuts)
+            all_gather(mean.whole, shard, cut=cut, operation=given.operation)
         stats_total(mean.stats, out=mean.total)
 
     def _reduce_over_replicas(self, own: Tensor, replicas: Transport, given: FlatReduction) -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from shardlite.comm.chunking import segment_bounds
-from shardlite.comm.collectives import all_gather, all_reduce, broadcast, staging_numel
+from shardlite.comm.collectives import broadcast, staging_numel
 from shardlite.comm.operation import Operation
 from shardlite.errors import CommError, LayoutError
 from tests.support.ranks.cluster import LARGE, Cluster, run_local
 from tests.support.ranks.local_world import local_world
-from tests.support.transports.calls import reduce_scatter
+from tests.support.transports.calls import all_gather, all_reduce, reduce_scatter
 from tests.support.transports.ring_cases import (
     EVERY_DTYPE,
     FLOATS,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from shardlite.comm.collectives import all_gather, all_reduce, broadcast
+from shardlite.comm.collectives import broadcast
 from shardlite.comm.operation import Operation
 from shardlite.comm.traffic import Tally
 from tests.support.ranks.cluster import run_local
-from tests.support.transports.calls import reduce_scatter
+from tests.support.transports.calls import all_gather, all_reduce, reduce_scatter
 from tests.support.transports.worlds import IN_PROCESS, Batched, run
 
 

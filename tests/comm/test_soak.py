@@ -11,14 +11,14 @@ import torch
 
 from shardlite.comm import schedule
 from shardlite.comm.chunking import segment_bounds
-from shardlite.comm.collectives import all_gather, all_reduce, broadcast
+from shardlite.comm.collectives import broadcast
 from shardlite.comm.operation import Operation
 from shardlite.comm.shm.mailbox import PLACES
 from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.patience import seconds
-from tests.support.transports.calls import reduce_scatter
+from tests.support.transports.calls import all_gather, all_reduce, reduce_scatter
 from tests.support.transports.delays import Delayed
 
 RANKS = 3

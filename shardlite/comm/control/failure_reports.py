@@ -1,11 +1,11 @@
-"""Failure reports: each rank publishes what it was doing when something fails, so that every error describes all ranks.
+"""Failure reports: on a failure, each rank publishes what it was doing, so that every error describes all ranks.
 
-Nothing is published, and nothing costs time, before the first failure. By then the connections of messages may be
-closed (gloo closes a connection that has timed out), so reports go through the store of the process group.
+Nothing is published before the first failure, so reports take no time until then. After a failure, connections may be
+closed (gloo closes a connection that has timed out). So reports are sent through the store of the process group.
 
-A rank that has waited for long checks whether another rank has failed, because then the wait will never end. It also
-publishes the operations that it waits in, and reads those of the others. If all ranks wait, and no operation is common
-to all, none will ever continue. Both cases raise an error at once.
+During a long wait, a rank checks whether another rank has failed, because then the wait will never end. It also
+publishes the operations that it waits in, and reads the operations of other ranks. If all ranks wait, and no operation
+is common to all of them, the ranks are deadlocked. In both cases an error is raised at once.
 """
 
 import logging
@@ -27,37 +27,34 @@ from shardlite.errors import SAME_PASSES, CommError
 log = logging.getLogger("shardlite")
 
 PATIENCE = 2.0
-"""Seconds that a rank waits after its first failure for reports of other ranks, which fail at about the same time."""
+"""Seconds that a rank waits for reports of other ranks after its first failure. Ranks fail at about the same time."""
 
 _LOOK = 0.02
 """Seconds between two reads of the board."""
 
 _BEATS = 2
-"""Number of times each rank must publish that it still waits in the same operations."""
+"""Number of times that each rank must publish the same operations before they count as a deadlock."""
 
 _EAGER = 16
-"""After this many checks in one wait, only one in this many is made: the wait may be long, and of many ranks."""
+"""Number of deadlock checks in a wait after which only one in this many is made. Long waits of many ranks would
+otherwise burden the store.
+"""
 
 _FAILED = -1
 """Board entry for the number of a rank that has failed permanently."""
 
-_OWN = LIBRARIES[0]
-
 
 class StoreReports:
-    """A board in the store of the default process group, under a name that is equal on all its ranks."""
+    """Reports in the store of the default process group, under a name that is equal on all ranks."""
 
     def __init__(self, name: str) -> None:
         self._store = bounded_store()
         self._name = name
 
     def put(self, rank: int, note: str) -> None:
-        """Replace the report of `rank`.
-
-        Raises:
-            CommError: the store does not answer.
-        """
-        self._store.ask(lambda store: store.set(self._key(rank), note), PATIENCE)
+        """Replace the report of `rank`. Has no effect if the store does not answer."""
+        with suppress(RuntimeError):  # the process that kept the store may have ended
+            self._store.ask(lambda store: store.set(self._key(rank), note), PATIENCE)
 
     def read(self, rank: int) -> str:
         """Return the report of `rank`, or `""`.
@@ -76,10 +73,10 @@ _PART = ".part"
 
 
 class _ErrorFile(ErrorHandler):
-    """The error file of `torchrun`, which appears whole: `torchrun` ends the run if it reads part of one."""
+    """The error file of `torchrun`, written atomically. If `torchrun` reads an incomplete file, it ends the run."""
 
     def record_exception(self, e: BaseException) -> None:
-        """Write an error to it. Without `torchrun` there is none, and nothing is written."""
+        """Write an error to the file. Has no effect without `torchrun`."""
         super().record_exception(e)
         if part := self._get_error_file_path():
             Path(part).replace(part.removesuffix(_PART))
@@ -90,83 +87,78 @@ class _ErrorFile(ErrorHandler):
 
 
 class FailureReports:
-    """The failure reports of ranks that exchange messages, from the view of one rank."""
+    """The failure reports of ranks that exchange messages, as accessed by one rank."""
 
     def __init__(
         self,
         board: StoreReports,
         rank: int,
         world_size: int,
-        patience: float = PATIENCE,
         waits: StoreReports | None = None,
         is_gone: Callable[[int], bool] = lambda rank: False,
     ) -> None:
-        """Create the reports of `rank`. The program must run on the calling thread.
+        """Create the reports of `rank`. Must be called on the program's thread.
 
         Args:
-            board: where reports are published.
+            board: failure reports.
             rank: this rank.
             world_size: number of ranks.
-            patience: seconds to wait for other reports after a failure.
-            waits: where ranks publish the operations they wait in, or `None`.
+            waits: reports of the operations that ranks wait in, or `None` if they are not published.
             is_gone: returns whether the process of a rank has ended.
         """
         self._is_gone = is_gone
         self._board = board
         self._waits = waits
         self._thread = get_ident()
-        self._running: dict[int, object] = {}  # by thread
+        self._running: dict[int, object] = {}  # operations by thread
         self._asked = self._beats = 0
-        self._first: dict[int, tuple[int, str]] = {}  # by rank: beat and text of its first report equal to the current
+        self._first: dict[int, tuple[int, str]] = {}  # by rank: beat and text of the first report equal to its latest
         self._deadlock_reason = ""
         self.verdict: CommError | None = None
-        """What ends all waits of this rank: an error of an operation that nothing waits in."""
+        """Error that ends all waits of this rank. It was found by an operation that nothing waits for."""
 
         self.failed = ""
-        """Why this rank has failed permanently, or `""`. A failed rank takes part in no further operation."""
+        """Why this rank has failed permanently, or `""`. A failed rank starts no further operations."""
 
-        self._has_told = False
-        self._messages = 0  # completed ones: a rank that moves data publishes a new text each time
+        self._has_published_failure = False
+        self._messages = 0  # number of completed messages; it makes the report of a rank that moves data change
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
-        self._patience = patience
+        self._patience = PATIENCE
         self._comparing = Lock()  # several queues may fail at once
-        self._since: float | None = None  # when the current report was published; several queues read it
+        self._since: float | None = None  # time of the current report, which several queues read
 
     def leave(self, note: str) -> float:
-        """Publish what this rank was doing. The first report stays: later failures follow from it.
+        """Publish the activity of this rank. The first report is kept, because later failures result from it.
 
-        Return the time of that report, by `time.monotonic()`.
+        Return the time of the first report, by `time.monotonic()`.
         """
         since = self._since
         if since is None:
             since = self._since = time.monotonic()
-            with suppress(RuntimeError):  # the store may be gone with the process that kept it
-                self._board.put(self._rank, note)
+            self._board.put(self._rank, note)
         return since
 
     def fail(self, note: str) -> float:
-        """Publish a permanent failure: this rank takes part in nothing more, and others need not wait for it.
+        """Publish a permanent failure: this rank starts no further operations, and others need not wait for it.
 
         Return the time of the first report, by `time.monotonic()`.
         """
         since = self.leave(note)
         self.failed = self.failed or note
-        if not self._has_told:
-            self._has_told = True
-            with suppress(RuntimeError):
-                self._board.put(_FAILED, str(self._rank))
+        if not self._has_published_failure:
+            self._has_published_failure = True
+            self._board.put(_FAILED, str(self._rank))
         return since
 
     def withdraw(self) -> None:
-        """Withdraw the report: this rank continues."""
+        """Withdraw the report, because this rank continues."""
         if self._since is not None and not self.failed:
             self._since = None
-            with suppress(RuntimeError):
-                self._board.put(self._rank, "")
+            self._board.put(self._rank, "")
 
     def begin_operation(self, operation: object) -> None:
-        """Record that an operation begins on this thread, named by `str(operation)`. Nested ones are parts of it."""
+        """Record that an operation begins on this thread, named by `str(operation)`. Nested operations are ignored."""
         thread = get_ident()
         self._running.setdefault(thread, operation)
         _by_thread[thread] = self
@@ -179,9 +171,9 @@ class FailureReports:
             _by_thread.pop(thread, None)
 
     def deadlock_reason(self) -> str:
-        """Return why this rank will never continue, or `""`. Call it every `SLOW` seconds of a wait.
+        """Return why this rank will never continue, or `""`. To be called every `SLOW` seconds of a wait.
 
-        Only the program's thread detects that all ranks stand still. Other threads read its result.
+        Only the program's thread detects that the ranks are deadlocked. Other threads read its result.
 
         Raises:
             KeyboardInterrupt: Ctrl-C is pending.
@@ -194,45 +186,45 @@ class FailureReports:
         return self._deadlock_reason
 
     def missing_rank(self) -> str:
-        """Return the rank that will not respond again, and why, or `""`. May be called on any thread."""
+        """Return which rank will not respond again and why, or `""`. May be called on any thread."""
         gone = next((other for other in self._others if self._is_gone(other)), None)
         return self._failure() or ("" if gone is None else f"rank {gone} is gone: its process has ended")
 
     def abort_wait(self, why: str) -> NoReturn:
-        """End a hopeless wait.
+        """End a wait that will never succeed.
 
         Raises:
             CommError: always.
         """
         self.raise_verdict()
         if why.startswith(_STANDSTILL):
-            raise CommError(why)  # it already describes all ranks
+            raise CommError(why)  # which already describes all ranks
         waiting = self._inside()
         raise CommError(f"{waiting}: {why}{self.compare(waiting, why)}")
 
     def raise_verdict(self) -> None:
-        """Raise what an operation has found that nothing waited in.
+        """Raise the error, if any, that was found by an operation that nothing waits for.
 
         Raises:
-            CommError: it has found that this rank cannot continue.
+            CommError: this rank cannot continue.
         """
         if self.verdict is not None:
             raise self.verdict
 
     def _inside(self) -> str:
-        """Return the names of the operations that this rank is in."""
+        """Return the names of the operations that this rank runs."""
         return " and ".join(sorted(map(str, list(self._running.values())))) or "an operation that others are in"
 
     def _failure(self) -> str:
-        """Return which rank has failed, or `""`. An operation of this rank that has failed will soon end by itself."""
+        """Return which rank has failed, or `""`. Leave some time for failed operations of this rank to end."""
         if self.failed:
             is_soon = self._since is not None and time.monotonic() < self._since + self._patience + SLOW
             return "" if is_soon else f"this rank has failed before: {self.failed}"
-        with suppress(RuntimeError):  # the store may be gone with the process that kept it
+        with suppress(RuntimeError):  # the process that kept the store may have ended
             failed = int(self._board.read(_FAILED) or self._rank)
-            said = "" if self._waits is None or failed == self._rank else self._waits.read(failed)
-            if said.startswith(_STANDSTILL):
-                return said
+            text = "" if self._waits is None or failed == self._rank else self._waits.read(failed)
+            if text.startswith(_STANDSTILL):
+                return text
             if failed != self._rank:
                 return f"rank {failed} has failed: {self._board.read(failed)}"
         return ""
@@ -240,10 +232,10 @@ class FailureReports:
     def _standstill(self) -> str:
         """Return why no rank will ever continue, or `""`.
 
-        Each rank repeatedly publishes where it waits, with a rising count, so that the report of a rank that continues
-        becomes outdated. If all ranks have published the same several times while this one watched, there was a moment
-        when all of them waited there. The first rank to detect it publishes the result, because others would otherwise
-        watch a rank that no longer waits.
+        Each rank repeatedly publishes where it waits, with an increasing count. A rank that continues publishes a
+        different text. If all ranks have published the same text several times while this rank watched, they all waited
+        at the same time. The first rank that detects the deadlock publishes it, since this rank then stops waiting and
+        others could not detect the deadlock.
         """
         if self._waits is None:
             return ""
@@ -252,17 +244,17 @@ class FailureReports:
             return ""
         self._beats += 1
         inside = sorted(map(str, list(self._running.values())))
-        said = "\n".join([str(self._beats), str(self._messages), self.call_site(), *inside])
+        own = "\n".join([str(self._beats), str(self._messages), self.call_site(), *inside])
+        self._waits.put(self._rank, own)
         try:
-            self._waits.put(self._rank, said)
-            told = {self._rank: said} | {other: self._waits.read(other) for other in self._others}
-        except RuntimeError:  # the store may be gone with the process that kept it
+            texts = {self._rank: own} | {other: self._waits.read(other) for other in self._others}
+        except RuntimeError:  # the process that kept the store may have ended
             return ""
-        if standstill := next((words for words in told.values() if words.startswith(_STANDSTILL)), ""):
+        if standstill := next((text for text in texts.values() if text.startswith(_STANDSTILL)), ""):
             return standstill
         beats = {}
-        for rank, words in told.items():
-            beat, _, where = words.partition("\n")
+        for rank, text in texts.items():
+            beat, _, where = text.partition("\n")
             beats[rank] = int(beat or 0)
             if not where or self._first.get(rank, (0, ""))[1] != where:
                 self._first[rank] = (beats[rank], where)
@@ -275,25 +267,23 @@ class FailureReports:
             for rank in sorted(operations)
         )
         standstill = f"{_STANDSTILL}{''.join(each)}{_remedy(map(' '.join, operations.values()))}"
-        with suppress(RuntimeError):
-            self._waits.put(self._rank, standstill)
-        # After publishing the standstill, which ranks that see the failure read.
+        self._waits.put(self._rank, standstill)
+        # Only now, because ranks that see the failure read the standstill.
         self.fail(f"{' and '.join(inside)}{self.call_site()}")
         return standstill
 
     def record_progress(self) -> None:
-        """Withdraw what was published about waiting, because a message has completed."""
+        """Withdraw the published waits, because a message has completed."""
         self._messages += 1
         if self._waits is not None and self._first and not self._deadlock_reason and get_ident() == self._thread:
             self._first, self._asked = {}, 0
-            with suppress(RuntimeError):
-                self._waits.put(self._rank, "")
+            self._waits.put(self._rank, "")
 
     def call_site(self) -> str:
         """Return the line of the program that called this library, or `""`."""
         frame, found = sys._current_frames().get(self._thread), None
-        while frame is not None:  # from the innermost frame out: the outermost call of the library counts
-            if frame.f_code.co_filename.startswith(_OWN):
+        while frame is not None:  # from the innermost frame outwards, to find the outermost call of the library
+            if frame.f_code.co_filename.startswith(LIBRARIES[0]):
                 outer = frame.f_back
                 while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
                     outer = outer.f_back
@@ -302,10 +292,10 @@ class FailureReports:
         return "" if found is None else f", called in {found.f_code.co_filename}, line {found.f_lineno}"
 
     def compare(self, note: str, why: str) -> str:
-        """Publish `note` with the place in the program, wait for the other ranks' reports, and return them as text.
+        """Publish `note` with the line of the program, wait for the other ranks' reports, and return them as text.
 
-        Before that, log the note and `why` this rank has failed, and write both to the error file of `torchrun`, which
-        may end this process soon. Later failures of this rank do not wait again.
+        First, log the note and `why` this rank has failed, and write both to the error file of `torchrun`, because
+        `torchrun` may end this process soon. Later failures of this rank do not wait again.
         """
         log.error("rank %d: %s: %s", self._rank, note, why)
         with self._comparing:
@@ -315,30 +305,30 @@ class FailureReports:
             self.failed = self.failed or f"{note}: {why}"
             deadline = self.fail(f"{note}{self.call_site()}") + self._patience
         if _STANDSTILL in why:
-            return ""  # it says what each rank does
-        told: dict[int, str] = {}
+            return ""  # `why` already describes all ranks
+        found: dict[int, str] = {}
         read = self._board.read
         try:
-            while len(told) < len(self._others):
-                told |= {other: said for other in self._others if other not in told and (said := read(other))}
-                told |= {other: _GONE for other in self._others if other not in told and self._is_gone(other)}
+            while len(found) < len(self._others):
+                found |= {other: text for other in self._others if other not in found and (text := read(other))}
+                found |= {other: _GONE for other in self._others if other not in found and self._is_gone(other)}
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK)
         except RuntimeError as error:
             return f" (What other ranks were doing is not known: {error})"
-        each = "".join(f"\n  Meanwhile rank {other}: {told.get(other, _SILENT)}" for other in self._others)
-        return each if SAME_PASSES in why else f"{each}{_remedy([note, *told.values()])}"
+        each = "".join(f"\n  Meanwhile rank {other}: {found.get(other, _SILENT)}" for other in self._others)
+        return each if SAME_PASSES in why else f"{each}{_remedy([note, *found.values()])}"
 
 
-def _remedy(said: Iterable[str]) -> str:
-    """Return what to do, if ranks that say what they do are in no common step."""
-    steps = [found for words in said if (found := set(re.findall(r" at step (\d+)", words)))]
+def _remedy(reports: Iterable[str]) -> str:
+    """Return advice if the reports name different steps, or `""`."""
+    steps = [found for text in reports if (found := set(re.findall(r" at step (\d+)", text)))]
     return f"\n{SAME_PASSES}" if steps and not set.intersection(*steps) else ""
 
 
 _by_thread: dict[int, FailureReports] = {}
-"""By thread: the failure reports of its current operation."""
+"""Failure reports of the current operation, by thread."""
 
 
 def reports_of_thread() -> FailureReports | None:

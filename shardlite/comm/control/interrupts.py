@@ -1,18 +1,19 @@
 """How a rank's program ends: uncaught exceptions are reported to other ranks, and Ctrl-C is deferred.
 
-An uncaught exception may come from a forward, a backward, a hook or a data loader, and the process may take a second to
-end after it. Other ranks would wait for it.
+An uncaught exception may be raised in a forward, a backward, a hook or a data loader. The process may then take a
+second to end, in which other ranks would wait for it.
 
-`KeyboardInterrupt` is deferred until the library has finished its current call, so the program can continue. Python
-raises it between any two lines. Inside this library it would leave a rank between two states: a bucket that is filled
-but not reduced, a number that is counted on this rank alone. So it is raised in the program's own lines: in a forward,
-in a hook, between two calls. A call that waits for other ranks is interrupted after half a second, and the rank then
-takes part in nothing more. The same holds for a second Ctrl-C.
+`KeyboardInterrupt` is deferred until the library has finished its current call, so that the program can continue.
+Python raises `KeyboardInterrupt` between any two lines. Inside this library this would leave a rank in an inconsistent
+state: with a filled bucket that is not reduced, or a number that was counted on this rank only. So the interrupt is
+raised in the program's own lines: in a forward, in a hook, or between two calls. A call that waits for other ranks is
+interrupted after half a second. The rank then starts no further operations. A second Ctrl-C interrupts a call in the
+same way.
 
-The step of any optimizer counts as a call of the library. Between the change of the weights and the hook that reports
-it, an interrupt would leave this rank a step ahead of what it reports to the others, and they would use its weights.
+The step of any optimizer counts as a call of the library. An interrupt between the update of the weights and the hook
+that reports it would leave this rank one step ahead of its reports, while other ranks use its weights.
 
-Only Python's default handler is replaced. A program's own handler is left in place.
+Only Python's default handler is replaced. The program's own handler, if any, is kept.
 """
 
 import os
@@ -23,6 +24,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from types import CodeType, FrameType, TracebackType
@@ -33,12 +35,12 @@ import torch
 from torch.optim import Optimizer
 
 SLOW = 0.5
-"""Seconds after which a wait counts as long: it ends on Ctrl-C, checks whether other ranks have failed, and publishes
-the operations it is in. These checks are repeated at this interval.
+"""Seconds after which a wait counts as long, and interval of the checks in a long wait. A long wait ends on Ctrl-C,
+checks whether other ranks have failed, and publishes its operations.
 """
 
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
-"""Folders of files that are not the program's: this library's and PyTorch's."""
+"""Folders of this library and of PyTorch, whose files are not the program's."""
 
 _PAUSE = 1e-3
 """Seconds between two checks whether the library has returned."""
@@ -47,16 +49,15 @@ _OURS = (LIBRARIES[0], f"{Path(shardlite_kernels.__file__).parent}{os.sep}")
 _PROGRAMS = tuple(f"{_OURS[0]}apps{os.sep}{name}" for name in ("cli.py", "demo", "verify"))
 _PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
-_PYTORCH = LIBRARIES[1]
 _STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, CodeType)), None)
-"""What PyTorch makes of each optimizer's `step`: it calls the hooks before it, the step, and the hooks after it.
+"""Code of PyTorch's wrapper of each optimizer's `step`, which calls the pre-hooks, the step and the post-hooks.
 
-`torch.compile` leaves it as it is, because it may not trace this library's hooks, and compiles what it calls.
+`torch.compile` does not compile this wrapper, because it must not trace this library's hooks.
 """
 
 
 _reports: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""The `FailureReports` of all models. Their class imports this file."""
+"""The `FailureReports` of all models. (Their class cannot be imported here, since its file imports this file.)"""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -64,23 +65,20 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 def report_uncaught(reports: Any) -> None:
     """Call `reports.fail` on an exception or an interrupt that ends the program."""
     _reports.add(reports)
-    if not isinstance(sys.excepthook, _ReportingHook):
-        sys.excepthook = _ReportingHook(sys.excepthook)
+    if getattr(sys.excepthook, "func", None) is not _report_and_call:
+        sys.excepthook = partial(_report_and_call, sys.excepthook)
 
 
-class _ReportingHook:
-    """An `excepthook` that reports the exception before it calls the previous hook."""
-
-    def __init__(self, before: _Hook) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        try:
-            if not hasattr(sys, "ps1"):  # at a prompt the program continues
-                for reports in list(_reports):
-                    reports.fail(f"its program ended in {kind.__name__}: {error}{_raised_in(frames)}")
-        finally:
-            self._before(kind, error, frames)
+def _report_and_call(
+    previous: _Hook, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    """Publish an exception, and then call the previous `excepthook`."""
+    try:
+        if not hasattr(sys, "ps1"):  # at a prompt the program continues
+            for reports in list(_reports):
+                reports.fail(f"its program ended in {kind.__name__}: {error}{_raised_in(frames)}")
+    finally:
+        previous(kind, error, frames)
 
 
 def _raised_in(frames: TracebackType | None) -> str:
@@ -90,7 +88,7 @@ def _raised_in(frames: TracebackType | None) -> str:
 
 
 class _Deferring:
-    """Signal handler that raises in the program's own lines, and otherwise repeats the signal until they run."""
+    """Signal handler that raises in the program's own lines. In other lines it repeats the signal later."""
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -100,7 +98,7 @@ class _Deferring:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         is_ours, self._is_ours = self._is_ours, False
         if is_ours and not self.is_pending:
-            return  # a long wait has raised it meanwhile
+            return  # a long wait has raised the interrupt meanwhile
         if not _in_library(frame):
             self.is_pending = False
             signal.default_int_handler(number, frame)
@@ -114,9 +112,9 @@ class _Deferring:
             signal.default_int_handler(number, frame)
 
     def _deliver(self, times: int) -> None:
-        """Repeat the signal as soon as the program's own lines run, or its handler was replaced."""
+        """Repeat the signal when the program's own lines run, or when the program has replaced the handler."""
         thread = main_thread().ident
-        assert thread is not None, "it runs"
+        assert thread is not None, "the main thread runs"
         mine: object = self
         while self.is_pending and self._times == times:
             if signal.getsignal(signal.SIGINT) is not mine:
@@ -132,13 +130,13 @@ _deferring = _Deferring()
 
 
 def defer_interrupts() -> None:
-    """Defer Ctrl-C while the library runs, if the handler is Python's own and this is the main thread."""
+    """Defer Ctrl-C while the library runs. Has no effect on other threads or if the program has its own handler."""
     if current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _deferring)
 
 
 def raise_pending_interrupt(during: str) -> None:
-    """End a long wait if Ctrl-C is pending, and take part in nothing more. `during` names the wait for the report.
+    """End a long wait and mark this rank as failed if Ctrl-C is pending. `during` names the wait in the report.
 
     Raises:
         KeyboardInterrupt: Ctrl-C is pending.
@@ -151,7 +149,7 @@ def raise_pending_interrupt(during: str) -> None:
 
 
 def _break_off() -> None:
-    """Mark this rank as failed. Publish that on threads: the signal may have interrupted a report."""
+    """Mark this rank as failed. Publish the failure on threads, because the signal may have interrupted a report."""
     why = "a second Ctrl-C ended a call of the library"
     for reports in list(_reports):
         reports.failed = reports.failed or why
@@ -159,7 +157,7 @@ def _break_off() -> None:
 
 
 def _in_library(frame: FrameType | None) -> bool:
-    """Return whether an optimizer steps, or the innermost frame that is neither PyTorch's nor Python's own is ours."""
+    """Return whether an optimizer steps, or this library's frame is the innermost, ignoring PyTorch and Python."""
     ours = None
     while frame is not None:
         if frame.f_code is _STEP:
@@ -171,8 +169,8 @@ def _in_library(frame: FrameType | None) -> bool:
 
 
 def _is_ours(file: str) -> bool | None:
-    """Return whether a file belongs to this library, not to a program; `None` for PyTorch's and Python's own files."""
+    """Return whether a file belongs to this library and not to a program, or `None` for files of PyTorch and Python."""
     if file.startswith(_OURS):
         return not file.startswith(_PROGRAMS)
     is_standard = file.startswith(_STANDARD) and not file.startswith(_PLACES)
-    return None if is_standard or file.startswith((_PYTORCH, "<")) else False
+    return None if is_standard or file.startswith((LIBRARIES[1], "<")) else False

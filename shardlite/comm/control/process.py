@@ -1,4 +1,4 @@
-"""Fork detection: a forked child has copies of its parent's objects, but neither its threads nor its connections."""
+"""Fork detection. A forked child has copies of its parent's objects, but not its threads and connections."""
 
 import os
 
@@ -25,6 +25,6 @@ class Owner:
         if os.getpid() != self._number:
             raise CommError(
                 f"process {os.getpid()} was forked from {self._number}, which is a rank: it has no connections to "
-                "other ranks. It may use what it has a copy of: at stages 0 to 2 full weights, if they were up to date "
-                "when it was forked. Call what takes other ranks, such as full_state_dict(), before the fork"
+                "other ranks. It may use its copy of the full weights, which exist at stages 0 to 2, if they were up "
+                "to date when it was forked. Call collective functions, such as full_state_dict(), before the fork"
             )

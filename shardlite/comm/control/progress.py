@@ -1,17 +1,19 @@
-"""Progress of ranks in a backward, published where they diverge, so that they do not deadlock.
+"""Progress of ranks in a backward, published where ranks diverge, so that they do not deadlock.
 
-A backward waits for a reduction of an earlier unit before it fills one more bucket, which bounds memory. A rank that
-has taken another branch may start that reduction only later, and may need the waiting rank's next gather to get there.
-So a rank publishes its progress as soon as it leaves the order or has to wait for a gather, and a rank that waits for
-a reduction reads what others publish:
+To bound memory, a backward waits for the reduction of an earlier unit before it fills one more bucket. A rank that has
+taken a different branch may start this reduction later, and may first need the waiting rank's next gather. So a rank
+publishes its progress when it leaves the order or has to wait for a gather. A rank that waits for a reduction reads the
+published progress:
 
-    rank 0   has started reductions 3, 4 and 5, waits for 4 ............. sees that rank 1 needs it: fills one more
+    rank 0   has started reductions 3, 4 and 5, waits for 4 ............. reads that rank 1 needs it: fills one more
     rank 1   skipped unit 4, has started 3, waits for gather 17, which rank 0 has not joined: publishes this
 
-Ranks that follow one order publish nothing, or nothing that ends a wait, since a rank that is ahead has started more
-reductions. If ranks wait for each other, one of them detects it: of all ranks that wait for a reduction, take those
-with the earliest one, `j`. Some rank has not started `j`, and waits for a gather: it waits for no reduction before `j`,
-nor for `j` itself. A rank that has not joined this gather waits for reduction `j` or a later one, and sees both.
+Ranks that follow one order publish nothing that ends a wait, since a rank that is ahead has started more reductions.
+
+If ranks wait for each other, at least one rank detects it. Proof: of all ranks that wait for a reduction, take those
+that wait for the earliest reduction, `j`. Some rank `a` has not started `j`. Rank `a` waits for no reduction up to `j`,
+so it waits for a gather. Some rank `b` has not joined this gather. So `b` waits for reduction `j` or a later one, and
+reads that `a` has not started it and waits for the gather.
 """
 
 import time
@@ -40,14 +42,14 @@ class _Standing:
     """Buckets filled in this backward or, on a GPU, units that it has begun."""
 
     gathers: int = 0
-    """Gathers and rounds of negotiation ever joined. All ranks join the same ones."""
+    """Gathers and rounds of negotiation ever joined. All ranks join the same gathers and rounds."""
 
     out_of_turn: int = 0
-    """1 if the rank has all gradients of a unit, but not those of a unit whose reduction comes before."""
+    """1 if the rank has all gradients of a unit, but lacks gradients of a unit that is reduced before it."""
 
 
 class Progress:
-    """Publishes this rank's progress, and reads that of others."""
+    """Publishes the progress of this rank, and reads the progress of other ranks."""
 
     def __init__(
         self, board: StoreReports, rank: int, world_size: int, gathering: Collection[int], *, ahead: bool, limit: float
@@ -55,13 +57,13 @@ class Progress:
         """Create the progress of `rank`.
 
         Args:
-            board: where ranks publish their progress.
+            board: reports of the progress of all ranks.
             rank: this rank.
             world_size: number of ranks.
-            gathering: the ranks that gather together with this one.
+            gathering: the ranks that gather together with this rank.
             ahead: whether the host runs ahead of operations (CUDA streams).
-            limit: seconds after which a wait ends in any case. The other rank may wait for something outside this
-                library, and the timeout would end the run soon.
+            limit: seconds after which a wait ends in any case. Another rank may wait for something outside this
+                library, and the timeout would soon end the run.
         """
         self._board = board
         self._rank = rank
@@ -70,50 +72,50 @@ class Progress:
         self._ahead = ahead
         self._limit = limit
         self._mine = _Standing()
-        self._tells = False
+        self._publishes = False
         self._left = 0
         self._asked = self._served = 0
-        self._lock = Lock()  # gathers are joined on threads of their own
+        self._lock = Lock()  # gathers are joined on other threads
 
     def begin_backward(self, backward: int) -> None:
         """Start a backward, identified by its number."""
         with self._lock:
-            self._tells = False
+            self._publishes = False
             self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
 
     def publish(self) -> None:
-        """Publish this rank's progress from now to the end of the backward. No effect outside a backward."""
+        """Publish this rank's progress from now to the end of the backward. Has no effect outside a backward."""
         if torch._C._current_graph_task_id() != -1:
-            self._tells = True
+            self._publishes = True
             self._put()
 
     def publish_at_end(self) -> None:
-        """Publish at the end of a backward if reductions are left to start: the host may wait there first."""
+        """Publish the progress at the end of a backward, before the host waits, if some reductions are not started."""
         if self._left:
-            self._tells = True
+            self._publishes = True
             self._put()
 
     def started(self, reductions: int, *, left: int, out_of_turn: bool) -> None:
-        """Record how many reductions were started in this backward, and how many are left."""
+        """Record the number of reductions that were started in this backward, and that are left to start."""
         self._left = left
         news = out_of_turn and not self._mine.out_of_turn
         self._mine.reductions, self._mine.out_of_turn = reductions, int(out_of_turn)
-        self._tell_more(news)
+        self._publish_news(news)
 
     def filled(self, *, beyond: bool) -> None:
-        """Record a filled bucket. `beyond`: it exceeds the limit, and no reduction is in flight to wait for."""
+        """Record a filled bucket. `beyond`: the bucket exceeds the limit, and no reduction is in flight to wait for."""
         self._mine.buckets += 1
-        self._tell_more(beyond)
+        self._publish_news(beyond)
 
     def asks(self) -> None:
         """Record a request for gathers."""
         self._asked += 1
 
     def joins(self) -> None:
-        """Record a gather that this rank joins now."""
+        """Record that this rank joins a gather."""
         with self._lock:
             self._mine.gathers += 1
-        self._tell_more(news=False)
+        self._publish_news(news=False)
 
     def served(self) -> None:
         """Record that a request is complete."""
@@ -121,20 +123,19 @@ class Progress:
             self._served += 1
 
     def ends_wait(self, reduction: int, since: float) -> bool:
-        """Return whether this rank must stop waiting for `reduction`, begun at `since` (by `time.monotonic()`)."""
+        """Return whether this rank must stop waiting for `reduction`. `since` is the start, by `time.monotonic()`."""
         return self.is_awaited(reduction) or time.monotonic() - since > self._limit
 
     def is_awaited(self, reduction: int) -> bool:
         """Return whether a rank that has not started `reduction` of this backward may wait for this rank."""
         mine = self._mine
-        with suppress(RuntimeError):  # the store may be gone with the process that kept it
+        with suppress(RuntimeError):  # the process that kept the store may have ended
             if not self._others or self._board.read(_ANY) != str(mine.backward):
                 return False
             idle = self._asked == self._served
             for other in self._others:
-                told = self._board.read(other)
-                theirs = _Standing(*map(int, told.split())) if told else None
-                if theirs is None or theirs.backward != mine.backward:
+                theirs = _Standing(*map(int, self._board.read(other).split()))
+                if theirs.backward != mine.backward:
                     continue
                 lacks = theirs.reductions <= reduction
                 if lacks and (theirs.buckets > mine.buckets or theirs.out_of_turn):
@@ -144,14 +145,14 @@ class Progress:
                     return True
         return False
 
-    def _tell_more(self, news: bool) -> None:
-        if self._tells:
+    def _publish_news(self, news: bool) -> None:
+        if self._publishes:
             self._put()
         elif news:
             self.publish()
 
     def _put(self) -> None:
-        with self._lock, suppress(RuntimeError):
-            if self._tells:
+        with self._lock:
+            if self._publishes:
                 self._board.put(self._rank, " ".join(map(str, astuple(self._mine))))
                 self._board.put(_ANY, str(self._mine.backward))

@@ -1,9 +1,9 @@
 """The store of the process group, through which ranks communicate when they have no transports.
 
-Its server, rank 0 or the agent of `torchrun`, may be stopped or unreachable, and PyTorch's calls then block forever. So
-they run on a separate thread, and callers wait for them with a limit.
+The server of the store is rank 0 or the agent of `torchrun`. If the server is stopped or unreachable, PyTorch's calls
+block forever. So these calls run on a separate thread, and callers wait for them with a time limit.
 
-    rank 0      sets its entry, waits for the entries of the others, and sets the list of all
+    rank 0      sets its entry, waits for the entries of the other ranks, and sets the list of all entries
     others      set their entries, and wait for the list
 """
 
@@ -34,10 +34,10 @@ TIMEOUT = timedelta(minutes=10)
 """Default time that ranks wait for each other."""
 
 _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
-"""Seconds between two checks for a key: at first, and after a while."""
+"""Seconds between two checks for a key, at first and in a long wait."""
 
 _ANSWER = 1.0
-"""Seconds that the store has to answer the last check, however near the deadline is: on a busy machine it is slow."""
+"""Minimum seconds that the store has to answer a check near the deadline, because it is slow on a busy machine."""
 
 
 _Call = tuple["Future[Any]", Callable[[Store], Any]]
@@ -48,12 +48,12 @@ class BoundedStore:
 
     def __init__(self, store: Store) -> None:
         self.calls: Counter[str] = Counter()
-        """Number of `all_gather_json` calls, by the name of a group and of a thread."""
+        """Number of `all_gather_json` calls, by the names of group and thread."""
 
         self._owner = Owner()
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._late: Future[Any] | None = None
-        # A daemon: a process must not wait for a call that never returns.
+        # A daemon thread, because the process must not wait for a call that never returns.
         Thread(target=_answer, args=(store, self._queue), name="shardlite-store", daemon=True).start()
         weakref.finalize(self, self._queue.put, None).atexit = False
 
@@ -61,8 +61,8 @@ class BoundedStore:
         """Return `call(store)`.
 
         Raises:
-            CommError: the store does not answer within `limit` seconds, did not for an earlier call, or is gone; or
-                this is a forked child.
+            CommError: the store did not answer within `limit` seconds or has not answered an earlier call, its process
+                has ended, or this is a forked child.
         """
         self._owner.check()
         late = self._late
@@ -80,7 +80,7 @@ class BoundedStore:
 
 
 def _answer(store: Store, calls: "SimpleQueue[_Call | None]") -> None:
-    """Make calls one after the other, on a thread."""
+    """Run calls one after the other, on a separate thread."""
     while (each := calls.get()) is not None:
         future, call = each
         try:
@@ -96,7 +96,7 @@ _stores: "weakref.WeakKeyDictionary[dist.ProcessGroup, BoundedStore]" = weakref.
 def bounded_store() -> BoundedStore:
     """Return the store of the default process group."""
     world = dist.group.WORLD
-    assert world is not None, "ranks meet in process groups"
+    assert world is not None, "there is a process group"
     if world not in _stores:
         _stores[world] = BoundedStore(dist.distributed_c10d._get_default_store())
     return _stores[world]
@@ -111,10 +111,10 @@ def all_gather_json(
     thread: str = "",
     missing: Callable[[], str] = str,
 ) -> list[Any]:
-    """Return what every rank of `group` passes as `mine`, in JSON types. Collective; errors name it by `what`.
+    """Return the values `mine` of all ranks of `group`, converted to JSON types. Collective; errors name it by `what`.
 
-    Calls that different threads of a rank make at the same time have different names for their `thread`. A long wait
-    ends if `missing()` returns which rank will not arrive.
+    Threads that may call this concurrently must pass different names as `thread`. A long wait ends if `missing()`
+    returns which rank will not arrive.
 
     Raises:
         CommError: a rank did not arrive within `timeout`, or the store does not answer.
@@ -125,7 +125,7 @@ def all_gather_json(
     if world_size == 1:
         return [json.loads(entry)[1]]
     everyone = dist.group.WORLD if group is None else group
-    assert everyone is not None, "it has ranks"
+    assert everyone is not None, "there is a process group"
     store, limit = bounded_store(), timeout.total_seconds()
     place = f"{everyone.group_name}/{thread}" if thread else everyone.group_name
     number = store.calls[place] = store.calls[place] + 1
@@ -139,7 +139,7 @@ def all_gather_json(
         else:
             rows = _await(store, lambda given: _all_of(given, entries), deadline, missing)
             store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
-            # A rank that has set its entry now has read the last list.
+            # All ranks have read the previous list, since they have set their entries for this one.
             store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
         return [json.loads(row)[1] for row in rows]
     except TimeoutError:
@@ -159,8 +159,8 @@ def _await(
     """Call `look` repeatedly, and return its first result that is not empty.
 
     Raises:
-        CommError: `missing()` returned why there will be none.
-        TimeoutError: there is none before the deadline.
+        CommError: `missing()` has returned a reason.
+        TimeoutError: all results before the deadline were empty.
         KeyboardInterrupt: Ctrl-C is pending.
     """
     pause, slow = _FIRST_LOOK, time.monotonic() + SLOW
@@ -168,7 +168,7 @@ def _await(
         if time.monotonic() > deadline:
             raise TimeoutError
         if time.monotonic() > slow:
-            raise_pending_interrupt("what all ranks tell each other")
+            raise_pending_interrupt("an exchange through the store")
             slow = time.monotonic() + SLOW
             if (why := missing()) and not (rows := store.ask(look, _ANSWER)):
                 raise CommError(why)

@@ -1,15 +1,15 @@
-"""Memory of one rank that other ranks on its host can read. It has no file name: nothing remains after the process.
+"""Memory of one rank that other ranks on its host can read. It has no file name, so it does not outlive the process.
 
-The address range is as large as the machine's memory, but takes pages only where it was written; it is not bounded by
-the size of `/dev/shm`. A freed block keeps its pages for the next block, since allocating pages costs more than the
-operation that uses them. Pages that were not used for a step are freed:
+The address range is as large as the machine's memory, and pages are allocated when they are first written. The size of
+`/dev/shm` does not limit it. A freed block keeps its pages for the next block, since allocating pages takes longer than
+the operation that uses them. Pages that were not used for a step are freed:
 
     blocks   | A A A A | . . . . | B B | . . . . . . | . . . . . . . . . . .
     pages    | # # # # | # # # # | # # | . . . . . . | . . . . . . . . . . .
                          warm, taken     cold            never used
                          first
 
-Warm and live pages together never exceed the peak of live pages in this step or the last one by more than 5 %.
+The total of warm and live pages never exceeds the peak of live pages in the last two steps by more than 5 %.
 """
 
 import ctypes
@@ -31,10 +31,10 @@ from shardlite.comm.control.process import Owner
 from shardlite.errors import CommError
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  # Linux has them
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  # only Linux has seals
 _GRAIN = 4096  # bytes: blocks start at a page
 _SLACK = 1.05
-"""Maximum ratio of pages to the peak of live pages."""
+"""Maximum ratio of all pages to the peak of live pages."""
 
 
 class Mapping:
@@ -47,11 +47,11 @@ class Mapping:
         self.nbytes = nbytes
 
     def words(self, start: int, count: int) -> "memoryview[int]":
-        """View `count` words of 32 bits from byte `start`."""
+        """View `count` words of 32 bits, starting at byte `start`."""
         return memoryview(self.memory)[start : start + 4 * count].cast("I")
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """View `numel` elements from byte `start`."""
+        """View `numel` elements, starting at byte `start`."""
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=start)
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -68,18 +68,11 @@ class _Spans:
         self._stops: list[int] = []
         self.nbytes = 0
 
-    @classmethod
-    def of(cls, start: int, stop: int) -> "_Spans":
-        """Return spans of one range."""
-        spans = cls()
-        spans.insert(start, stop)
-        return spans
-
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(list(zip(self._starts, self._stops, strict=True)))
 
     def insert(self, start: int, stop: int) -> None:
-        """Add a range that overlaps none of these, and merge it with adjacent ranges."""
+        """Add a range that does not overlap the existing ranges, and merge it with adjacent ranges."""
         self.nbytes += stop - start
         i = bisect_left(self._starts, start)
         first, last = i, i
@@ -90,38 +83,29 @@ class _Spans:
         self._starts[first:last], self._stops[first:last] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Remove a range that lies within one of these."""
+        """Remove a range that lies within an existing range."""
         self.nbytes -= stop - start
         i = bisect_left(self._stops, stop)
         whole = self._starts[i], self._stops[i]
         left = [part for part in ((whole[0], start), (stop, whole[1])) if part[0] < part[1]]
         self._starts[i : i + 1], self._stops[i : i + 1] = [part[0] for part in left], [part[1] for part in left]
 
-    def without(self, others: "_Spans") -> Iterator[tuple[int, int]]:
-        """Yield the parts of these that are in none of the `others`."""
-        for start, stop in self:
-            for other_start, other_stop in others:
-                if other_stop > start and other_start < stop:
-                    if other_start > start:
-                        yield start, other_start
-                    start = other_stop
-            if start < stop:
-                yield start, stop
-
-
-class _Life(weakref.ref["ctypes.Array[ctypes.c_char]"]):
-    """A weak reference to a block, with a callback for its end. (`weakref.finalize` costs far more.)"""
-
-    __slots__ = ("length", "start")
-    start: int
-    length: int
+    def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of a range that none of these ranges covers."""
+        for own_start, own_stop in self:
+            if own_stop > start and own_start < stop:
+                if own_start > start:
+                    yield start, own_start
+                start = own_stop
+        if start < stop:
+            yield start, stop
 
 
 class _Returns:
-    """Blocks freed by finalizers, which may run inside any code. Holds no reference to the heap."""
+    """Blocks freed by finalizers, which may run inside any code. It holds no reference to the heap."""
 
-    _lives: ClassVar[dict[int, _Life]] = {}
-    """Of all blocks, by their own ids."""
+    _blocks_in_use: ClassVar[dict[int, tuple[object, int, int]]] = {}
+    """Weak reference, start and length of all blocks in use, by the id of the reference."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -130,25 +114,24 @@ class _Returns:
         """Start, length, and whether the pages are already freed."""
 
         self.for_good = False
-        """Whether no further allocation is expected, so that pages are freed at once."""
+        """Whether to free the pages of blocks at once, because no further allocation is expected."""
 
     def expect(self, block: "ctypes.Array[ctypes.c_char]", start: int, length: int) -> None:
-        """Take the place of a block back when the block dies."""
-        life = _Life(block, self._take_back)
-        life.start, life.length = start, length
-        self._lives[id(life)] = life
+        """Reclaim the range of a block when the block is garbage-collected."""
+        reference = weakref.ref(block, self._reclaim)  # `weakref.finalize` takes much longer
+        self._blocks_in_use[id(reference)] = reference, start, length
 
-    def _take_back(self, life: _Life) -> None:
-        del self._lives[id(life)]
+    def _reclaim(self, reference: object) -> None:
+        _, start, length = self._blocks_in_use.pop(id(reference))
         dropped = self.for_good
         if dropped:
-            self.drop_pages(life.start, life.start + life.length)
-        self.blocks.append((life.start, life.length, dropped))
+            self.drop_pages(start, start + length)
+        self.blocks.append((start, length, dropped))
 
     def drop_pages(self, start: int, stop: int) -> None:
-        """Free pages. The range reads as zero afterwards, in every process.
+        """Free pages. Afterwards the range reads as zero in every process.
 
-        No effect in a forked child, which does not know what its parent has stored there since.
+        Has no effect in a forked child, because the parent may have allocated the range since.
         """
         if self.owner.is_here:
             self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
@@ -160,9 +143,9 @@ def physical_memory() -> int:
 
 
 def make_memory(nbytes: int) -> int:
-    """Make shared memory without a name, and return its descriptor. It takes pages only as it is written.
+    """Create shared memory without a name, and return its descriptor. Pages are allocated when they are written.
 
-    Its size is sealed, because a process that reads past the end of a shrunk file is killed.
+    Its size is sealed, because the system kills a process that reads past the end of a shrunk file.
     """
     descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, nbytes)
@@ -182,12 +165,11 @@ class Heap(Mapping):
         nbytes = physical_memory() + reserved
         self.descriptor = make_memory(nbytes)
         super().__init__(self.descriptor)
-        start = _rounded_up(reserved)
-        self.reserved = start
+        self.reserved = _rounded_up(reserved)
         self._lock = threading.RLock()
-        self._changing = False  # a finalizer may run inside a change, on the same thread
+        self._changing = False  # whether a change is in progress; a finalizer may run inside it, on the same thread
         self._cold, self._warm = _Spans(), _Spans()  # free ranges
-        self._cold.insert(start, nbytes // _GRAIN * _GRAIN)
+        self._cold.insert(self.reserved, nbytes // _GRAIN * _GRAIN)
         self._used_lately = _Spans()  # free ranges that were freed since the last `trim`
         self._returns = _Returns(self.memory)
         self._live = self._most = self._most_before = 0
@@ -195,7 +177,7 @@ class Heap(Mapping):
 
     @property
     def live(self) -> int:
-        """Bytes in blocks, in whole pages."""
+        """Bytes of live blocks, rounded up to pages."""
         with self._change():
             return self._live
 
@@ -205,13 +187,8 @@ class Heap(Mapping):
         with self._change():
             return self._warm.nbytes
 
-    @property
-    def resident(self) -> int:
-        """Bytes of pages that this memory takes."""
-        return os.fstat(self.descriptor).st_blocks * 512
-
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate a block of uninitialized bytes, [nbytes]. It is freed when no tensor views it any more. Thread-safe.
+        """Allocate a block of uninitialized bytes, [nbytes]. It is freed with the last tensor on it. Thread-safe.
 
         Raises:
             CommError: there is no free range of this size, or this is a forked child.
@@ -220,13 +197,13 @@ class Heap(Mapping):
             return torch.empty(0, dtype=torch.uint8)
         self._returns.owner.check()
         with self._change() as possible:
-            assert possible, "no finaliser asks for memory"
+            assert possible, "finalizers do not allocate"
             self._returns.for_good = False
             length = _rounded_up(nbytes)
             start = self._take(length)
             self._live += length
             self._most = max(self._most, self._live)
-            # Free ranges may be too short for later blocks: limit warm pages to what was needed lately.
+            # Free ranges may be too short for later blocks, so limit warm pages to the recent peak.
             self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
         block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
         tensor = torch.frombuffer(block, dtype=torch.uint8)
@@ -234,29 +211,30 @@ class Heap(Mapping):
         return tensor
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free pages that were not used since the last call, or all free pages except `keep` bytes.
+        """Free the pages that were not used since the last call, or all unused pages except `keep` bytes.
 
         `keep=0` also applies to blocks that are freed later, until the next allocation or the next call.
         """
-        if not self._returns.owner.is_here:  # the lock may be held by a thread that does not exist in a forked child
+        if not self._returns.owner.is_here:  # in a forked child, a thread that does not exist there may hold the lock
             return
         with self._change() as possible:
             self._returns.for_good = keep == 0
-            if not possible:  # called by a finalizer; blocks freed from now on lose their pages at once
+            if not possible:  # called by a finalizer
                 return
             if keep is not None:
                 self._keep_to(keep)
                 return
-            for start, stop in list(self._warm.without(self._used_lately)):
-                self._cool(start, stop)
+            for span in self._warm:
+                for start, stop in self._used_lately.gaps(*span):
+                    self._cool(start, stop)
             self._used_lately = _Spans()
             self._most_before, self._most = self._most, self._live
 
     @contextmanager
     def _change(self) -> Iterator[bool]:
-        """Lock the free ranges, after adding freed blocks to them. Yield whether they may be changed.
+        """Lock the free ranges, and add freed blocks to them. Yield whether the free ranges may be changed.
 
-        They may not in a finalizer that runs while this thread changes them.
+        They must not be changed in a finalizer that runs while this thread changes them.
         """
         with self._lock:
             if self._changing:
@@ -270,7 +248,7 @@ class Heap(Mapping):
                 self._changing = False
 
     def _take(self, length: int) -> int:
-        """Take the smallest warm range that is long enough; otherwise a range with as many warm pages as possible."""
+        """Take the shortest warm range that is long enough, or a range that includes cold pages if there is none."""
         fitting = [(stop - start, start) for start, stop in self._warm if stop - start >= length]
         if fitting:
             _, start = min(fitting)
@@ -280,7 +258,7 @@ class Heap(Mapping):
             place = self._take_cold(length)
             if place is not None:
                 return place
-            for span in self._warm:  # merged with adjacent cold ranges it may be long enough
+            for span in self._warm:  # merged with adjacent cold ranges, one may be long enough
                 self._cool(*span)
         raise CommError(f"no room for {length} bytes in the {self.nbytes} bytes that ranks of this host share")
 
@@ -305,11 +283,11 @@ class Heap(Mapping):
                 self._cold.insert(start, start + length)
                 continue
             self._warm.insert(start, start + length)
-            for part in list(_Spans.of(start, start + length).without(self._used_lately)):
+            for part in self._used_lately.gaps(start, start + length):
                 self._used_lately.insert(*part)
 
     def _keep_to(self, limit: int) -> None:
-        """Limit warm ranges to `limit` bytes. Shorter ranges are cooled first."""
+        """Limit warm ranges to `limit` bytes. Longer ranges are cooled first."""
         if self._warm.nbytes <= limit:
             return
         for start, stop in sorted(self._warm, key=lambda span: span[0] - span[1]):
@@ -325,7 +303,7 @@ class Heap(Mapping):
 
 
 def lazy_zeros(nbytes: int) -> Tensor:
-    """Return private zeroed memory [nbytes] as bytes. It takes pages only as it is written."""
+    """Return private zeroed memory [nbytes] as bytes. Pages are allocated when they are first written."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

@@ -1,17 +1,17 @@
 """Mailboxes in shared memory: announcements of messages between ranks of one host, and receipts for them.
 
-Each rank has control words at the start of its heap. Other ranks write to them, each to its own words. The bell is the
+Each rank has control words at the start of its heap. Every other rank writes to separate words of them. The bell is the
 only word with several writers:
 
-    bell | whether this rank has given up | per peer: how many announcements it has read | per peer: announcements
+    bell | whether this rank has failed | per peer: how many announcements it has read | per peer: announcements
 
-An announcement is written before its number. x86 keeps the order of writes, so a rank that sees the number sees the
-rest. A place is reused once it was read, and every waiting rank reads announcements. Receipts are separate: a word in
-the sender's heap says that its message was taken. So any number of messages may be open, and they may be taken in any
-order.
+An announcement is written before its number. x86 preserves the order of writes, so a rank that reads the number also
+reads the rest of the announcement. The place of an announcement is reused after it was read, and every waiting rank
+reads all announcements. Receipts are separate words in the sender's heap, which mark messages that were taken. So any
+number of messages may be open, and they may be taken in any order.
 
-A waiting rank sleeps until its bell changes (Linux's `futex`). Each ring writes a value that its writer never wrote
-before, so a sleeping rank wakes up even if two ranks ring at once.
+A waiting rank sleeps until its bell changes (Linux's `futex`). Every ring writes a new value, which differs from all
+values written by this rank and by others. So a sleeping rank wakes up even if two ranks ring at once.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ PLACES = 256
 RECEIPTS = 1 << 20
 """Maximum number of open messages of one rank."""
 
-_WORDS = 10  # per announcement: its number, a checksum, and the content
+_WORDS = 10  # per announcement: number, checksum and content
 _CONTENT = struct.Struct("<IIQQQ")  # tag, kind, offset, bytes, receipt
 _BELL, _QUIT, _FIRST = 0, 1, 16
 
@@ -39,15 +39,15 @@ _FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 0x7FFFFFFF  # 202 is the system ca
 
 
 def why_unavailable() -> str:
-    """Return what this machine lacks for shared memory, or `""`.
+    """Return why this machine does not support shared memory, or `""`.
 
-    Other processors than x86 may show a flag to another process before the data that it announces. Preventing that
-    needs memory barriers, which Python does not offer.
+    Processors other than x86 may reorder writes, so another process may see a flag before the data that it announces.
+    This would require memory barriers, which Python does not provide.
     """
     if sys.platform != "linux":
         return f"requires Linux, this is {sys.platform}"
     if platform.machine() not in ("x86_64", "AMD64"):
-        return f"requires an x86-64 processor, which keeps the order of writes; this is {platform.machine()}"
+        return f"requires an x86-64 processor, which preserves the order of writes; this is {platform.machine()}"
     return ""
 
 
@@ -62,20 +62,20 @@ class Announcement(NamedTuple):
     """A message in the heap of its sender."""
 
     number: int
-    """Counts this sender's messages to this rank, from 1."""
+    """Number of the message among this sender's messages to this rank, from 1."""
 
     tag: int
     kind: int
-    """A checksum of its dtype."""
+    """Checksum of the message's dtype."""
 
     offset: int
     nbytes: int
     receipt: int
-    """Byte offset, in the sender's heap, of the word that is set to `number` when the message was taken."""
+    """Byte offset in the sender's heap of the receipt, a word that is set to `number` when the message is taken."""
 
 
 def control_nbytes(world_size: int) -> int:
-    """Return the bytes of a rank's control words and receipts. Receipts that were never used take no pages."""
+    """Return the bytes of a rank's control words and receipts. Unused receipts take no pages."""
     return 4 * (_control_words(world_size) + RECEIPTS)
 
 
@@ -101,16 +101,18 @@ class Control:
         return self._words[_BELL]
 
     def sleep(self, heard: int, seconds: float) -> None:
-        """Sleep until the bell's value differs from `heard`, for `seconds` at most. Other threads run meanwhile."""
+        """Sleep until the bell's value differs from `heard`, for at most `seconds`. Other threads can run meanwhile."""
         assert _system is not None, "see why_unavailable()"
         limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         _system(_FUTEX, ctypes.c_void_p(self._bell), _WAIT, ctypes.c_uint(heard), ctypes.byref(limit), None, 0)
 
     def read(self, source: int, number: int) -> Announcement | None:
-        """Return announcement `number` of rank `source`, or `None` if it is not written yet. Read them in order.
+        """Return announcement `number` of rank `source`, or `None` if it is not written yet.
+
+        The announcements of a rank must be read in order.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the announcement is damaged.
         """
         place = self._announcement(source, number)
         if self._words[place] != number & 0xFFFFFFFF:
@@ -122,14 +124,14 @@ class Control:
         return Announcement(number, *_CONTENT.unpack(content))
 
     def quit(self) -> None:
-        """Mark the owner as given up."""
+        """Mark the owner as failed."""
         self._words[_QUIT] = 1
 
     # ---- by others ------------------------------------------------------------------------------------------------
 
     @property
     def has_quit(self) -> bool:
-        """Whether the owner has given up."""
+        """Whether the owner has failed."""
         return self._words[_QUIT] != 0
 
     def has_place(self, number: int) -> bool:
@@ -137,9 +139,9 @@ class Control:
         return (number - self._words[_FIRST + self._user]) & 0xFFFFFFFF <= PLACES
 
     def announce(self, *messages: Announcement) -> None:
-        """Announce messages of the user to the owner, after those that still wait for a free place.
+        """Announce messages of the user to the owner, after earlier messages that still wait for a free place.
 
-        A peer that waits for anything reads all announcements, so no message has to be taken before another.
+        A waiting owner reads all announcements, so messages can be taken in any order.
         """
         self._unannounced.extend(messages)
         while self._unannounced and self.has_place(self._unannounced[0].number):
@@ -152,7 +154,7 @@ class Control:
             self.ring()
 
     def ring(self) -> None:
-        """Wake the owner, or keep it from going to sleep. Call it from one thread of the user at a time."""
+        """Wake the owner, or keep it from falling asleep. Not thread-safe."""
         assert _system is not None, "see why_unavailable()"
         self._words[_BELL] = self._next_ring & 0xFFFFFFFF
         self._next_ring += self._step
@@ -163,13 +165,13 @@ class Control:
 
 
 class Receipts:
-    """Receipts, after the control words of this rank's heap. Other ranks write them when they have taken a message."""
+    """Receipts, stored after the control words of this rank's heap. Other ranks write them when they take a message."""
 
     def __init__(self, mapping: Mapping, world_size: int) -> None:
         start = _control_words(world_size)
         self._start = start
         self._words = mapping.words(4 * start, RECEIPTS)
-        self._used = 0  # number ever used: later ones have no pages
+        self._used = 0  # number of receipts ever used; the others have no pages
         self._free: list[int] = []
 
     @property
@@ -178,7 +180,7 @@ class Receipts:
         return 4 * self._used
 
     def open(self, number: int) -> int:
-        """Return the byte offset for the receipt of message `number`. Call it from one thread at a time.
+        """Return the byte offset of a receipt for message `number`. Not thread-safe.
 
         Raises:
             CommError: too many messages are open.
@@ -197,7 +199,7 @@ class Receipts:
         return self._words[receipt // 4 - self._start] == number & 0xFFFFFFFF
 
     def close(self, receipt: int) -> None:
-        """Free a receipt for another message."""
+        """Free a receipt, so that another message can use it."""
         self._free.append(receipt // 4 - self._start)
 
 

@@ -1,21 +1,21 @@
-"""Rendezvous: the ranks of one host open each other's memory, whose only name is that of a process's descriptor.
+"""Rendezvous: the ranks of one host open each other's memory, by the file descriptors of the other processes.
 
-    each rank    makes a heap, locks it, and publishes its process, descriptor and inode   (by the store)
+    each rank    creates a heap, locks it, and publishes its process, descriptor and inode   (by the store)
     each rank    opens /proc/PROCESS/fd/DESCRIPTOR of the others, and compares the inode
-    all ranks    publish whether that worked: if it failed on one, no rank uses it         (by the store)
+    all ranks    publish whether this succeeded: if it failed on any rank, no rank uses it   (by the store)
 
-Linux lets a process open this name if it could read the memory of that process anyway (`PTRACE_MODE_READ` in
-ptrace(2)), so only processes of the same user, or privileged ones. No rank listens, so another user has nothing to
-connect to. The inode shows that a later process has not got the number of one that has ended.
+Linux lets a process open this path only if it may read the memory of that process (`PTRACE_MODE_READ` in ptrace(2)). So
+only processes of the same user and privileged processes can open it. No rank listens on a socket, so other users have
+nothing to connect to. Comparing the inode detects a later process that reuses the number of an ended process.
 
-A rank holds the lock until its process ends in any way, which its peers detect. A forked child does not inherit it.
+A rank holds the lock until its process ends for any reason, and its peers detect this. A forked child does not inherit
+the lock.
 """
 
 import fcntl
 import logging
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary, finalize
@@ -34,7 +34,7 @@ _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
 _NAMESPACES = ("/proc/self/ns/pid", "/proc/self/ns/user")
 
 _Address = tuple[int, int, int, int]
-"""Of memory: process, descriptor, and the device and inode that the descriptor has."""
+"""Address of memory: process, descriptor, and the device and inode of the descriptor."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Rendezvous:
 
     neighbours: Neighbours | None
     why_not: str
-    """Why `neighbours` is `None`, equal on every rank."""
+    """The reason if `neighbours` is `None`. It is equal on every rank."""
 
 
 _RENDEZVOUS: "WeakKeyDictionary[dist.ProcessGroup, Rendezvous]" = WeakKeyDictionary()
-"""By group. A rank that is a thread has its own group objects, so no two threads use one entry."""
+"""Results by group. A rank that is a thread has its own group objects, so threads do not share entries."""
 
 
 def rendezvous(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Rendezvous:
-    """Return the ranks of `group` as neighbours, if all are on one host. Collective; the result is cached.
+    """Open the memory of the ranks of `group`, if all are on one host. Collective; the result is cached.
 
     Raises:
         CommError: a rank did not arrive.
@@ -68,13 +68,8 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
         LayoutError: hosts have different numbers of ranks, or the ranks of a host are not consecutive.
     """
     hosts = all_gather_json(group, host_name(), "which host each rank is on", timeout)
-    node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
-    starts = hosts[::node]
-    if (
-        len(hosts) % node
-        or hosts != [host for host in starts for _ in range(node)]
-        or len(set(map(str, starts))) < len(starts)
-    ):
+    node = hosts.count(hosts[0])
+    if hosts != [host for host in dict.fromkeys(hosts) for _ in range(node)]:
         raise LayoutError(
             "algorithm='hierarchical' requires the same number of ranks on each host, numbered consecutively; "
             f"got {[str(host)[:8] for host in hosts]}"
@@ -93,17 +88,19 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
             why_not = f"this system provides no shared memory: {error}"
     rows = all_gather_json(group, (why_not, _reach(), address), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
-    if why_not:  # `p2p` was not requested
+    if why_not:  # the user did not request `p2p`, and might expect shared memory
         log.warning("no shared memory between the ranks of this host: %s", why_not)
     elif len({tuple(row[1]) for row in rows}) > 1:
         apart = len({row[1][0] for row in rows}) > 1
         why_not = f"the ranks are {'on several hosts' if apart else 'in several containers (namespaces) of one host'}"
     if why_not:
         return Rendezvous(None, why_not)
-    assert heap is not None, "or there was a reason"
+    assert heap is not None, "otherwise there is a reason"
     neighbours, failure = None, ""
     try:
-        neighbours = _open_all(rank, heap, [row[2] for row in rows])
+        alive = _Alive()
+        mappings = [heap if r == rank else Mapping(alive.open(r, address)) for r, (_, _, address) in enumerate(rows)]
+        neighbours = Neighbours(rank, heap, mappings, alive)
     except OSError as error:
         failure = f"rank {rank} cannot open the memory of the others: {error}"
     failures = "; ".join(each for each in all_gather_json(group, failure, "memory of one host", timeout) if each)
@@ -123,9 +120,9 @@ def host_name() -> str:
 
 
 def _reach() -> list[str]:
-    """Return a value that is equal for processes that can open each other's descriptors: host, and namespaces.
+    """Return host and namespaces, which are equal for processes that can open each other's descriptors.
 
-    Containers of one host have namespaces of their own, unless they share those of the host.
+    Containers on one host have separate namespaces, unless they share the namespaces of the host.
     """
     try:
         return [host_name(), *map(os.readlink, _NAMESPACES)]
@@ -134,9 +131,9 @@ def _reach() -> list[str]:
 
 
 def _publish(heap: Heap) -> _Address:
-    """Lock memory as that of a living process, and return its address."""
+    """Lock a heap, which shows that its process is alive, and return its address."""
     fcntl.lockf(heap.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    process = os.readlink("/proc/self")  # by the numbers of this /proc
+    process = os.readlink("/proc/self")  # the number of this process in its namespace
     return int(process), heap.descriptor, *_identity(heap.descriptor)
 
 
@@ -145,19 +142,8 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _open_all(rank: int, heap: Heap, addresses: Sequence[_Address]) -> Neighbours:
-    """Map the memory of every other rank.
-
-    Raises:
-        OSError: that of one cannot be opened.
-    """
-    alive = _Alive()
-    mappings = [heap if peer == rank else Mapping(alive.open(peer, at)) for peer, at in enumerate(addresses)]
-    return Neighbours(rank, heap, mappings, alive)
-
-
 class _Alive:
-    """Detects the end of a peer's process by the lock on its memory. Thread-safe."""
+    """Detects the end of a peer's process by the lock on the peer's memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}
@@ -167,7 +153,7 @@ class _Alive:
         """Open the memory of a rank, and return the descriptor.
 
         Raises:
-            OSError: this is not possible, or other memory is there, or its size may change.
+            OSError: the memory cannot be opened, is not the memory of this rank, or may change its size.
         """
         process, number, *identity = address
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
@@ -178,7 +164,7 @@ class _Alive:
 
     def __call__(self, peer: int) -> bool:
         try:
-            fcntl.lockf(self._descriptors[peer], fcntl.LOCK_SH | fcntl.LOCK_NB)  # other peers may have it, too
+            fcntl.lockf(self._descriptors[peer], fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other peers may hold it, too
         except BlockingIOError:
             return True
         return False

@@ -1,13 +1,13 @@
 """Shared-memory transport: a message stays in the memory of its sender, where the receiver reads it.
 
-    sender      announces it in the receiver's mailbox, and waits until it was taken
-    receiver    copies it to its place, or reads it in place; then signs the receipt
+    sender      announces the message in the receiver's mailbox, and waits until it was taken
+    receiver    copies the message to its destination, or reads it in place; then signs the receipt
 
-So a message is copied once at most. It is copied once more if it is not in the shared heap: allocate buffers that are
-sent by `empty`.
+So a message is copied at most once. A message outside the shared heap is copied a second time. To avoid this, allocate
+buffers for sending with `empty`.
 
 A waiting thread also takes messages for other threads of its process, so ranks may wait in any order. A rank whose wait
-fails gives up and marks itself so: messages that it has announced may change from then on.
+fails marks itself as failed, because messages that it has announced may change from then on.
 """
 
 import ctypes
@@ -42,22 +42,26 @@ _LIVENESS = 0.05
 """Seconds between two checks whether the other ranks are alive."""
 
 _TRIES = 3
-"""Number of mailbox reads before a thread sleeps, which costs more than a short wait."""
+"""Number of mailbox reads before a thread sleeps. Sleeping takes longer than a short wait."""
 
 _MANY_TRIES = 100
-"""The same for the main thread if each rank has a core: a quarter of a millisecond in which no other thread runs."""
+"""Number of mailbox reads of the main thread if each rank has a core. They take about 0.25 ms, in which no other thread
+runs.
+"""
 
 _HALF = PLACES // 2
 
 
 class Neighbours:
-    """The ranks of one host, as seen by one of them: their memory, and open messages with them."""
+    """The ranks of one host, as seen by one of them: their memory, and the open messages between them and this rank."""
 
     def __init__(self, rank: int, heap: Heap, mappings: Sequence[Mapping], alive: Callable[[int], bool]) -> None:
         self.rank = rank
         self.heap = heap
         self.world_size = len(mappings)
-        self._mappings = mappings
+        self.mappings = mappings
+        """Memory of all ranks."""
+
         self._alive = alive
         self._controls = [Control(each, rank, self.world_size) for each in mappings]
         self._mine = self._controls[rank]
@@ -65,7 +69,7 @@ class Neighbours:
         self._others = [r for r in range(self.world_size) if r != rank]
         self._sent = [0] * self.world_size
         self._seen = [0] * self.world_size
-        self._receipts = Receipts(heap, self.world_size)
+        self.receipts = Receipts(heap, self.world_size)
         self._words = [each.words(0, each.nbytes // 4) for each in mappings]
         self._untaken: dict[tuple[int, int], Tensor] = {}  # by peer and number
         self._expected: dict[_Route, deque[_Arriving]] = {}
@@ -77,12 +81,12 @@ class Neighbours:
         self._ledger = Ledger()
 
     def held(self) -> dict[str, Held]:
-        """Return the bytes of message copies, of control words, and of pages kept for the next block."""
-        control, idle = self._mine.nbytes + self._receipts.nbytes, self.heap.warm
+        """Return the bytes of message copies, control words, and pages that are kept for the next block."""
+        control, idle = self._mine.nbytes + self.receipts.nbytes, self.heap.warm
         return {**self._ledger.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
-        """Announce a message [n], at once or when the peer has read enough earlier announcements."""
+        """Announce a message [n], at once or after the peer has read enough earlier announcements."""
         offset = self.heap.offset_of(tensor)
         if offset is None:
             copy = self.heap.empty(tensor.nbytes).view(tensor.dtype)
@@ -92,7 +96,7 @@ class Neighbours:
             assert offset is not None, "it was allocated there"
         with self._lock:
             number = self._sent[peer] + 1
-            receipt = self._receipts.open(number)
+            receipt = self.receipts.open(number)
             self._sent[peer] = number
             announcement = Announcement(number, tag, _kind(tensor.dtype), offset, tensor.nbytes, receipt)
             self._untaken[peer, number] = tensor
@@ -100,7 +104,7 @@ class Neighbours:
         return _Departing(self, peer, tag, tensor.numel(), tensor.dtype, limit, tensor, announcement)
 
     def expect(self, arriving: "_Arriving") -> "_Arriving":
-        """Match `arriving` with the first unmatched message of its peer and tag, now or when it arrives."""
+        """Match `arriving` with the first unmatched message from its peer with its tag, now or on arrival."""
         route = arriving.peer, arriving.tag
         with self._lock:
             announcement = _next(self._early, route)
@@ -111,11 +115,10 @@ class Neighbours:
         return arriving
 
     def wait(self, message: "_InFlight", done: Callable[[], bool]) -> None:
-        """Wait until `done`, which depends on the peer of `message`. Take all messages that arrive meanwhile.
+        """Wait until `done()`, which depends on the peer of `message`. Take all messages that arrive meanwhile.
 
         Raises:
-            CommError: the peer is gone, a rank has given up, a header is damaged, or nothing happened within the limit
-                of `message`.
+            CommError: the peer has ended, a rank has failed, a header is damaged, or the wait timed out.
         """
         with self._lock:
             self._waiting += 1
@@ -150,17 +153,17 @@ class Neighbours:
                 if why := reports.deadlock_reason():
                     self.fail(message, why)
             if left <= 0:
-                limit = f"{message.limit:g} s"
-                self.fail(message, f"nothing happened within {limit}. The peer is late or does another operation.")
+                why = f"nothing happened within {message.limit:g} s. The peer is late or runs a different operation."
+                self.fail(message, why)
             self._mine.sleep(heard, min(left, _LIVENESS))
             if self._mine.bell() == heard and (missing := self._missing(message.peer)):
-                self.progress(message)  # the peer may have done its part just before it ended
+                self.progress(message)  # the peer may have answered just before it ended
                 if done():
                     return
                 self.fail(message, missing)
 
     def progress(self, waiting: "_InFlight") -> None:
-        """Read all announcements, and copy messages that have a destination. Errors name the message `waiting`."""
+        """Read all announcements, and copy all messages that have a destination. Errors name the message `waiting`."""
         with self._lock:
             for peer in self._others:
                 self._controls[peer].announce()
@@ -168,15 +171,19 @@ class Neighbours:
                     while (announcement := self._mine.read(peer, self._seen[peer] + 1)) is not None:
                         self._seen[peer] += 1
                         if announcement.number % _HALF == 0:
-                            self._controls[peer].ring()  # it may wait for a place
+                            self._controls[peer].ring()  # the peer may wait for a free place
                         self._check_bounds(peer, announcement)
-                        self._sort(peer, announcement)
+                        route = peer, announcement.tag
+                        if (arriving := _next(self._expected, route)) is not None:
+                            self._match(arriving, announcement)
+                        else:
+                            self._early.setdefault(route, deque()).append(announcement)
                 except ValueError as error:
-                    self.fail(waiting, f"rank {peer} sent what cannot be read: {error}")
+                    self.fail(waiting, f"rank {peer} sent unreadable data: {error}")
         while self._to_copy:
             try:
                 arriving = self._to_copy.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has taken the last one
                 return
             arriving.copy()
             self.acknowledge(arriving)
@@ -185,38 +192,26 @@ class Neighbours:
         """Check that a message and its receipt are inside the peer's heap.
 
         Raises:
-            ValueError: one of them is not.
+            ValueError: the message or the receipt is outside.
         """
         number, _, _, start, length, receipt = announcement
-        nbytes = self._mappings[peer].nbytes
+        nbytes = self.mappings[peer].nbytes
         if start + length > nbytes or receipt + 4 > nbytes or receipt % 4:
             raise ValueError(
                 f"the header of its message {number} names bytes {start} to {start + length} and receipt {receipt} of "
                 f"{nbytes} bytes"
             )
 
-    def _sort(self, peer: int, announcement: Announcement) -> None:
-        route = peer, announcement.tag
-        arriving = _next(self._expected, route)
-        if arriving is not None:
-            self._match(arriving, announcement)
-        else:
-            self._early.setdefault(route, deque()).append(announcement)
-
     def _match(self, arriving: "_Arriving", announcement: Announcement) -> None:
         arriving.announcement = announcement
         if arriving.tensor is not None and arriving.fits(announcement):
             self._to_copy.append(arriving)
 
-    def mapping(self, peer: int) -> Mapping:
-        """Return the memory of a rank."""
-        return self._mappings[peer]
-
     def acknowledge(self, arriving: "_Arriving") -> None:
         """Sign the receipt of a message.
 
         Raises:
-            CommError: its sender has given up, so that the message may have changed.
+            CommError: the sender has failed, so the message may have changed.
         """
         assert arriving.announcement is not None, "it has arrived"
         peer = arriving.peer
@@ -227,35 +222,32 @@ class Neighbours:
             arriving.taken = True
             self._controls[peer].ring()
             if self._waiting > 1 and arriving.tensor is not None:
-                self._mine.ring()  # another thread may be waiting for this one
-
-    def was_taken(self, announcement: Announcement) -> bool:
-        """Return whether a message of this rank was taken, so that it may be overwritten."""
-        return self._receipts.is_signed(announcement.receipt, announcement.number)
+                self._mine.ring()  # another thread may be waiting for this message
 
     def release(self, peer: int, announcement: Announcement) -> None:
-        """Release a message that was taken."""
+        """Release the memory of a message that was taken."""
         if self._untaken.pop((peer, announcement.number), None) is not None:
-            self._receipts.close(announcement.receipt)
+            self.receipts.close(announcement.receipt)
 
     def is_gone(self, peer: int) -> bool:
         """Return whether the process of a rank has ended."""
         return peer != self.rank and not self._alive(peer)
 
     def _missing(self, peer: int) -> str:
-        """Return which ranks will never answer a rank that waits for `peer`, or `""`.
+        """Return which ranks prevent an answer from `peer`, or `""`.
 
-        Other ranks that are gone may have finished first. If they were needed, the rank that waits for them gives up.
+        Other ranks that have ended may have finished normally. If they were still needed, the rank that waits for them
+        fails and marks itself.
         """
-        quitters = [r for r in self._others if self._controls[r].has_quit]
-        gone = [r for r in self._others if r not in quitters and self.is_gone(r)]
-        if not quitters and peer not in gone:
+        failed = [r for r in self._others if self._controls[r].has_quit]
+        gone = [r for r in self._others if r not in failed and self.is_gone(r)]
+        if not failed and peer not in gone:
             return ""
-        said = [f"rank {r} is gone: its process has ended." for r in gone]
-        return " ".join([*said, *(f"rank {r} has given up: an operation of its own failed." for r in quitters)])
+        reasons = [f"rank {r} is gone: its process has ended." for r in gone]
+        return " ".join([*reasons, *(f"rank {r} has given up, because an operation of it failed." for r in failed)])
 
     def fail(self, message: "_InFlight", why: str) -> NoReturn:
-        """Give up, and wake the other ranks.
+        """Mark this rank as failed, wake the other ranks, and raise an error.
 
         Raises:
             CommError: always.
@@ -270,9 +262,9 @@ class Neighbours:
 
 
 class SharedMemoryTransport(Transport):
-    """Messages between the processes of one host, each completed within `timeout` of being waited for.
+    """Messages between the processes of one host. A wait for a message takes at most `timeout`.
 
-    After a wait has ended in a `CommError`, the connection is closed for good, as over gloo, and the run must end.
+    After a wait has raised a `CommError`, the transport is unusable, as over gloo, and the run must end.
     """
 
     lends = True
@@ -285,11 +277,11 @@ class SharedMemoryTransport(Transport):
         self.world_size = neighbours.world_size
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return uninitialized memory [nbytes] that is sent from without a copy."""
+        """Return uninitialized memory [nbytes] from which tensors are sent without a copy."""
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free pages that were not used since the last call, or all free pages except `keep` bytes."""
+        """Free the pages that were not used since the last call, or all unused pages except `keep` bytes."""
         self._neighbours.heap.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:
@@ -326,7 +318,7 @@ class _InFlight:
     dtype: torch.dtype
     limit: float
     tensor: Tensor | None = None
-    """What is sent, or the destination of what is received. `None` if it is read in place."""
+    """Tensor that is sent, or destination of a received message. `None` if the message is read in place."""
 
     announcement: Announcement | None = None
     direction = "receiving from"
@@ -350,13 +342,13 @@ class _Departing(_InFlight):
         if not self.over:
             assert self.announcement is not None, "it was announced"
             self.neighbours.wait(self, self.was_taken)
-            self.over = True
+            self.over = True  # the receipt may be reused for another message
             self.neighbours.release(self.peer, self.announcement)
 
     def was_taken(self) -> bool:
         """Return whether the peer has taken the message."""
         assert self.announcement is not None, "it was announced"
-        return self.neighbours.was_taken(self.announcement)
+        return self.neighbours.receipts.is_signed(self.announcement.receipt, self.announcement.number)
 
 
 @dataclass(eq=False)
@@ -366,32 +358,29 @@ class _Arriving(_InFlight):
     taken: bool = False
 
     def wait(self) -> None:
-        """Wait until the message was copied to `tensor`."""
-        self.neighbours.wait(self, self._is_taken)
+        """Wait until the message has been copied to `tensor`."""
+        self.neighbours.wait(self, lambda: self._has_arrived() and self.taken)
 
     def look(self) -> Tensor:
-        """Wait for the message, and view it in the sender's memory until `give_back()`."""
+        """Wait for the message, and return a view of the sender's memory, which is valid until `give_back()`."""
         self.neighbours.wait(self, self._has_arrived)
         assert self.announcement is not None, "it has arrived"
-        return self.neighbours.mapping(self.peer).tensor(self.announcement.offset, self.numel, self.dtype)
+        return self.neighbours.mappings[self.peer].tensor(self.announcement.offset, self.numel, self.dtype)
 
     def give_back(self) -> None:
         """Allow the sender to overwrite the message."""
         self.neighbours.acknowledge(self)
 
     def copy(self) -> None:
-        """Copy the message to `tensor` as bytes. Memory meters would count a tensor that views the peer's memory."""
+        """Copy the message to `tensor` as bytes, because memory meters would count a tensor on the peer's memory."""
         assert self.tensor is not None, "it is not read in place"
         assert self.announcement is not None, "it has arrived"
-        source = self.neighbours.mapping(self.peer).address + self.announcement.offset
+        source = self.neighbours.mappings[self.peer].address + self.announcement.offset
         ctypes.memmove(self.tensor.data_ptr(), source, self.announcement.nbytes)
 
     def fits(self, announcement: Announcement) -> bool:
         """Return whether a message has the expected size and dtype."""
         return (announcement.nbytes, announcement.kind) == (self.numel * self.dtype.itemsize, _kind(self.dtype))
-
-    def _is_taken(self) -> bool:
-        return self._has_arrived() and self.taken
 
     def _has_arrived(self) -> bool:
         if self.announcement is not None and not self.fits(self.announcement):
@@ -400,7 +389,7 @@ class _Arriving(_InFlight):
 
 
 def _next(queues: dict[_Route, deque[_T]], route: _Route) -> _T | None:
-    """Take the first in the queue of a route, or `None`. Empty queues are deleted, because there are many routes."""
+    """Take the first item of a route's queue, or return `None`. Empty queues are deleted, as there are many routes."""
     queue = queues.get(route)
     if queue is None:
         return None

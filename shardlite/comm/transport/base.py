@@ -1,4 +1,4 @@
-"""The interface of a transport: rank, send, receive, wait. Knows nothing of process groups."""
+"""The interface of a transport: rank, send, receive, wait. It does not depend on process groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shardlite.telemetry import Held
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor sent to rank `peer` if `outgoing`, else received from it."""
+    """A tensor that is sent to rank `peer` if `outgoing`, and received from it otherwise."""
 
     tensor: Tensor
     peer: int
@@ -22,21 +22,21 @@ class Message:
 
     @property
     def route(self) -> str:
-        """Direction and peer, for error messages."""
+        """Return direction and peer, for error messages."""
         return f"{'sending to' if self.outgoing else 'receiving from'} rank {self.peer}"
 
 
 class Pending(Protocol):
-    """Messages in flight. Keeps their tensors alive; the caller must not touch them until `wait` has returned."""
+    """Messages in flight. Keeps their tensors alive. The caller must not touch the tensors before `wait` returns."""
 
     def wait(self) -> None:
-        """Wait until the tensor may be reused (sent) or read (received).
+        """Wait until sent tensors may be reused and received tensors may be read.
 
-        If the transport is `blocking`, the host waits. Otherwise the device's current stream does: operations enqueued
-        on it afterwards may use the tensor, and the call returns at once.
+        If the transport is `blocking`, the host waits. Otherwise only the device's current stream waits: the call
+        returns at once, and operations enqueued on the stream afterwards may use the tensors.
 
         Raises:
-            CommError: the peer failed, sent something else, or stayed silent for longer than the transport's timeout.
+            CommError: the peer failed, sent a different message, or did not respond within the transport's timeout.
         """
 
 
@@ -44,7 +44,7 @@ class Loan(Protocol):
     """A message that is read in the sender's memory."""
 
     def look(self) -> Tensor:
-        """Wait for the message, and return it. It must not be written, nor read after `give_back`.
+        """Wait for the message and return it. The caller must not write to it, nor read it after `give_back`.
 
         Raises:
             CommError: as `Pending.wait`.
@@ -54,7 +54,7 @@ class Loan(Protocol):
         """Allow the sender to overwrite the message.
 
         Raises:
-            CommError: the sender gave up before, so that the data read may be wrong.
+            CommError: the sender had failed, so the data that was read may be wrong.
         """
 
 
@@ -62,15 +62,16 @@ class Holder(Protocol):
     """Reports memory by purpose."""
 
     def held(self) -> dict[str, Held]:
-        """Return bytes by purpose."""
+        """Return the bytes held for each purpose."""
 
 
 class Transport:
     """Messages between ranks, the base class of all transports.
 
-    Messages from one rank to another with the same tag arrive in the order sent; different tags are independent.
-    Tensors are contiguous and 1-D, of any dtype; sender and receiver agree on numel and dtype. Several threads may use
-    one transport at once if their tags differ. A transport that guarantees less documents it.
+    Messages from one rank to another with the same tag arrive in the order in which they were sent. Messages with
+    different tags are independent. Tensors are contiguous and 1-D, of any dtype. Sender and receiver must use the same
+    numel and dtype. Several threads may use one transport at once if their tags differ. A transport that guarantees
+    less documents the difference.
     """
 
     rank: int
@@ -80,39 +81,39 @@ class Transport:
     """Number of ranks."""
 
     batched = False
-    """Whether messages that depend on each other must go in one `exchange`.
+    """Whether the transport only supports `exchange`.
 
-    `isend` and `irecv` then wait for their peer in the order of the calls, and two ranks that call them in opposite
-    order deadlock.
+    Exchanges of such a transport wait for their peers in the order of the calls. Two ranks that start a send and a
+    receive in opposite order would deadlock, so messages that depend on each other must be in one `exchange`.
     """
 
     blocking = True
-    """Whether waits block the host, so that a caller with other work needs a thread for them."""
+    """Whether waits block the host. A caller that has other work to do then needs a thread for them."""
 
     lends = False
     """Whether messages can be read in the sender's memory, by `borrow`."""
 
     algorithm: Algorithm = "ring"
-    """The schedule of collectives: that of `algorithm="auto"`, unless `connect` sets the one that a route names."""
+    """The schedule of collectives. The class's value applies to `algorithm="auto"`; `connect` sets any other."""
 
     node = 1
-    """Number of ranks per node for the hierarchical schedule; otherwise 1."""
+    """Number of ranks per node for the hierarchical schedule. It is 1 for all other schedules."""
 
     holder: Holder | None = None
-    """Reports the memory of messages, without that of callers. Transports may share one."""
+    """Reports the memory that the transport holds for messages. Several transports may share a holder."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return uninitialised memory [nbytes] from which sending costs least."""
+        """Return uninitialized memory [nbytes] from which tensors can be sent without a copy, where possible."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return uninitialised memory [nbytes] for a buffer on a GPU that is kept, and sent or received many times."""
+        """Return uninitialized memory [nbytes] for a long-lived GPU buffer that is sent or received many times."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free memory that was not used since the last call, or all free memory except `keep` bytes.
+        """Release unused memory to the system: memory unused since the last call, or all except `keep` bytes.
 
-        A no-op where the memory belongs to PyTorch's allocators.
+        Has no effect if the memory belongs to PyTorch's allocators.
         """
 
     def is_gone(self, peer: int) -> bool:
@@ -128,32 +129,17 @@ class Transport:
         raise NotImplementedError
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
-        """Expect the next `numel` elements with `tag` from rank `peer`, to be read in the sender's memory."""
+        """Expect the next message with `tag` from rank `peer`, [numel], to be read in the sender's memory."""
         raise NotImplementedError(f"{type(self).__name__} does not lend")
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Start all `messages`. None waits for another; those of one route keep their order.
+        """Start all `messages` together. Messages with the same peer and direction keep their order.
 
-        Receives start first, so that early messages have a destination.
+        Receives start first, so that messages that arrive early have a destination.
         """
         arriving = [self.irecv(each.tensor, each.peer, tag) for each in messages if not each.outgoing]
         departing = [self.isend(each.tensor, each.peer, tag) for each in messages if each.outgoing]
-        return _PendingGroup([*arriving, *departing])
-
-
-class BatchedTransport(Transport):
-    """A transport whose messages are exchanges on the device's current stream. Subclasses have `exchange`."""
-
-    batched = True
-    blocking = False
-
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending `tensor` to rank `peer`: an exchange of one message."""
-        return self.exchange([Message(tensor, peer, outgoing=True)], tag)
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving from rank `peer` into `tensor`: an exchange of one message."""
-        return self.exchange([Message(tensor, peer, outgoing=False)], tag)
+        return PendingGroup([*arriving, *departing])
 
 
 class Completed:
@@ -164,23 +150,24 @@ class Completed:
 
 
 def check_on_host(who: str, tensor: Tensor) -> None:
-    """Check that transport `who`, which reads host memory, can send a tensor or receive into it.
+    """Check that `tensor` is in host memory, which the transport named `who` reads and writes.
 
     Raises:
-        LayoutError: the tensor is on a device.
+        LayoutError: the tensor is on another device.
     """
     assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
     assert tensor.is_contiguous(), "a message is contiguous"
-    if tensor.device.type != "cpu":  # its address would be "bad" at best, and a crash at worst
+    if tensor.device.type != "cpu":  # using its address would fail at best, and crash the process at worst
         raise LayoutError(f"{who} sends CPU tensors, got one on {tensor.device}")
 
 
 @dataclass(frozen=True)
-class _PendingGroup:
+class PendingGroup:
     """Several messages as one `Pending`."""
 
     parts: Sequence[Pending]
 
     def wait(self) -> None:
+        """Wait for all messages."""
         for part in self.parts:
             part.wait()

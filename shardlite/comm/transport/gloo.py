@@ -5,12 +5,12 @@
 | `GlooTransport` | CPU tensors | one message per call |
 | `StagedTransport` | CUDA tensors over gloo, which cannot send them | each message is copied through host memory |
 
-Failures of `torch.distributed` become `CommError`s that name both ranks. `nccl.py` does the same over NCCL.
+Failures of `torch.distributed` are raised as `CommError`s that name both ranks. `nccl.py` does the same over NCCL.
 
-Operations that run at the same time over a backend without tags each need a connection of their own (`reconnect`).
-`dist.new_group` does not suit a library: its groups are never freed before the program ends, it deadlocks if ranks are
-in different numbers of groups (it names a group by that number), and where the default group is bound to a device, all
-ranks of the program have to call it. A backend that is created directly has none of these problems.
+Over a backend without tags, operations that run concurrently need separate connections (`reconnect`). `dist.new_group`
+does not suit a library, for three reasons. Its groups are only freed when the program ends. It deadlocks if ranks are
+in different numbers of groups, because the number is part of the group's name. And if the default group is bound to a
+device, all ranks of the program must call it. A backend that is created directly has none of these problems.
 """
 
 import os
@@ -39,39 +39,35 @@ from shardlite.telemetry import Ledger
 
 
 class Posted(NamedTuple):
-    """Messages, or a whole collective, and what their errors report.
-
-    Without a `timeout` the process group's own applies.
-    """
+    """Messages or a whole collective, described for errors."""
 
     rank: int
     messages: Sequence[Message] = ()
     tag: int = 0
     timeout: timedelta | None = None
+    """Timeout of each wait. `None` uses the timeout of the process group."""
+
     collective: str = ""
     tensors: Sequence[Tensor] = ()
-    """Of the collective."""
+    """Tensors of the collective."""
 
     def failed(self, why: str) -> CommError:
-        """Return the error for these messages."""
-        limit = "" if self.timeout is None else f", timeout {self.timeout.total_seconds():g} s"
-        return CommError(f"{self.describe()}{limit}. {why}")
-
-    def describe(self) -> str:
-        """Say what has failed."""
+        """Return a `CommError` that describes the messages or the collective, and gives the reason `why`."""
         if self.collective:
-            return f"rank {self.rank} in {self.collective} failed: {max(each.nbytes for each in self.tensors)} bytes"
-        doing = " and ".join(dict.fromkeys(message.route for message in self.messages))
-        nbytes = sum(message.tensor.nbytes for message in self.messages)
-        return f"rank {self.rank} {doing} failed: {nbytes} bytes, tag {self.tag}"
+            what, doing, nbytes = "", f"in {self.collective}", max(each.nbytes for each in self.tensors)
+        else:
+            what, doing = f", tag {self.tag}", " and ".join(dict.fromkeys(message.route for message in self.messages))
+            nbytes = sum(message.tensor.nbytes for message in self.messages)
+        limit = "" if self.timeout is None else f", timeout {self.timeout.total_seconds():g} s"
+        return CommError(f"rank {self.rank} {doing} failed: {nbytes} bytes{what}{limit}. {why}")
 
     def refused(self, error: RuntimeError) -> CommError:
         """Return the `CommError` for an error of the backend."""
-        return self.failed(f"The peer died, is late or does another operation. The backend says: {error}")
+        return self.failed(f"The peer died, is late, or runs a different operation. The backend reports: {error}")
 
 
 class InFlight(NamedTuple):
-    """Messages in the backend. Holds their tensors, because gloo keeps only the addresses."""
+    """Messages that the backend has started. Keeps references to their tensors, because gloo keeps only addresses."""
 
     works: Sequence[dist.Work]
     posted: Posted
@@ -79,10 +75,10 @@ class InFlight(NamedTuple):
     """Closes the connections, which ends all waits on them."""
 
     def wait(self) -> None:
-        """Wait for all messages, each for at most the timeout.
+        """Wait for all messages, for at most the timeout per message.
 
         A wait in the backend blocks its thread. The program's thread must stay interruptible and check for failures of
-        other ranks, so it lets another thread wait there.
+        other ranks. So it lets another thread wait in the backend.
         """
         reports = reports_of_thread()
         if reports is None or self.posted.timeout is None or current_thread() is not main_thread():
@@ -109,7 +105,7 @@ class InFlight(NamedTuple):
 
 
 class _Waiter:
-    """A thread that waits in the backend for the program's thread; a new one while the last one is blocked."""
+    """A thread that waits in the backend on behalf of the program's thread. It is replaced while it is blocked."""
 
     def __init__(self) -> None:
         self._queue: ThreadQueue | None = None
@@ -123,7 +119,7 @@ class _Waiter:
         return self._latest
 
     def forget(self) -> None:
-        """Drop the thread in a forked child: it is its parent's."""
+        """Forget the thread in a forked child, because only the parent has it."""
         self._queue = self._latest = None
 
 
@@ -142,21 +138,21 @@ def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if dist.get_rank(group) < 0:
         raise LayoutError("this process is not a member of the process group that it was given")
     everyone = dist.group.WORLD
-    assert everyone is not None, "the rank was asked for above"
+    assert everyone is not None, "get_rank has checked it"
     return everyone if group is None else group
 
 
 def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] | None = None) -> Backend:
-    """Return a new backend between the ranks of `group`, in their order. Collective.
+    """Return a new gloo backend between the ranks of `group`, in their order. Collective.
 
-    It is between `some` of them, this one included, if given. Ranks give the same or have none in common. Its
-    connections are closed when it is freed.
+    If `some` is given, the backend is between these ranks, which include this one. Two ranks pass the same `some`, or
+    disjoint ones. The connections are closed when the backend is freed.
 
     Raises:
-        CommError: ranks did not arrive, or cannot be connected.
+        CommError: a rank did not arrive or cannot be connected.
     """
     members = range(group.size()) if some is None else some
-    # The token is new, so that nothing is found under this name that others have left in the store.
+    # The token is random, so the store has no entries under it that an earlier group left there.
     tokens = all_gather_json(group, secrets.token_hex(8), "another connection over gloo", timeout)
     try:
         return over_gloo(tokens[members[0]], members.index(group.rank()), len(members), timeout)
@@ -165,37 +161,37 @@ def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] 
 
 
 def refused(group: dist.ProcessGroup, members: Sequence[int], backend: str, error: RuntimeError) -> CommError:
-    """Return an error that says who cannot be connected over a backend, and what that says."""
+    """Return the `CommError` for ranks that a backend cannot connect."""
     return CommError(
         f"rank {group.rank()} cannot open another connection to ranks {global_ranks(group, members)} over {backend}. "
-        f"The backend says: {error}"
+        f"The backend reports: {error}"
     )
 
 
 def global_ranks(group: dist.ProcessGroup, members: Sequence[int]) -> list[int]:
-    """Return the numbers that some ranks of a group have in the default one."""
+    """Return the numbers of some ranks of a group in the default group."""
     ranks = dist.get_process_group_ranks(group)
     return [ranks[each] for each in members]
 
 
 def over_gloo(name: str, rank: int, size: int, timeout: timedelta) -> Backend:
-    """Return a new backend between `size` ranks, which call this with one new name. Collective.
+    """Return a new gloo backend between `size` ranks. Collective; all ranks pass the same `name`, used only once.
 
     Raises:
         RuntimeError: ranks cannot be connected.
     """
     store = PrefixStore(f"shardlite/gloo/{name}", _get_default_store())
     made = dist.ProcessGroupGloo(store, rank, size, timeout)
-    # A rank may be connected while its peers still wait to hear of it, and closes the connection when it drops `made`.
-    made.barrier().wait()  # type: ignore[attr-defined]  # it is not in the stubs
+    # Without a barrier, a rank could free `made`, which closes its connections, while its peers are still connecting.
+    made.barrier().wait()  # type: ignore[attr-defined]  # not in the stubs
     return made
 
 
 class GroupTransport(Transport):
-    """A transport over `group`: a process group, `None` for the default one, or a backend of `reconnect`."""
+    """A transport over `group`: a process group, `None` for the default group, or a backend of `reconnect`."""
 
     _timeout: timedelta | None = None
-    """Maximum time of a wait, or `None`: that of the group."""
+    """Timeout of each wait. `None` uses the timeout of the group."""
 
     def __init__(self, group: dist.ProcessGroup | Backend | None) -> None:
         self._group: Any = group if isinstance(group, Backend) else member_group(group)
@@ -203,14 +199,14 @@ class GroupTransport(Transport):
         self.world_size = self._group.size()
 
     def _hang_up(self) -> None:
-        """End the waits in which threads are blocked. A no-op if waits do not block."""
+        """End the waits in which threads are blocked. Has no effect if waits do not block."""
 
 
 class GlooTransport(GroupTransport):
-    """Messages over `group` (`None`: the default group), each completed within `timeout` of being waited for.
+    """Messages over `group` (`None` is the default group). A wait for a message takes at most `timeout`.
 
-    Gloo closes the connection of two ranks for good once a wait between them has timed out: after a `CommError` the
-    process group is lost and the run must end.
+    If a wait times out, gloo permanently closes the connection of both ranks. So after a `CommError` the process group
+    is unusable, and the run must end.
     """
 
     def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
@@ -226,7 +222,7 @@ class GlooTransport(GroupTransport):
         return self._start(Message(tensor, peer, outgoing=False), tag)
 
     def _start(self, message: Message, tag: int) -> Pending:
-        """Post a message by the group's own methods: `dist.isend` costs twice as much Python time."""
+        """Post a message by the group's methods, because `dist.isend` takes twice as much Python time."""
         check_on_host("GlooTransport", message.tensor)
         if message.tensor.numel() == 0:
             return Completed()
@@ -238,7 +234,7 @@ class GlooTransport(GroupTransport):
             raise posted.refused(error) from error
 
     def _hang_up(self) -> None:
-        """Close all connections, by waits that time out."""
+        """Close all connections, by starting waits that time out."""
         for distance in range(1, self.world_size):
             with suppress(RuntimeError):
                 peer = (self.rank + distance) % self.world_size
@@ -246,15 +242,15 @@ class GlooTransport(GroupTransport):
 
 
 _NEVER_SENT = 0x7FFFFFFF
-"""A tag that messages have with probability 2^-31. At the end of a program a collision is harmless."""
+"""A tag that a message has with probability 2^-31. A collision is harmless, since the program is ending."""
 
 
 class StagedTransport(Transport):
-    """Messages over `group` through a `GlooTransport`, of tensors on any device.
+    """Messages of tensors on any device over `group`, through a `GlooTransport`.
 
-    Copies run on the current stream of the tensor's device: a send reads results enqueued before it, and operations
-    enqueued after `wait` see the received data. Host memory for CUDA tensors is pinned, so that copies run at full
-    speed.
+    Copies run on the current stream of the tensor's device. So a send reads the results of operations enqueued before
+    it, and operations enqueued after `wait` read the received data. Host memory for CUDA tensors is pinned, so that
+    copies run at full speed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
@@ -264,14 +260,17 @@ class StagedTransport(Transport):
         self.world_size = self._host.world_size
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Copy `tensor` to the host, wait for that copy, and start sending it to rank `peer` of the group."""
+        """Copy `tensor` to the host, wait for the copy, and start sending it to rank `peer` of the group."""
         staged = self._on_host(tensor)
         staged.copy_(tensor.detach(), non_blocking=True)
-        _wait_for_copy(tensor.device)
+        if tensor.is_cuda:
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: do not spin
+            copied.record(torch.cuda.current_stream(tensor.device))
+            copied.synchronize()
         return self._host.isend(staged, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving the next message with `tag` from rank `peer` of the group, for `tensor`."""
+        """Start receiving the next message with `tag` from rank `peer` of the group, into host memory for `tensor`."""
         staged = self._on_host(tensor)
         return _Arriving(self._host.irecv(staged, peer, tag), staged, tensor)
 
@@ -283,7 +282,7 @@ class StagedTransport(Transport):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A message that is received in host memory and copied to a device."""
+    """A message that is received in host memory, then copied to a device."""
 
     pending: Pending
     staged: Tensor
@@ -292,16 +291,8 @@ class _Arriving:
     def wait(self) -> None:
         """Wait for the message, and start its copy to the device.
 
-        The copy may still run when `staged` is freed. That is safe: PyTorch records the copy with the pinned memory,
-        and its allocator reuses the memory only after the copy is done.
+        The copy may still run when `staged` is freed. This is safe, because PyTorch's allocator of pinned memory reuses
+        the memory only after the copy has ended.
         """
         self.pending.wait()
         self.tensor.detach().copy_(self.staged, non_blocking=True)
-
-
-def _wait_for_copy(device: torch.device) -> None:
-    """Block until the current stream of `device` has finished its work so far. CPU copies are finished at once."""
-    if device.type == "cuda":
-        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: wait asleep
-        copied.record(torch.cuda.current_stream(device))
-        copied.synchronize()

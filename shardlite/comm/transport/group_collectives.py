@@ -1,24 +1,24 @@
 """Whole collectives instead of messages: one call per gather or reduction.
 
     gather     `all_gather_into_tensor`, in place; over gloo by messages
-    reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank, a row each; one kernel then adds the
-               rows in the order of the ring (`shardlite_kernels.add_rows`). Of two ranks, each receives one row and
-               adds its own from the bucket (`shardlite_kernels.hop`)
+    reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank as a row; one kernel then adds the rows
+               in the order of the ring (`shardlite_kernels.add_rows`). With two ranks, each receives one row and adds
+               its own summand from the bucket (`shardlite_kernels.hop`)
 
-So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
-message costs the host more than a whole collective, and over gloo. A long reduction goes in slices of all segments;
-over NCCL one is transferred while the one before is added.
+The results have the bits of the ring, and the number of calls does not depend on the number of ranks. Both NCCL and
+gloo are supported. Over NCCL a message costs the host more time than a whole collective. A long reduction is made in
+slices of all segments. Over NCCL a slice is transferred while the previous slice is added.
 
-Such calls have no tags: all ranks must make them in one order, so each queue of operations has a connection of its own
-(`nccl.communicator`, `gloo.reconnect`). That is a backend, so its methods are called, and not the functions of
-`torch.distributed`, which take process groups.
+These calls have no tags, so all ranks must make them in one order. Therefore each queue of operations has a separate
+connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of backends
+and not the functions of `torch.distributed`, which require process groups.
 
-**Two levels** (`TwoLevelCollectives`): reductions inside each node first, then across the nodes in shards.
+**Two levels** (`TwoLevelCollectives`): reduce inside each node first, then across the nodes in shards.
 
-    inside    all-to-all of the `L` ranks of a node: place `j` gets of each the segments of all ranks with that place in
-              their nodes, `N` of them; the `L` rows are added in the order `j+1, j+2, ..., j`
-    across    all-to-all of the `N` ranks with place `j`: node `m` gets the sums of its segment; the `N` rows are added
-              in the order `m+1, m+2, ..., m`, and divided
+    inside    all-to-all of the `L` ranks of a node: the rank with place `j` receives from each the segments of all
+              ranks with place `j`, `N` of them; the `L` rows are added in the order `j+1, j+2, ..., j`
+    across    all-to-all of the `N` ranks with place `j`: node `m` receives the sums of its segment; the `N` rows are
+              added in the order `m+1, m+2, ..., m`, and divided
 
         N=L=2              buckets           after inside            after across
         node 0   rank 0    [a0 a1 a2 a3]     [b0+a0 . b2+a2 .]       [(d0+c0)+(b0+a0) . . .]
@@ -26,10 +26,10 @@ Such calls have no tags: all ranks must make them in one order, so each queue of
         node 1   rank 2    [c0 c1 c2 c3]     [d0+c0 . d2+c2 .]       [. . (b2+a2)+(d2+c2) .]
                  rank 3    [d0 d1 d2 d3]     [. c1+d1 . c3+d3]       [. . . (a3+b3)+(c3+d3)]
 
-This is the order of the schedule `hierarchical`, so the bits are those of its messages. They depend on `L`.
+This is the order of the schedule `hierarchical`, so the results have the bits of that schedule. They depend on `L`.
 
-A rank sends `(L-1)/L` of the buffer inside its node, and `(N-1)/N` of `1/L` of it across: together `(W-1)/W`, as in one
-exchange among all ranks, which sends `(W-L)/W` across. What leaves the node is `L` times less.
+A rank sends `(L-1)/L` of the buffer inside its node, and `(N-1)/N` of `1/L` of it across nodes. The sum is `(W-1)/W`,
+as in one exchange among all ranks. But one exchange among all ranks sends `(W-L)/W` across nodes, `L` times as much.
 
 Legend: `W` ranks, in two levels `W = N L` in `N` nodes of `L`: rank `m L + j` has place `j` in node `m`. `n` elements
 in the full buffer, `S` elements of the longest segment.
@@ -57,18 +57,19 @@ from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
 FusedStep = tuple[State, Table, Tensor]
-"""What a kernel steps by the mean that it computes: weights with moments [S], their table, and a flag [] for NaNs."""
+"""Arguments of a kernel that steps by the mean it computes: weights and moments [S], their table, a flag [] for NaNs.
+"""
 
 
 class WholeCollectives(Transport):
-    """A transport of whole collectives. Like NCCL it has no tags: all ranks call them in one order."""
+    """A transport of whole collectives. They have no tags, so all ranks must call them in one order."""
 
     slice_nbytes: int
-    """Maximum bytes of the rows of an exchange. A longer reduction goes in slices."""
+    """Maximum bytes of the rows of an exchange. A longer reduction is made in slices."""
 
     @property
     def first_row(self) -> int | None:
-        """The row from which to add those of `exchange_rows`; `None`: as a balanced tree."""
+        """Number of the first row to add of `exchange_rows`, or `None` to add the rows as a balanced tree."""
         return None if self.algorithm == "halving" else (self.rank + 1) % self.world_size
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -80,7 +81,7 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
     def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` into that of every other rank.
+        """Copy `full` [n] of rank `source` to `full` of every other rank.
 
         Raises:
             CommError: a peer failed or is late.
@@ -88,7 +89,7 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
     def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place: exact in any order.
+        """Sum integers [n] over the ranks in place. Integer sums are exact in any order.
 
         Raises:
             CommError: a peer failed or is late.
@@ -96,45 +97,33 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the ranges of elements of each segment that go at once. All but the last are multiples of `grain`."""
+        """Return the range of elements of each slice of a segment. All but the last are multiples of `grain`."""
         return slices_of(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return how many elements `rows` needs."""
+        """Return the number of elements of the staging buffer that `rows` requires."""
         slices = self.slices(cut, itemsize, grain)
         return self.world_size * max((stop - start for start, stop in slices), default=0)
 
     def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's segment of `full` [n] as every rank has it, slice by slice: its start, and rows [W, .].
+        """Yield all ranks' rows of this rank's segment of `full` [n], slice by slice: the slice's start, rows [W, .].
 
-        Of two ranks it may be the other's row only, [1, .]. Operations may use the rows that the caller enqueues on the
-        current stream before it asks for the next slice. They are in `staging` [`rows_numel(...)`].
+        With two ranks, it may yield only the other rank's row, [1, .]. The rows are in `staging` [`rows_numel(...)`].
+        The caller may use them in operations that it enqueues on the current stream before it requests the next slice.
 
         Raises:
             CommError: a peer failed or is late.
         """
         for part in self.slices(cut, full.itemsize, cut.grain):
             rows = self.exchange_rows(full, cut, part, staging)
-            if rows.numel():  # a segment may end before a slice of others begins
+            if rows.numel():  # a short segment may end before the slice begins
                 yield part[0], rows
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
+        """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`.
 
-        Of two ranks it may be the other's row only, [1, .]. A segment that is shorter than `part` counts as far as it
-        goes. The rows are in `staging` [`rows_numel(...)`].
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        raise NotImplementedError
-
-    def sums(self, cut: Cut) -> bool:
-        """Return whether `reduce_scatter` adds up such a buffer, in an order of its own."""
-        return False
-
-    def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
-        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `staging`.
+        With two ranks, it may return only the other rank's row, [1, .]. `part` is clipped to segments that are shorter.
+        `staging` has `rows_numel(...)` elements.
 
         Raises:
             CommError: a peer failed or is late.
@@ -142,39 +131,19 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
     def nbytes_across(self, cut: Cut, itemsize: int) -> int:
-        """Return the bytes of a reduction that this rank sends to other nodes; 0 if the transport knows no nodes."""
+        """Return the bytes that this rank sends to other nodes in a reduction, or 0 if nodes are not known."""
         return 0
-
-    def rings(self, full: Tensor, cut: Cut) -> bool:
-        """Return whether `ring_reduce` and `ring_step` take such a buffer. Equal on all ranks."""
-        return False
-
-    def ring_reduce(self, out: Tensor, full: Tensor, divisor: int) -> None:
-        """Write the mean of this rank's segment of `full` [n], added in the order of the ring, to `out` [n/W].
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        raise NotImplementedError
-
-    def ring_step(self, step: FusedStep, full: Tensor, divisor: int) -> None:
-        """Step by what `ring_reduce` would write in fp32. Other ranks may call that instead, with an `out` in fp32.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        raise NotImplementedError
 
 
 SHORTEST = 32
-"""Elements of the shortest slice. Longer ones are multiples, so that rows begin at multiples of 32 bytes or more."""
+"""Elements of the shortest slice. Longer slices are multiples of it, so that rows are aligned to 32 bytes or more."""
 
 
 @lru_cache(maxsize=1024)
 def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """Return ranges of elements of segments of up to `longest`, of each of which `rows` rows fit in `staging` bytes.
+    """Divide segments of up to `longest` elements into slices, so that `rows` rows of a slice fit in `nbytes`.
 
-    They are as few as that takes, and all but the last have one length.
+    Return the range of elements of each slice. Slices are as few as possible, and all but the last have equal length.
     """
     unit = max(grain, SHORTEST)
     most = max(nbytes // (rows * itemsize * unit), 1) * unit
@@ -184,7 +153,7 @@ def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return what is moved: not every backend knows every dtype."""
+    """View a tensor as bytes, because not every backend supports every dtype."""
     return tensor.view(torch.uint8)
 
 
@@ -192,14 +161,14 @@ SLICE_NBYTES = 64 << 20
 """Maximum bytes of the rows of a slice."""
 
 _SLOTS = 3
-"""Slots of the staging buffer of a reduction in slices, each for the rows of one."""
+"""Slots of the staging buffer of a reduction in slices. A slot holds the rows of one slice."""
 
 
 @lru_cache(maxsize=1024)
 def slices_in(
     longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES
 ) -> Sequence[tuple[int, int]]:
-    """Return the ranges of elements of each segment that go at once: all if the slots together take its rows."""
+    """Return the range of elements of each slice. There is one slice if the rows of whole segments fit in the slots."""
     count = _row_count(world_size)
     whole = count * longest * itemsize <= _SLOTS * nbytes
     return slices_of(longest, count, itemsize, grain, _SLOTS * nbytes if whole else nbytes)
@@ -207,19 +176,19 @@ def slices_in(
 
 @lru_cache(maxsize=1024)
 def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES) -> int:
-    """Return the elements of the staging buffer: the rows of a reduction, or a slot for each of three slices."""
+    """Return the number of elements of the staging buffer: rows of one slice, or slots for the rows of three slices."""
     slices = slices_in(longest, world_size, itemsize, grain, nbytes)
     numel = _row_count(world_size) * max((stop - start for start, stop in slices), default=0)
     return numel if len(slices) <= 1 else _SLOTS * numel
 
 
 def _row_count(world_size: int) -> int:
-    """Return how many rows a rank receives: of two, the other's only."""
+    """Return the number of rows that a rank receives. With two ranks, it receives only the other rank's row."""
     return 1 if world_size == 2 else world_size
 
 
 def _synchronous(options: Any) -> Any:
-    """Let NCCL run on the current stream instead of its own."""
+    """Set options so that NCCL runs on the current stream instead of its own stream."""
     options.asyncOp = False
     return options
 
@@ -234,10 +203,10 @@ _LARGEST.reduceOp = dist.ReduceOp.MAX
 
 
 class GroupCollectives(WholeCollectives, GroupTransport):
-    """A transport whose gathers and reductions are collectives of its process group. The base of two classes."""
+    """A transport whose gathers and reductions are collectives of its process group. Base class for gloo and NCCL."""
 
     fast = False
-    """Whether the process group adds up the rows of a reduction, in an order of its own."""
+    """Whether the process group adds the summands of a reduction itself, in an order that it chooses."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -252,41 +221,36 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             CommError: a peer failed or is late.
         """
         start, stop = cut.bounds[self.rank]
-        if cut.even:
-            self._gather(full, start, stop)
-            return
-        length = cut.longest
-        padded = full.new_empty(self.world_size * length)
-        self._books.track("staging", padded)
-        padded[self.rank * length :][: stop - start] = full[start:stop]
-        self._gather(padded, self.rank * length, (self.rank + 1) * length)
-        for rank, (low, high) in enumerate(cut.bounds):
-            full[low:high] = padded[rank * length :][: high - low]
+        rows, length = full, cut.longest
+        if not cut.even:
+            rows = full.new_empty(self.world_size * length)
+            self._books.track("staging", rows)
+            rows[self.rank * length :][: stop - start] = full[start:stop]
 
-    def _gather(self, full: Tensor, start: int, stop: int) -> None:
-        """Fill `full` [n], whose elements `[start, stop)` are this rank's."""
+        def call(rows: Tensor, own: Tensor) -> Any:
+            return self._group._allgather_base(rows, own, _GATHER)
 
-        def call(full: Tensor, own: Tensor) -> Any:
-            return self._group._allgather_base(full, own, _GATHER)
-
-        memory = as_bytes(full)
-        self._run("all-gather", call, memory, memory[start * full.itemsize : stop * full.itemsize])
+        memory, nbytes = as_bytes(rows), length * full.itemsize
+        self._run("all-gather", call, memory, memory[self.rank * nbytes :][:nbytes])
+        if not cut.even:
+            for rank, (low, high) in enumerate(cut.bounds):
+                full[low:high] = rows[rank * length :][: high - low]
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the ranges of elements of each segment that go at once."""
+        """Return the range of elements of each slice of a segment."""
         return slices_in(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return how many elements `rows` needs."""
+        """Return the number of elements of the staging buffer that `rows` or `reduce_scatter` requires."""
         if self.sums(cut):
             return cut.longest
         return rows_numel(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
     def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's segment of `full` [n] as every rank has it, slice by slice: its start, and rows [W, .].
+        """Yield all ranks' rows of this rank's segment of `full` [n], slice by slice: the slice's start, rows [W, .].
 
-        Of two ranks it is the other's row only, [1, .]. Over NCCL, if segments have equal lengths, a slice is
-        transferred while the caller adds the one before.
+        With two ranks, it yields only the other rank's row, [1, .]. Over NCCL, if segments have equal lengths, a slice
+        is transferred while the caller adds the previous slice.
 
         Raises:
             CommError: a peer failed or is late.
@@ -299,27 +263,27 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     def _exchanges(
         self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor
     ) -> Iterator[tuple[int, Tensor, Pending]]:
-        """Start to exchange slices of equal segments; yield the start of each, its rows, and what to wait for.
+        """Start the exchanges of slices of equal segments. Yield the start of each slice, its rows and its transfer.
 
-        Three slots take turns. A copy follows the addition that frees its slot, since both run on the current stream.
-        A transfer follows the one before it, in the order of NCCL's stream, and the copy that it sends, so it follows
-        that addition, too.
+        Three slots are used in turn. A copy runs after the addition that frees its slot, since both are on the current
+        stream. A transfer runs after the previous transfer, since both are on NCCL's stream, and after the copy that it
+        sends. So it also runs after the addition that frees the slot.
 
                      transfer 0   transfer 1      transfer 2      transfer 3
             slot 0   sent 0       rows 1          add 1, copy 3   sent 3
             slot 1   rows 0       add 0, copy 2   sent 2          rows 3
             slot 2   copy 1       sent 1          rows 2          add 2, copy 4
 
-        Of two ranks, each sends from the bucket, and nothing is copied.
+        With two ranks, each sends from the bucket, and nothing is copied.
         """
         ranks, numel = self.world_size, _row_count(self.world_size) * slices[0][1]
         word = _word(full, staging, full.numel() // ranks)
         slots = staging[: _SLOTS * numel].view(word).view(_SLOTS, _row_count(ranks), -1).unbind()
         pieces = torch.split(full.view(word).view(ranks, -1), slots[0].shape[1], 1)
-        for k, ((start, stop), piece) in enumerate(zip(slices, pieces, strict=True)):
+        for k, ((start, _), piece) in enumerate(zip(slices, pieces, strict=True)):
             rows, sent = slots[(1 - k) % _SLOTS], slots[-k % _SLOTS]
-            if stop - start < slices[0][1]:  # the last one
-                rows, sent = (_shortened(slot, piece.shape[1]) for slot in (rows, sent))
+            if (length := piece.shape[1]) < slots[0].shape[1]:  # the last slice
+                rows, sent = (slot.view(-1)[: len(slot) * length].view(-1, length) for slot in (rows, sent))
             if ranks == 2:
                 sent = piece[1 - self.rank :][:1]
             else:
@@ -327,45 +291,43 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             yield start, rows.view(full.dtype), self._begin("all-to-all", self._exchange_async, rows, sent)
 
     def _exchange_async(self, rows: Tensor, sent: Tensor) -> Any:
-        """Start to receive `rows` [W, .] and to send `sent` [W, .], of two ranks [1, .]."""
+        """Start receiving `rows` [W, .] and sending `sent` [W, .]. With two ranks, both are [1, .]."""
         return self._group.alltoall_base(rows, sent, self._splits, self._splits, _EXCHANGE_ASYNC)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
+        """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`.
 
-        Of two ranks, each needs the other's row only: [1, .]. So nothing is copied within a rank. A segment that is
-        shorter than `part` counts as far as it goes. The rows are in `staging` [`rows_numel(...)`].
+        With two ranks, it returns only the other rank's row, [1, .], so nothing is copied within a rank. `part` is
+        clipped to segments that are shorter. `staging` has `rows_numel(...)` elements.
 
         Raises:
             CommError: a peer failed or is late.
         """
         if self.world_size == 2:
-            return self._swap(full, cut, part, staging)
-        sent, own = full, cut.longest
-        splits: tuple[list[int], ...] = ()  # equal ones
-        if not cut.even or part != (0, cut.longest):
             ranges = cut.ranges(part)
-            sizes = [stop - start for start, stop in ranges]
-            own = sizes[self.rank]
-            splits = [own * full.itemsize] * self.world_size, [size * full.itemsize for size in sizes]
-            if sum(sizes) < full.numel():
-                there = staging[self.world_size * own :][: sum(sizes)]
-                sent = torch.cat([full[start:stop] for start, stop in ranges], out=there)
+            own, others = slice(*ranges[self.rank]), slice(*ranges[1 - self.rank])
+            row, sent = staging[: own.stop - own.start], full[others]
+            splits = [[0, each.nbytes] if self.rank == 0 else [each.nbytes, 0] for each in (row, sent)]
+            self._all_to_all(row, sent, *splits)
+            return row.view(1, -1)
+        sent, sizes = full, cut.sizes(part)
+        if sum(sizes) < full.numel():
+            there = staging[self.world_size * sizes[self.rank] :][: sum(sizes)]
+            sent = torch.cat([full[start:stop] for start, stop in cut.ranges(part)], out=there)
+        return self.all_to_all(staging, sent, sizes)
+
+    def all_to_all(self, staging: Tensor, sent: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Send the k-th of `sizes` elements of `sent` to rank `k`. Return the received rows, [W, .] in `staging`."""
+        own = sizes[self.rank]
         rows = staging[: self.world_size * own]
+        splits: tuple[list[int], ...] = ()  # equal parts
+        if len(set(sizes)) > 1:
+            splits = [own * sent.itemsize] * self.world_size, [size * sent.itemsize for size in sizes]
         self._all_to_all(rows, sent, *splits)
         return rows.view(self.world_size, own)
 
-    def _swap(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return the other rank's row of this rank's segment, [1, .], and send it this rank's row of its segment."""
-        ranges = cut.ranges(part)
-        own, others = slice(*ranges[self.rank]), slice(*ranges[1 - self.rank])
-        row, sent = staging[: own.stop - own.start], full[others]
-        splits = [[0, each.nbytes] if self.rank == 0 else [each.nbytes, 0] for each in (row, sent)]
-        self._all_to_all(row, sent, *splits)
-        return row.view(1, -1)
-
     def _all_to_all(self, rows: Tensor, sent: Tensor, *splits: list[int]) -> None:
-        """Receive `rows` [.] and send `sent` [.], in parts of equal length or `splits` in bytes: received, and sent."""
+        """Receive `rows` [.] and send `sent` [.], in equal parts or in parts of `splits` bytes: received, sent."""
 
         def call(rows: Tensor, sent: Tensor) -> Any:
             return self._group.alltoall_base(rows, sent, *(splits or ([], [])), _EXCHANGE)
@@ -373,7 +335,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
 
     def sums(self, cut: Cut) -> bool:
-        """Return whether the process group adds up such a buffer: it takes segments of one length."""
+        """Return whether the process group adds such a buffer, by `reduce_scatter`. It requires equal segments."""
         return self.fast and cut.even
 
     def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
@@ -391,7 +353,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return own.view(1, -1)
 
     def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place: exact in any order.
+        """Sum integers [n] over the ranks in place. Integer sums are exact in any order.
 
         Raises:
             CommError: a peer failed or is late.
@@ -399,7 +361,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _SUM), numbers)
 
     def largest(self, numbers: Tensor) -> None:
-        """Replace integers [n] by the largest of all ranks, in place.
+        """Replace integers [n] in place by their maximum over the ranks.
 
         Raises:
             CommError: a peer failed or is late.
@@ -407,7 +369,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _LARGEST), numbers)
 
     def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` into that of every other rank.
+        """Copy `full` [n] of rank `source` to `full` of every other rank.
 
         Raises:
             CommError: a peer failed or is late.
@@ -427,14 +389,11 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             work = call(*tensors)
         except RuntimeError as error:
             raise posted.refused(error) from error
-        return _DONE if work is None else InFlight((work,), posted, self._hang_up)
-
-
-_DONE = Completed()
+        return Completed() if work is None else InFlight((work,), posted, self._hang_up)
 
 
 def _landed(exchanges: Iterator[tuple[int, Tensor, Pending]]) -> Iterator[tuple[int, Tensor]]:
-    """Wait for each exchange when the next one has started; yield the start of its slice, and the rows."""
+    """Wait for each exchange after the next exchange has started. Yield the start of the slice, and its rows."""
     start, rows, arriving = next(exchanges)
     for following in exchanges:
         arriving.wait()
@@ -445,18 +404,13 @@ def _landed(exchanges: Iterator[tuple[int, Tensor, Pending]]) -> Iterator[tuple[
 
 
 def _word(full: Tensor, staging: Tensor, segment: int) -> torch.dtype:
-    """Return the dtype as which slices of segments are moved: PyTorch copies strided rows element by element."""
+    """Return the widest dtype as which slices can be copied, since PyTorch copies strided rows element by element."""
     places = segment, full.storage_offset(), staging.storage_offset()
     return torch.uint8 if any(place * full.itemsize % 8 for place in places) else torch.int64
 
 
-def _shortened(slot: Tensor, length: int) -> Tensor:
-    """Return the begin of a slot [W, S] as rows [W, length]."""
-    return slot.view(-1)[: len(slot) * length].view(-1, length)
-
-
 def _on_same_memory(tensor: Tensor) -> Tensor:
-    """Return a contiguous CPU tensor on the memory of another, without a share in its storage."""
+    """Return a tensor on the memory of another contiguous CPU tensor that does not share its storage object."""
     if tensor.numel() == 0:
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -464,19 +418,19 @@ def _on_same_memory(tensor: Tensor) -> Tensor:
 
 
 class GlooCollectives(GroupCollectives, GlooTransport):
-    """Collectives of CPU tensors over `group`, each completed within `timeout`. A queue blocks its thread in them.
+    """Collectives of CPU tensors over `group`, each completed within `timeout`. They block the calling thread.
 
-    A gather goes by messages, each rank's segment to all others: gloo's own all-gather takes up to three times as long
-    as messages (`bench/results/ring-cpu.jsonl`).
+    A gather sends each rank's segment to all other ranks by messages, since gloo's own all-gather takes up to three
+    times as long (`bench/results/ring-cpu.jsonl`).
 
-    Gloo's threads keep the tensors of a collective for a while after its end, so that memory would seem to be in use
-    still. They are given other tensors on the same memory.
+    Gloo's threads keep references to the tensors of a collective for a while after its end, so their memory would seem
+    to be in use. Therefore gloo gets separate tensor objects on the same memory.
     """
 
     def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
         super().__init__(group, timeout)
         self._lost: list[Sequence[Tensor]] = []
-        """Memory of collectives that failed: gloo may still write to it."""
+        """Memory of failed collectives, which is kept because gloo may still write to it."""
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
         """Fill `full` [n] in place, given this rank's segment.
@@ -491,19 +445,19 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         self.exchange(messages, tag=0).wait()
 
     def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
-        """Run a collective on tensors [.], to its end."""
+        """Run a collective on tensors [.], and wait for its end."""
         try:
             super()._begin(what, call, *map(_on_same_memory, tensors)).wait()
         except CommError:
             self._lost.append(tensors)
             raise
-        return _DONE
+        return Completed()
 
 
 class NcclCollectives(GroupCollectives, NcclTransport):
-    """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds.
+    """Collectives of CUDA tensors over `group`, on the current stream, so that the priority of that stream applies.
 
-    Slices of a reduction are exchanged on NCCL's own stream, whose priority is the route's.
+    Slices of a reduction are exchanged on NCCL's own stream, whose priority the route selects.
     """
 
     def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
@@ -512,9 +466,9 @@ class NcclCollectives(GroupCollectives, NcclTransport):
 
 
 class TwoLevelCollectives(WholeCollectives):
-    """Reductions over `inside`, the ranks of this node, then over `across`, those with this place. The rest is `flat`.
+    """Reductions over `inside`, the ranks of this node, then over `across`, the ranks with this place in their nodes.
 
-    NCCL's gathers know nodes by themselves, and integers have the same sum in any order.
+    Other collectives use `flat`: NCCL's gathers detect nodes themselves, and integer sums are exact in any order.
     """
 
     algorithm = "hierarchical"
@@ -526,12 +480,12 @@ class TwoLevelCollectives(WholeCollectives):
         self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] for staging: most of what is sent from it goes to this node."""
+        """Return memory [nbytes] for staging, registered for this node, to which most of the data is sent."""
         return self.inside.empty_persistent(nbytes, device)
 
     @property
     def first_row(self) -> int | None:
-        """The row from which to add: of the next node."""
+        """Number of the first row to add, which is the next node's row."""
         return self.across.first_row
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -543,7 +497,7 @@ class TwoLevelCollectives(WholeCollectives):
         self.flat.all_gather(full, cut)
 
     def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` into that of every other rank.
+        """Copy `full` [n] of rank `source` to `full` of every other rank.
 
         Raises:
             CommError: a peer failed or is late.
@@ -551,7 +505,7 @@ class TwoLevelCollectives(WholeCollectives):
         self.flat.broadcast(full, source)
 
     def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place: exact in any order.
+        """Sum integers [n] over the ranks in place. Integer sums are exact in any order.
 
         Raises:
             CommError: a peer failed or is late.
@@ -559,65 +513,49 @@ class TwoLevelCollectives(WholeCollectives):
         self.flat.all_reduce(numbers)
 
     def nbytes_across(self, cut: Cut, itemsize: int) -> int:
-        """Return the bytes of a reduction that this rank sends to other nodes."""
+        """Return the bytes that this rank sends to other nodes in a reduction."""
         mine = sum(stop - start for start, stop in cut.bounds[self.inside.rank :: self.node])
         start, stop = cut.bounds[self.rank]
         return (mine - (stop - start)) * itemsize
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return how many elements `exchange_rows` needs: as many for rows as for what it sends."""
+        """Return the number of elements of the staging buffer: one half for rows, the other half for sent data."""
         return 2 * super().rows_numel(cut, itemsize, grain)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return the elements `part` of this rank's segment as every node has added them: rows [N, .], in `staging`.
+        """Return all nodes' rows of the elements `part` of this rank's segment of `full` [n]: [N, .] in `staging`.
 
         Raises:
             CommError: a peer failed or is late.
         """
-        sizes = _sizes_by_place(cut, part, self.node)
+        sizes = cut.sizes(part)
+        by_place = [sizes[place :: self.node] for place in range(self.node)]
         rows, sent = staging.chunk(2)
-        sent = sent[: sum(map(sum, sizes))]
+        sent = sent[: sum(sizes)]
         _pack(sent, full, cut, part, self.node)
         with self._level("inside its node"):
-            given = _exchange(self.inside, rows, sent, [*map(sum, sizes)])
-        mine = sizes[self.inside.rank]
-        sums = sent[: sum(mine)]  # what it held has been sent
+            given = self.inside.all_to_all(rows, sent, [*map(sum, by_place)])
+        mine = by_place[self.inside.rank]
+        sums = sent[: sum(mine)]  # its former content has been sent
         if sums.numel():
             add_rows(sums, given, self.inside.first_row)
         with self._level("across nodes"):
-            return _exchange(self.across, rows, sums, mine)
+            return self.across.all_to_all(rows, sums, mine)
 
     @contextmanager
     def _level(self, where: str) -> Iterator[None]:
-        """Add this rank's number to an error, which has that inside the level."""
+        """Add this rank's number among all ranks to an error, which only has its number within the level."""
         try:
             yield
         except CommError as error:
             raise CommError(f"rank {self.rank}, in a reduction {where}: {error}") from error
 
 
-def _sizes_by_place(cut: Cut, part: tuple[int, int], node: int) -> list[list[int]]:
-    """Return how many elements each segment has in `part`: by place in the node, then by node."""
-    if cut.even:
-        return [[min(part[1], cut.longest) - min(part[0], cut.longest)] * (len(cut.bounds) // node)] * node
-    sizes = [stop - start for start, stop in cut.ranges(part)]
-    return [sizes[place::node] for place in range(node)]
-
-
 def _pack(out: Tensor, full: Tensor, cut: Cut, part: tuple[int, int], node: int) -> None:
-    """Copy `part` of each segment of `full` [n] to `out` [.]: by place in the node, then by node."""
+    """Copy `part` of each segment of `full` [n] to `out` [.], ordered by place in the node, then by node."""
     if cut.even:
         parts = full.view(-1, node, cut.longest)[..., slice(*part)].transpose(0, 1)
         out.view(parts.shape).copy_(parts)
         return
     ranges = cut.ranges(part)
     torch.cat([full[start:stop] for place in range(node) for start, stop in ranges[place::node]], out=out)
-
-
-def _exchange(transport: GroupCollectives, staging: Tensor, sent: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Send `sizes` elements of `sent` to each rank, and return what each has sent: rows [ranks, .] in `staging`."""
-    ranks, own = transport.world_size, sizes[transport.rank]
-    rows = staging[: ranks * own]
-    splits = [own * sent.itemsize] * ranks, [size * sent.itemsize for size in sizes]
-    transport._all_to_all(rows, sent, *(splits if len(set(sizes)) > 1 else ()))
-    return rows.view(ranks, own)

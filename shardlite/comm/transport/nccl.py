@@ -1,17 +1,18 @@
-"""Messages over NCCL, and communicators in addition to that of a process group. Models use them one after the other.
+"""Messages over NCCL, and additional communicators, which models reuse one after the other.
 
-Gathers and reductions run at the same time, and at the same time as the program's own collectives. NCCL matches
-operations by their order alone, so each of the three has its own communicator. One takes memory of the GPU: 52 MiB on
-an H200 (torch 2.11.0, NCCL 2.28.9). So the communicator of a deleted model serves the next model over the same ranks:
+Gathers and reductions run concurrently, along with the program's own collectives. NCCL matches operations only by their
+order, so gathers, reductions and the program use separate communicators. A communicator takes GPU memory: 52 MiB on an
+H200 (torch 2.11.0, NCCL 2.28.9). Therefore the communicator of a deleted model is reused by the next model over the
+same ranks:
 
-- Ranks collect garbage at different times. They tell each other which communicators are free, and take the first that
-  is free on all of them.
-- An operation of the former model may still wait for a rank that will never start it. So ranks also tell each other how
-  many operations each communicator has started. If the numbers differ it stays unused.
-- The former model may have used another stream. Each operation is ordered after the last one (`turn`).
+- Ranks collect garbage at different times. So they exchange lists of their free communicators, and take the first
+  communicator that is free on all ranks.
+- An operation of the former model may still wait for a rank that will never start it. So ranks also exchange the number
+  of operations that each communicator has started. If the numbers differ, the communicator stays unused.
+- The former model may have used another stream. So each operation is ordered after the previous one (`turn`).
 
-Communicators are shut down when the program ends, not when a model is deleted: that is a collective call, and garbage
-is collected on any thread.
+Communicators are shut down when the program ends and not when a model is deleted. The reason is that shutting down is a
+collective call, while garbage is collected at any time on any thread.
 """
 
 import atexit
@@ -29,21 +30,21 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending
+from shardlite.comm.transport.base import Completed, Message, Pending
 from shardlite.comm.transport.gloo import GroupTransport, InFlight, Posted, global_ranks, refused
 from shardlite.config import Route
 from shardlite.errors import LayoutError
 
 MOST_IN_BATCH = 64
-"""Operations in one group of NCCL. It cuts longer ones into kernels that may differ between ranks, which then wait for
-each other for good (https://github.com/pytorch/pytorch/issues/174288).
+"""Maximum number of operations in one NCCL group. NCCL splits longer groups into kernels. The split may differ between
+ranks, which then deadlock (https://github.com/pytorch/pytorch/issues/174288).
 """
 
 
 class Communicator:
-    """A communicator of NCCL, for one transport at a time.
+    """An NCCL communicator, used by one transport at a time.
 
-    Communicators of one `purpose` have equal ranks and options, and can replace each other.
+    Communicators with the same `purpose` have equal ranks and options, so one can replace the other.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Communicator:
         """Number of operations that were started."""
 
         self.registers = registers
-        """Whether it has an allocator whose memory is registered with it."""
+        """Whether it has an allocator for registered memory."""
 
         self.is_free = False
         self._device = device
@@ -66,20 +67,17 @@ class Communicator:
         self._captured = False
 
     def lend(self, user: object) -> None:
-        """Let `user` have the communicator until it is garbage, whichever thread collects it."""
+        """Reserve the communicator for `user` until `user` is garbage-collected, on any thread."""
         self.is_free = False
-        weakref.finalize(user, self._take_back).atexit = False
-
-    def _take_back(self) -> None:
-        """Set a flag, and take no lock: the thread that collects garbage may hold it."""
-        self.is_free = True
+        # The finalizer takes no lock, because the thread that collects garbage may hold it.
+        weakref.finalize(user, setattr, self, "is_free", True).atexit = False
 
     def turn(self) -> None:
-        """Begin an operation on the current stream, after the last one, which may be on another stream.
+        """Begin an operation on the current stream, after the previous operation, which may be on another stream.
 
-        NCCL needs the operations of a communicator in one order. Streams of one model are ordered by its queue; those
-        of two models that use the communicator one after the other are not. A stream that a CUDA graph captures waits
-        for no other: PyTorch has waited for the GPU before.
+        NCCL requires one order of the operations of a communicator. The queue of a model orders the model's streams.
+        But nothing else orders the streams of two models that use the communicator one after the other. A stream that a
+        CUDA graph captures does not wait for other streams, because PyTorch has waited for the GPU before the capture.
         """
         self.operations += 1
         stream = torch.cuda.current_stream(self._device)
@@ -89,36 +87,33 @@ class Communicator:
         self._stream, self._captured = stream, captured
 
     def empty(self, nbytes: int) -> Tensor:
-        """Return uninitialised memory [nbytes] of NCCL's allocator, registered with this communicator.
+        """Return uninitialized memory [nbytes] of NCCL's allocator, registered with this communicator.
 
-        It comes from a `torch.cuda.MemPool` of the backend, which it registers, and deregisters before it shuts down.
-        What is freed returns to this pool: the next model with the communicator may have it, other tensors may not.
+        It is allocated from a `torch.cuda.MemPool` of the backend. The backend registers the pool, and deregisters it
+        before it shuts down. Freed memory returns to the pool: only models that use this communicator can reuse it.
         """
         memory: Tensor = self.backend.allocate_tensor(nbytes, dtype=torch.uint8, device=self._device)
         return memory
 
 
 _all: list[Communicator] = []
-"""In the order in which they were made, which is equal on all ranks."""
+"""All communicators in the order of their creation, which is equal on all ranks."""
 
 _lock = Lock()
-"""Of those who look for free ones."""
+"""Held while a thread reserves free communicators."""
 
 
 def communicator(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout: timedelta,
-    route: Route,
-    some: Sequence[int] | None = None,
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route, some: Sequence[int] | None = None
 ) -> Communicator:
-    """Return a communicator between the ranks of `group` that nothing else uses. Collective.
+    """Return an unused communicator between the ranks of `group`. Collective.
 
-    It is between `some` of them, this one included, if given. Ranks give the same or have none in common.
+    If `some` is given, the communicator is between these ranks, which include this one. Two ranks pass the same `some`,
+    or disjoint ones.
 
     Raises:
-        LayoutError: `route.registered`, and a rank does not have NCCL's allocator.
-        CommError: ranks did not arrive, or cannot be connected.
+        LayoutError: `route.registered` is set, and NCCL's allocator is not available on a rank.
+        CommError: a rank did not arrive or cannot be connected.
     """
     device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
     if route.registered:
@@ -126,39 +121,35 @@ def communicator(
     members = range(group.size()) if some is None else some
     options = _options(group, members, timeout, route)
     purpose = _purpose(group, device, timeout, route, options)
-    offered = _reserve(purpose)
+    with _lock:
+        offered = [each for each in _all if each.is_free and each.purpose == purpose]
+        for each in offered:
+            each.is_free = False
     taken: Communicator | None = None
     try:
         taken, name = _agree(group, members, offered, timeout)
         if taken is None:
             backend = _connected(group, members, device, name, options, route)
             taken = Communicator(name, backend, device, purpose, registers=route.registered)
-            _keep(taken)
+            if not _all:
+                atexit.register(_close)
+            _all.append(taken)
         return taken
     finally:
         for each in offered:
             each.is_free = each is not taken
 
 
-def _reserve(purpose: object) -> list[Communicator]:
-    """Return the free communicators of a purpose, which nobody else gets meanwhile."""
-    with _lock:
-        found = [each for each in _all if each.is_free and each.purpose == purpose]
-        for each in found:
-            each.is_free = False
-        return found
-
-
 def _agree(
     group: dist.ProcessGroup, members: Sequence[int], offered: Sequence[Communicator], timeout: timedelta
 ) -> tuple[Communicator | None, str]:
-    """Return the first communicator that all `members` offer, if any, and a name for a new one."""
-    # The name is new, so that nothing is found under it that others have left in the store.
+    """Return the first communicator that all `members` offer, if any, and a name for a new communicator."""
+    # The name is random, so the store has no entries under it that an earlier group left there.
     mine = [secrets.token_hex(8), [[each.name, each.operations] for each in offered]]
     everyone = all_gather_json(group, mine, "an additional communicator of NCCL", timeout)
     rows = [everyone[each] for each in members]
     name, first = rows[0]
-    # The first in the order of one rank: threads that wrap models at once may have made them in another one elsewhere.
+    # In the order of the first member: threads that wrap models concurrently may create them in different orders.
     common = next((each for each, operations in first if all([each, operations] in theirs for _, theirs in rows)), None)
     return next((each for each in offered if each.name == common), None), name
 
@@ -166,12 +157,12 @@ def _agree(
 def _connected(
     group: dist.ProcessGroup, members: Sequence[int], device: torch.device, name: str, options: Any, route: Route
 ) -> Backend:
-    """Return a new backend under a name that all ranks have agreed on. Collective."""
+    """Return a new backend, under a name that is equal on all ranks. Collective."""
     options.group_name = f"shardlite {name}"
     store = PrefixStore(f"shardlite/nccl/{name}", _get_default_store())
     try:
         made = dist.ProcessGroupNCCL(store, members.index(group.rank()), len(members), options)
-        if route.registered:  # which takes a communicator, and NCCL's is made by the first operation otherwise
+        if route.registered:  # which requires a communicator, and by default the first operation creates it
             made.eager_connect_single_device(device)
     except RuntimeError as error:
         raise refused(group, members, "nccl", error) from error
@@ -179,7 +170,7 @@ def _connected(
 
 
 def _options(group: dist.ProcessGroup, members: Sequence[int], timeout: timedelta, route: Route) -> Any:
-    """Return the options of the group's own communicator, with those of the route."""
+    """Return the options of the group's own communicator, overridden by the options of the route."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.config = _backend_of(group).options.config
     options.global_ranks_in_group = global_ranks(group, members)
@@ -194,13 +185,12 @@ def _options(group: dist.ProcessGroup, members: Sequence[int], timeout: timedelt
 def _purpose(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route, options: Any
 ) -> tuple[object, ...]:
-    """Return all that communicators must have in common to replace each other.
+    """Return everything that must be equal for one communicator to replace another.
 
-    The route is part of it because messages run on a stream of NCCL's, and collectives on the current stream.
+    It includes the route, because messages run on NCCL's stream, and collectives run on the current stream.
     """
     config = options.config
-    settings = [getattr(config, name) for name in dir(config) if not name.startswith("_")]
-    own = [each for each in settings if not callable(each)]
+    own = [each for name in dir(config) if name[0] != "_" and not callable(each := getattr(config, name))]
     return (_get_default_store(), group.rank(), *options.global_ranks_in_group, device, timeout, route, *own)
 
 
@@ -209,57 +199,48 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
 
 
 def _check_allocator(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Check that every rank has NCCL's allocator. Collective.
+    """Check that NCCL's allocator is available on every rank. Collective.
 
     Raises:
-        LayoutError: one does not; the error has the words of the backend.
+        LayoutError: it is not available on a rank; the error quotes the backend.
     """
-    rows = all_gather_json(group, _why_no_allocator(group), "whether NCCL's allocator is available", timeout)
+    try:
+        reason = "" if _backend_of(group).mem_allocator is not None else "it has no allocator"
+    except RuntimeError as error:
+        reason = str(error)
+    rows = all_gather_json(group, reason, "whether NCCL's allocator is available", timeout)
     missing = next((f"rank {rank}: {why}" for rank, why in enumerate(rows) if why), "")
     if missing:
         raise LayoutError(
-            f"Route(registered=True) takes NCCL's allocator, which is not available. The backend says on {missing}. "
-            "PyTorch offers it with NCCL 2.19 or newer on GPUs whose driver supports multicast, as those of virtual "
-            "machines may not: leave registered=True out"
+            "Route(registered=True) requires NCCL's allocator, which is not available. The backend reports on "
+            f"{missing}. PyTorch provides it with NCCL 2.19 or newer on GPUs whose driver supports multicast, which "
+            "drivers of virtual machines may not. Remove registered=True"
         )
 
 
-def _why_no_allocator(group: dist.ProcessGroup) -> str:
-    """Return what the backend says of its allocator if that is not available, else `""`."""
-    try:
-        allocator = _backend_of(group).mem_allocator
-    except RuntimeError as error:
-        return str(error)
-    return "" if allocator is not None else "it has no allocator"
-
-
-def _keep(made: Communicator) -> None:
-    if not _all:
-        atexit.register(_close)
-    _all.append(made)
-
-
 def _close() -> None:
-    """Shut down all communicators, after their last operations. All ranks do so in one order."""
+    """Shut down all communicators after their last operations, in an order that is equal on all ranks."""
     while _all:
         _all.pop().backend.shutdown()
 
 
-class NcclTransport(GroupTransport, BatchedTransport):
-    """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL, or over a
-    communicator, which the transport has until it is collected as garbage.
+class NcclTransport(GroupTransport):
+    """Messages over NCCL: over `group` (`None` is the default group), or over a communicator.
 
-    It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
-    must start their exchanges in one order, from one thread at a time, and concurrent operations need separate process
-    groups.
+    The transport uses a communicator until the transport is garbage-collected. It guarantees less than other
+    transports. NCCL has no tags, and matches messages only by their order. So all ranks must start their exchanges in
+    one order, from one thread at a time, and concurrent operations need separate process groups.
 
-    A wait lets the current stream wait for the messages and returns. A late or dead peer is therefore detected by the
-    process group's watchdog, after the timeout of the group, which by default ends the process; a `CommError` is raised
-    only for immediate failures.
+    A wait lets the current stream wait for the messages, and returns at once. So the process group's watchdog detects a
+    late or dead peer, after the timeout of the group, and by default ends the process. A `CommError` is raised only for
+    immediate failures.
     """
 
+    batched = True
+    blocking = False
+
     _communicator: Communicator | None = None
-    """`None`: that of the group, whose operations the program orders."""
+    """`None` uses the communicator of the group, whose operations the program orders."""
 
     def __init__(self, group: dist.ProcessGroup | Backend | Communicator | None) -> None:
         if isinstance(group, Communicator):
@@ -270,13 +251,13 @@ class NcclTransport(GroupTransport, BatchedTransport):
             super().__init__(group)
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] for a buffer that is kept, registered with the communicator if the route says so."""
+        """Return memory [nbytes] for a long-lived buffer, registered with the communicator if the route selects it."""
         if self._communicator is None or not self._communicator.registers:
             return super().empty_persistent(nbytes, device)
         return self._communicator.empty(nbytes)
 
     def _take_turn(self) -> None:
-        """Let the current stream wait for the communicator's last operation."""
+        """Order an operation on the current stream after the communicator's previous operation."""
         if self._communicator is not None:
             self._communicator.turn()
 
@@ -286,8 +267,8 @@ class NcclTransport(GroupTransport, BatchedTransport):
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Start all `messages` in one batch.
 
-        The first exchange over a group creates its communicator, unless the group was initialised eagerly. That call
-        returns once every rank of the group has called its first exchange.
+        The first exchange over a group creates its communicator, unless the group was initialized eagerly. It returns
+        after every rank of the group has called its first exchange.
         """
         self._take_turn()
         batch = [message for message in messages if message.tensor.numel()]
@@ -303,7 +284,7 @@ class NcclTransport(GroupTransport, BatchedTransport):
 
 
 def _posted(backend: Any, messages: Sequence[Message], tag: int) -> list[dist.Work]:
-    """Post messages one by one, as bytes: NCCL has no 16-bit integers."""
+    """Post messages one by one, as bytes, because NCCL does not support 16-bit integers."""
     return [
         (backend.send if each.outgoing else backend.recv)([each.tensor.detach().view(torch.uint8)], each.peer, tag)
         for each in messages

@@ -1,4 +1,4 @@
-"""Selection of transport and algorithm for a process group and a device. The reason is logged once."""
+"""Selection of transport and algorithm for a process group and a device. Each selection is logged once."""
 
 import logging
 from collections.abc import Sequence
@@ -27,21 +27,21 @@ from shardlite.errors import LayoutError
 log = logging.getLogger("shardlite")
 
 _reported: set[str] = set()
-"""Messages already logged by this process. Ranks that are threads may log one twice if they race."""
+"""Messages already logged by this process. Ranks that are threads may log a message twice if they race."""
 
 _ON_REQUEST = "it was requested"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A transport, and the reason for it."""
+    """A selected transport, and the reason for the selection."""
 
     transport: Transport
     reason: str
 
     @property
     def words(self) -> str:
-        """The choice in one line."""
+        """Return a description of the choice in one line."""
         transport = self.transport
         how = f"algorithm {transport.algorithm}"
         if isinstance(transport, TwoLevelCollectives):
@@ -66,38 +66,33 @@ def connect(
 
     Args:
         group: the process group; `None` is the default group.
-        device: where the tensors are.
-        timeout: maximum time of each wait that blocks, and of waits in symmetric memory. NCCL's waits do not block:
-            there the timeout of the group applies.
-        route: the requested transport, algorithm and options. Symmetric memory is selected only if the route names it;
-            every connection takes 64 MiB of it.
-        apart: whether operations may overlap with those of another transport in any order. Tags allow that; NCCL has
-            none, so the transport gets another communicator of the same ranks.
-        reduces: whether the transport is for reductions. Over collectives only those know nodes, and have two more
-            communicators then.
+        device: the device of the tensors.
+        timeout: maximum time of each blocking wait, and of waits in symmetric memory. NCCL's waits do not block, so
+            the timeout of the group applies to them.
+        route: the requested transport, algorithm and options. Symmetric memory is selected only if the route names it.
+            Each connection takes 64 MiB of symmetric memory.
+        apart: whether operations may overlap with operations of another transport in any order. Since NCCL has no tags,
+            the transport then gets a separate communicator.
+        reduces: whether the transport is for reductions. Over collectives, only reductions use two levels, which need
+            two more communicators.
 
     Returns:
-        The transport. What was selected is logged once, with the reason.
+        The transport. The selection and its reason are logged once.
 
     Raises:
         LayoutError: this process is not a member of `group`, the group has no backend for such tensors, or the route is
             not available.
-        CommError: ranks did not arrive, or cannot be connected.
+        CommError: a rank did not arrive or cannot be connected.
     """
     choice = choose(group, device, timeout, route=route, apart=apart, reduces=reduces)
     _report(logging.INFO, f"{device.type} tensors go over {choice.words}")
     return choice.transport
 
 
-def connect_hosts(
-    group: dist.ProcessGroup | None,
-    timeout: timedelta,
-    *,
-    route: Route = Route(),  # noqa: B008 (frozen)
-) -> Transport:
-    """Return a transport for CPU tensors between the ranks of `group`, whatever its backends. Collective.
+def connect_hosts(group: dist.ProcessGroup | None, timeout: timedelta, *, route: Route) -> Transport:
+    """Return a transport for CPU tensors between the ranks of `group`, which may lack a CPU backend. Collective.
 
-    A route for CUDA tensors only is ignored, and so is one without tags: hosts exchange messages on several threads.
+    Routes for CUDA tensors and routes without tags are ignored, because hosts exchange messages on several threads.
     """
     if route.transport in ("symmetric_memory", "collectives"):
         route = replace(route, transport="auto")
@@ -116,7 +111,12 @@ def choose(
     apart: bool = False,
     reduces: bool = False,
 ) -> Choice:
-    """Select transport and algorithm; return both with the reason. Arguments and errors are those of `connect`."""
+    """Select transport and algorithm, and return them with the reason. Takes the arguments of `connect`.
+
+    Raises:
+        LayoutError: as for `connect`.
+        CommError: as for `connect`.
+    """
     group = member_group(group)
     backends = _backends(group)
     match device.type, backends.get(device.type):
@@ -149,23 +149,24 @@ def _for_host(group: dist.ProcessGroup, timeout: timedelta, route: Route) -> Cho
     if wanted == "collectives" and world_size > 1:
         return Choice(GlooCollectives(reconnect(group, timeout), timeout), _ON_REQUEST)
     if wanted == "p2p" or world_size == 1:
-        return Choice(GlooTransport(group, timeout), _ON_REQUEST if wanted == "p2p" else "one rank sends nothing")
+        reason = _ON_REQUEST if wanted == "p2p" else "a single rank sends no messages"
+        return Choice(GlooTransport(group, timeout), reason)
     found = rendezvous(group, timeout)
     if found.neighbours is not None:
         return Choice(SharedMemoryTransport(found.neighbours, timeout), "all ranks are processes of this host")
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' is not available: {found.why_not}. Use 'p2p' or 'auto'")
-    return Choice(GlooTransport(group, timeout), f"no shared memory, for {found.why_not}")
+    return Choice(GlooTransport(group, timeout), f"shared memory is not available: {found.why_not}")
 
 
 def _for_gpu(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
 ) -> Choice:
-    """Select the transport for CUDA tensors. `apart` always holds over symmetric memory: each transport has its own."""
+    """Select the transport for CUDA tensors. Transports over symmetric memory are always `apart`."""
     wanted = route.transport
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
-    if wanted == "symmetric_memory" and group.size() > 1:  # one rank sends nothing
+    if wanted == "symmetric_memory" and group.size() > 1:
         return Choice(symmetric_memory(group, device, timeout), f"{_ON_REQUEST}, and is experimental")
     if _backends(group)["cuda"] == "nccl":
         own = communicator(group, device, timeout, route) if apart else group
@@ -173,10 +174,10 @@ def _for_gpu(
             return Choice(NcclCollectives(own), _ON_REQUEST)
         if wanted == "auto" and route.algorithm in ("auto", "hierarchical"):
             return Choice(NcclCollectives(own), "the group's backend for CUDA tensors is NCCL")
-        return Choice(NcclTransport(own), "it was requested, or the algorithm was")
+        return Choice(NcclTransport(own), "the transport or the algorithm was requested")
     if wanted == "collectives":
         raise LayoutError("transport='collectives' requires NCCL for CUDA tensors, which this process group lacks")
-    return Choice(StagedTransport(group, timeout), "the group has gloo alone, which sends from host memory")
+    return Choice(StagedTransport(group, timeout), "the group has only gloo, which sends from host memory")
 
 
 def _check(choice: Choice, route: Route) -> None:
@@ -188,26 +189,26 @@ def _check(choice: Choice, route: Route) -> None:
     transport, name = choice.transport, type(choice.transport).__name__
     if route.reduce == "fast" and transport.world_size > 1 and not isinstance(transport, GroupCollectives):
         raise LayoutError(
-            f"reduce='fast' requires collectives of the process group, but these tensors go over {name}, for "
+            f"reduce='fast' requires collectives of the process group, but these tensors go over {name}, because "
             f"{choice.reason}: also pass transport='collectives'"
         )
     options = route.of_nccl()
     if options and not isinstance(transport, NcclTransport):
         raise LayoutError(
-            f"Route({options}) configures communicators of NCCL, but these tensors go over {name}, for "
+            f"Route({options}) configures communicators of NCCL, but these tensors go over {name}, because "
             f"{choice.reason}: remove it"
         )
     if route.algorithm == "halving" and transport.world_size.bit_count() != 1:
-        raise LayoutError(f"algorithm='halving' takes a power of two of ranks, got {transport.world_size}")
+        raise LayoutError(f"algorithm='halving' requires a power of two of ranks, got {transport.world_size}")
 
 
 def _set_algorithm(transport: Transport, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the algorithm that the route names; without one, the transport keeps that of its class."""
+    """Set the algorithm that the route names. Without one, the transport keeps the algorithm of its class."""
     if isinstance(transport, GroupCollectives):
         transport.fast = route.reduce == "fast"
     if route.order == "tree":
         transport.algorithm = "halving"
-    elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # those may have two levels
+    elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # `choose` adds two levels to these
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
             transport.node = nodes_of(group, timeout)
@@ -216,10 +217,10 @@ def _set_algorithm(transport: Transport, route: Route, group: dist.ProcessGroup,
 def _in_two_levels(
     flat: GroupCollectives, device: torch.device, route: Route, group: dist.ProcessGroup, timeout: timedelta
 ) -> WholeCollectives:
-    """Return `flat` with reductions in two levels, or `flat` if all ranks are on one node, or each is on its own."""
+    """Return `flat` with reductions in two levels, or `flat` if there is one node or one rank per node."""
     node, ranks = nodes_of(group, timeout), range(flat.world_size)
     if node in (1, len(ranks)):
-        return flat  # the order of additions is the same
+        return flat  # it adds in the same order
 
     def among(some: Sequence[int]) -> GroupCollectives:
         if isinstance(flat, NcclCollectives):
@@ -241,9 +242,9 @@ def _recommend_levels(flat: GroupCollectives, group: dist.ProcessGroup, timeout:
     if node not in (1, ranks) and flat.rank == 0:
         _report(
             logging.WARNING,
-            f"gradients are reduced by one exchange among {ranks} ranks on {ranks // node} nodes, in which each sends "
-            f"{ranks - node}/{ranks} of them to other nodes. With Route(algorithm='hierarchical') that is "
-            f"{ranks // node - 1}/{ranks}, with other last bits (docs/rings.md, 'Several nodes')",
+            f"gradients are reduced by one exchange among {ranks} ranks on {ranks // node} nodes, in which each rank "
+            f"sends {ranks - node}/{ranks} of its gradients to other nodes. Route(algorithm='hierarchical') sends only "
+            f"{ranks // node - 1}/{ranks}, but rounds differently (docs/rings.md, 'Several nodes')",
         )
 
 

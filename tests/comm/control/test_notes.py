@@ -35,14 +35,14 @@ def clock(monkeypatch):
 
 def test_a_note_that_comes_late_is_told(clock):
     board = SharedBoard()
-    own, other = (FailureReports(board, rank, 2, patience=2.0) for rank in range(2))
+    own, other = (FailureReports(board, rank, 2) for rank in range(2))
     clock.then = lambda: other.leave("its forward at step 3") if clock.now > 1 else None
     assert own.compare("all-gather at step 3", "too late") == "\n  Meanwhile rank 1: its forward at step 3"
     assert clock.now < 2
 
 
 def test_who_says_nothing_is_waited_for_once(clock):
-    own = FailureReports(SharedBoard(), rank=0, world_size=3, patience=2.0)
+    own = FailureReports(SharedBoard(), rank=0, world_size=3)
     told = own.compare("all-gather at step 3", "too late")
     assert told.count("has said nothing") == 2
     waited = clock.now

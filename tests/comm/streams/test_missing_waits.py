@@ -184,7 +184,7 @@ MUTANTS = {
     "another stream does not wait for a gather": Mutant(Gatherer, "follow", nothing, FROZEN),
     "a buffer is given away while another stream reads it": Mutant(ProgramStreams, "wait_for", nothing, FROZEN),
     "a gradient of another stream is freed while it is read": Mutant(
-        ProgramStreams, "take", nothing, accumulates_elsewhere
+        ProgramStreams, "record_stream", nothing, accumulates_elsewhere
     ),
     "a model is freed with operations in flight": Mutant(
         ProgramStreams, "wait_for", nothing, partial(is_dropped, where="forward")

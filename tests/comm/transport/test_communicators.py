@@ -215,7 +215,7 @@ def test_what_the_backend_says_is_reported(cluster):
     for rank, (kind, message) in enumerate(cluster.failures(fail_to_connect, 2)):
         assert kind == "CommError"
         assert message.startswith(f"rank {rank} cannot open another connection to ranks [0, 1] over nccl. ")
-        assert message.endswith("The backend says: no route to host")
+        assert message.endswith("The backend reports: no route to host")
 
 
 # ---- who has one ----------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_options_are_for_nccl_alone(cluster, route):
         assert kind == "LayoutError"
         assert message == (
             f"Route({name}={value}) configures communicators of NCCL, but these tensors go over "
-            "SharedMemoryTransport, for all ranks are processes of this host: remove it"
+            "SharedMemoryTransport, because all ranks are processes of this host: remove it"
         )
     assert cluster.run(connect_hosts_for, 2, route) == ["SharedMemoryTransport"] * 2
 
@@ -392,10 +392,10 @@ def test_a_rank_without_the_allocator_is_an_error_on_all(cluster):
     for kind, message in cluster.failures(register, 2):
         assert kind == "LayoutError"
         assert message.startswith(
-            "Route(registered=True) takes NCCL's allocator, which is not available. The backend says on rank 1: NCCL "
-            "mem allocator is not supported in this NCCL version. "
+            "Route(registered=True) requires NCCL's allocator, which is not available. The backend reports on rank 1: "
+            "NCCL mem allocator is not supported in this NCCL version. "
         )
-        assert message.endswith("leave registered=True out")
+        assert message.endswith("Remove registered=True")
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------

@@ -284,8 +284,8 @@ def refused(group, route, device="cpu"):
         (
             Route(transport="p2p", reduce="fast"),
             "cpu",
-            "reduce='fast' requires collectives of the process group, but these tensors go over GlooTransport, for it "
-            "was requested: also pass transport='collectives'",
+            "reduce='fast' requires collectives of the process group, but these tensors go over GlooTransport, "
+            "because it was requested: also pass transport='collectives'",
         ),
     ],
 )

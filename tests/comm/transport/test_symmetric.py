@@ -173,7 +173,7 @@ def test_gathers_and_reductions_at_the_same_time_do_not_mix():
 def be_alone(memory):
     """Rank 1 gathers, rank 0 does nothing."""
     transport = played(memory)
-    transport._patience = 200
+    transport._timeout_ms = 200
     if memory.rank == 1:
         all_gather(torch.zeros(4), transport, operation=Operation("all-gather of unit 'head'", 3))
 

@@ -14,14 +14,13 @@ from torch import nn
 
 from shardlite import AdamW, ShardLite
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, symmetric_memory
 from shardlite.config import Route
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
-from tests.support.transports.calls import reduce_scatter
+from tests.support.transports.calls import all_gather, reduce_scatter
 from tests.support.transports.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
 
 TIMEOUT = timedelta(seconds=30)

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroupGloo
 from torch.testing import assert_close
 
 from shardlite.comm import streams
-from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.traffic import Tally
@@ -28,7 +27,7 @@ from shardlite.errors import CommError, LayoutError
 from tests.support.patience import seconds, until
 from tests.support.ranks.cluster import Cluster, RemoteError, run_local
 from tests.support.ranks.local_world import local_world
-from tests.support.transports.calls import reduce_scatter
+from tests.support.transports.calls import all_gather, reduce_scatter
 from tests.support.transports.delays import Delayed
 from tests.support.transports.delegating import Counted, Delegating
 from tests.support.transports.worlds import Batched, run

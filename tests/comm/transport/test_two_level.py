@@ -26,7 +26,7 @@ from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport
-from shardlite.comm.transport.group_collectives import TwoLevelCollectives, as_bytes
+from shardlite.comm.transport.group_collectives import GroupCollectives, TwoLevelCollectives, as_bytes
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.models.losses import MODELS, on_rows, on_tokens
@@ -67,6 +67,8 @@ class Exchanging:
         self.first_row = (self.rank + 1) % self.world_size
         self.batched, self.blocking, self.holder, self.slice_nbytes = False, True, None, 64 << 20
         self.sent = 0
+
+    all_to_all = GroupCollectives.all_to_all
 
     def _all_to_all(self, rows, sent, *splits):
         rows, sent = as_bytes(rows), as_bytes(sent)
@@ -327,8 +329,9 @@ def logged(group, node, route):
 def test_one_exchange_across_nodes_is_logged_once_with_what_to_take_instead(cluster):
     first, *others = cluster.run(logged, 4, 2, Route(transport="collectives"))
     assert first == [
-        "gradients are reduced by one exchange among 4 ranks on 2 nodes, in which each sends 2/4 of them to other "
-        "nodes. With Route(algorithm='hierarchical') that is 1/4, with other last bits (docs/rings.md, 'Several nodes')"
+        "gradients are reduced by one exchange among 4 ranks on 2 nodes, in which each rank sends 2/4 of its "
+        "gradients to other nodes. Route(algorithm='hierarchical') sends only 1/4, but rounds differently "
+        "(docs/rings.md, 'Several nodes')"
     ]
     assert others == [[]] * 3
 

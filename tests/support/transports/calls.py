@@ -1,4 +1,4 @@
-"""`reduce_scatter` with the parts of its records as arguments of their own, for tests with many cases."""
+"""Collectives with the parts of their records as arguments of their own, for tests with many cases."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,33 @@ from torch import Tensor
 
 from shardlite.comm import Operation, StoreMean, Transport, collectives, cut_up
 from shardlite.comm.operation import UNNAMED
+
+
+def all_gather(
+    full: Tensor,
+    transport: Transport,
+    *,
+    cuts: Sequence[int] | None = None,
+    operation: Operation = UNNAMED,
+    chunk_bytes: int | None = None,
+) -> None:
+    """Gather as the library does."""
+    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    collectives.all_gather(full, transport, cut=cut, operation=operation)
+
+
+def all_reduce(
+    full: Tensor,
+    transport: Transport,
+    *,
+    cuts: Sequence[int] | None = None,
+    divisor: int = 1,
+    operation: Operation = UNNAMED,
+    chunk_bytes: int | None = None,
+) -> None:
+    """Sum as the library does."""
+    cut = cut_up(full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    collectives.all_reduce(full, transport, cut=cut, divisor=divisor, operation=operation)
 
 
 def reduce_scatter(

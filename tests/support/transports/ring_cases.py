@@ -11,9 +11,9 @@ import torch
 from torch.testing import assert_close
 
 from shardlite.comm.chunking import segment_bounds
-from shardlite.comm.collectives import all_gather, all_reduce, broadcast, staging_numel
+from shardlite.comm.collectives import broadcast, staging_numel
 from shardlite.comm.operation import Operation
-from tests.support.transports.calls import reduce_scatter
+from tests.support.transports.calls import all_gather, all_reduce, reduce_scatter
 from tests.support.transports.delays import Delayed
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
