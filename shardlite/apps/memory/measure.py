@@ -1,30 +1,31 @@
-"""What each rank does: train one system, and return a row of what this rank holds.
+"""Train one system as one of its ranks, and return a row of the rank's memory.
 
-All sizes are bytes of one rank:
+All sizes are bytes per rank:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `tensor_bytes` | the peak of all tensors in a step, on rank 0 |
-| `predicted_bytes` | the same by arithmetic, at most (`predict.py`); absent if no rules are known |
-| `predicted_least_bytes` | the same if each of ShardLite's reductions ends before the next gradient; else equal |
-| `purposes` | what `memory()` reports at that peak; the rest are activations, and gradients not in a bucket yet |
-| `weight_bytes`, `compute` | weights of the plain model in the dtype that it computes in, and that dtype |
-| `error` | why the system could not be measured; there are no sizes then |
+| `predicted_bytes` | an upper bound of it by arithmetic (`predict.py`); absent if no rules are known |
+| `predicted_least_bytes` | a lower bound: each reduction of ShardLite ends before the next gradient |
+| `purposes` | the result of `memory()` at that peak; the rest are activations, and gradients not in a bucket yet |
+| `weight_bytes`, `compute` | weights of the plain model in the dtype of forward and backward, and that dtype |
+| `error` | why the system could not be measured; the row has no sizes then |
 
-The others are measured with `process=True`. They are means of the ranks, and count from the size of a process after its
-imports and the start of the process group:
+The following keys are measured with `process=True`. They are means over the ranks, relative to the size of a process
+after its imports and the start of the process group:
 
-| key | what it is |
+| key | meaning |
 |---|---|
-| `wrap_peak_bytes`, `made_bytes`, `wrapped_bytes` | peak while the model is made and wrapped; made; wrapped |
+| `made_bytes` | size with the plain model |
+| `wrap_peak_bytes`, `wrapped_bytes` | peak while the model is created and wrapped, and size afterwards |
 | `pss_bytes` | peak of the proportional set size in a step |
-| `pss_vs_fsdp2` | that as a fraction of FSDP2's |
-| `between_bytes` | the same between two steps |
-| `pss_purposes` | what `memory()` reports at the moment of `pss_bytes` |
-| `unexplained` | the fraction of `pss_bytes` beyond `pss_purposes` and what `activations` adds to its weights |
+| `pss_vs_fsdp2` | `pss_bytes` as a fraction of FSDP2's |
+| `between_bytes` | size between two steps |
+| `pss_purposes` | the result of `memory()` at the moment of `pss_bytes` |
+| `unexplained` | the fraction of `pss_bytes` that neither `pss_purposes` nor the activations of `activations` explain |
 
 `activations` runs forward and backward of the plain model, without its gradients. Its size includes autograd's own
-memory, buffers of libraries, and code that is loaded then.
+memory, buffers of libraries, and code that is loaded during the step.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from shardlite.apps.plan.source import Source
 Row = dict[str, Any]
 
 WARM_UP = 3
-"""Steps before those that are measured. They allocate the optimizer's state, and record the order of gathers."""
+"""Steps before the measured ones. They allocate the optimizer's state, and record the order of gathers."""
 
 STEPS = 3
-"""Steps in which processes are sampled."""
+"""Default number of steps in which processes are sampled."""
 
 
 def measure(
@@ -59,11 +60,11 @@ def measure(
     """Measure one system as one of the ranks of `group`, and return its row. Collective.
 
     Args:
-        source: the model, and a batch that is used in each step.
+        source: the model, and the batch of all steps.
         system: the system to measure.
         group: the ranks.
         process: also sample the size of the processes.
-        steps: steps in which processes are sampled.
+        steps: number of steps in which processes are sampled.
     """
     system.prepare()
     parameters = _count(source)
@@ -92,13 +93,13 @@ def measure(
 
 
 def warm_up(trainer: Trainer) -> None:
-    """Take the steps before those that are measured."""
+    """Take the steps before the measured ones."""
     for _ in range(WARM_UP):
         trainer.step()
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """Add `pss_vs_fsdp2` and `unexplained` to rows that differ in the system only."""
+    """Add `pss_vs_fsdp2` and `unexplained` to rows that differ only in the system."""
     sampled = [row for row in rows if "pss_bytes" in row]
     fsdp2 = [row["pss_bytes"] for row in sampled if row["system"] == "fsdp2"]
     alone = [row for row in sampled if row["system"].startswith("activations")]
@@ -116,7 +117,11 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
     """Build and warm up a system, and return it with the sizes of the processes."""
     gc.collect()
     sampler = Sampler(group)
-    sizes: Row = {"made_bytes": _made_bytes(source, sampler)}
+    made = source.make()
+    sizes: Row = {"made_bytes": sampler.sample()[1]}
+    del made
+    gc.collect()
+    sampler.sample()
     trainer = system.build(source, group)
     sizes["wrap_peak_bytes"], sizes["wrapped_bytes"] = sampler.sample()
     warm_up(trainer)
@@ -130,23 +135,16 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
 
 
 def _count(source: Source) -> int:
-    """Return the elements in all parameters. Imports what the model imports, so that this is not measured."""
+    """Return the number of elements in all parameters.
+
+    Creating the model imports its packages, so the sizes of processes do not include them.
+    """
     try:
         with torch.device("meta"):
             model = source.make()
     except (NotImplementedError, RuntimeError):  # its constructor reads values
         model = source.make()
     return sum(param.numel() for param in model.parameters())
-
-
-def _made_bytes(source: Source, sampler: Sampler) -> int:
-    """Return what the model alone adds to a process. It is deleted again."""
-    made = source.make()
-    _, nbytes = sampler.sample()
-    del made
-    gc.collect()
-    sampler.sample()
-    return nbytes
 
 
 def _compute(model: nn.Module) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What the processes of all ranks hold, sampled while they train: their size, and what `memory()` reports."""
+"""Sample the processes of all ranks while they train: their sizes, and the bytes that `memory()` reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAUSE = 0.002
 
 
 class Sampler:
-    """Mean proportional set size of the ranks of a group, above that at the start. All ranks call its methods."""
+    """Samples the mean proportional set size of a group's ranks, relative to the start. Its methods are collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -38,7 +38,7 @@ class Sampler:
     def sample(self) -> tuple[int, int]:
         """Return the peak since the last call, and the current size, in bytes.
 
-        `when` is then the moment of the peak, in nanoseconds of the monotonic clock.
+        Sets `when` to the moment of the peak, in nanoseconds of the monotonic clock.
         """
         dist.barrier(self._group)
         answer = [0, 0, 0]
@@ -51,16 +51,16 @@ class Sampler:
         return peak // self._group.size() - self._start, now // self._group.size() - self._start
 
     def close(self) -> None:
-        """End the program that samples."""
+        """End the sampling program."""
         if self._program is not None:
             self._program.communicate()
 
 
 class Account:
-    """What `memory()` of this rank reports, sampled while the block runs. Other systems report nothing.
+    """Samples the bytes by purpose of this rank during a `with` block. Systems without `memory()` have no purposes.
 
-    Another thread takes the samples, so it reads counters only: `memory()` itself would read gradients, which the
-    backward may be writing. One call of `memory()` registers all tensors with those counters.
+    A second thread takes the samples. It reads only counters, because `memory()` would read gradients while the
+    backward writes them. One call of `memory()` beforehand registers all tensors with the counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +79,7 @@ class Account:
         self._thread.join()
 
     def mean_at(self, when: int, group: dist.ProcessGroup) -> dict[str, int]:
-        """Return the bytes by purpose at a moment of the monotonic clock, as means of the ranks. Collective."""
+        """Return the bytes by purpose at a moment of the monotonic clock, as means over the ranks. Collective."""
         own = self._samples[max(0, bisect(self._samples, when, key=itemgetter(0)) - 1)][1]
         of_ranks = all_gather_json(group, own, "what memory() reports")
         return {purpose: sum(each.get(purpose, 0) for each in of_ranks) // len(of_ranks) for purpose in own}
@@ -94,6 +94,6 @@ class Account:
 
 
 def purposes_of(model: nn.Module) -> dict[str, int]:
-    """Return the bytes that this rank holds now, by purpose. Empty for systems without `memory()`."""
+    """Return the current bytes of this rank by purpose, or an empty dict for a system without `memory()`."""
     held = model.memory() if isinstance(model, ShardLite) else {}
     return {purpose: each.now for purpose, each in held.items() if each.now}
