@@ -1,7 +1,5 @@
 """Describe where and when a row was measured."""
 
-from __future__ import annotations
-
 import platform
 from datetime import datetime, timezone
 from pathlib import Path

@@ -28,8 +28,6 @@ after its imports and the start of the process group:
 memory, buffers of libraries, and code that is loaded during the step.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 `Meter` counts all tensors. Tensors without a purpose in a `Ledger` are activations, temporary results and the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -17,8 +17,6 @@ step, and the gradient shards of finished units.
 Legend: `W` ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -84,7 +82,7 @@ class Predictor:
         """Return the peak of DDP on a rank that holds the moments of `stepped` elements."""
         return self._alone() + self._bytes(self._planner.trainable + 2 * stepped)
 
-    def _sharded(self, ranks: int, replay: type[_Replay]) -> int:
+    def _sharded(self, ranks: int, replay: type["_Replay"]) -> int:
         plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # for its units and events
         shards = self._bytes(self._planner.numel + 2 * self._planner.trainable) // ranks
         return shards + plan.budget.held["buffers"] + replay(plan.budget.units, ranks).peak(plan.events)

@@ -1,7 +1,5 @@
 """Sample the processes of all ranks while they train: their sizes, and the bytes that `memory()` reports."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -70,7 +68,7 @@ class Account:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample)
 
-    def __enter__(self) -> Account:
+    def __enter__(self) -> "Account":
         self._thread.start()
         return self
 

@@ -4,8 +4,6 @@ Each rank runs the same command line, extended by the name of one system and by 
 that fails has an `error`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

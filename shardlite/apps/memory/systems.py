@@ -12,8 +12,6 @@
 | the others | ShardLite at stage 3 in other formats; `compact` combines them with `in_backward` |
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

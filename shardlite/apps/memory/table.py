@@ -1,7 +1,5 @@
 """Format tables of memory: rows of several systems, and one step by purpose next to its plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 

@@ -4,8 +4,6 @@ In: a `System`. Out: a `Timeline`. `telemetry.Meter` counts the bytes of tensors
 `model.memory()` attributes them to purposes.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ class Timeline:
         ]
 
     @staticmethod
-    def of(row: Mapping[str, Any]) -> Timeline:
+    def of(row: Mapping[str, Any]) -> "Timeline":
         """Return the timeline whose `asdict` is `row`."""
         return Timeline(**{**row, "phases": [Phase(**phase) for phase in row["phases"]]})
 

@@ -1,6 +1,4 @@
-"""Cards by name, with the source of each figure. Does not import PyTorch."""
-
-from __future__ import annotations
+"""Accelerators by name, with the source of each figure. Does not import PyTorch."""
 
 import json
 import re
@@ -13,23 +11,23 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One accelerator, or a rank's part of a CPU."""
+    """An accelerator, or one rank's share of a CPU."""
 
     name: str
     nbytes: int
-    """Memory."""
+    """Bytes of memory."""
 
     wide: float
-    """Peak of fp32 matrix products, in floating-point operations per second, without TF32."""
+    """Peak rate of fp32 matrix products without TF32, in floating-point operations per second."""
 
     narrow: float
-    """Peak of bf16 matrix products, dense."""
+    """Peak rate of dense bf16 matrix products, in floating-point operations per second."""
 
     bandwidth: float
-    """Memory bandwidth, bytes per second."""
+    """Memory bandwidth in bytes per second."""
 
     efficiency: float
-    """Measured operations per second of a training step, as a fraction of `narrow`. The same is assumed for `wide`."""
+    """Measured rate of a training step as a fraction of `narrow`. The same fraction of `wide` is assumed."""
 
     source: str
 
@@ -45,10 +43,10 @@ CARDS = {name: Card(name=name, **figures) for name, figures in HARDWARE["cards"]
 
 
 def memory_of(card: str) -> int:
-    """Return the bytes of a card by name (`H100`) or of an amount (`80GB`, `24GiB`).
+    """Return the bytes of memory of a card (`H100`), or of an amount (`80GB`, `24GiB`).
 
     Raises:
-        ValueError: `card` is neither.
+        ValueError: `card` is neither a known name nor an amount above 0.
     """
     if card in CARDS:
         return CARDS[card].nbytes

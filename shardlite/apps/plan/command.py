@@ -26,10 +26,10 @@ def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
 
 
 def _check(options: Namespace) -> None:
-    """Check what can be checked without PyTorch.
+    """Check the options as far as this is possible without PyTorch.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
+        ValueError: an option has an invalid value.
     """
     check_numbers(options, batch=1, context=1, prefetch=0)
     check_model(options.model)

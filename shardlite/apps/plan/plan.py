@@ -6,8 +6,6 @@ activation checkpointing. It then plans any number of settings (stages, formats,
 Legend: `W` ranks.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,6 @@ In: a module of fake tensors, its units, and a function that runs it and returns
 does not depend on stage, format or number of ranks, because each rank does the same work on its part of the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -107,7 +105,7 @@ class _Recorder(TorchDispatchMode):
 class _Call:
     """One forward of a unit, as its backward sees it (see `weights/saved_tensors.py`)."""
 
-    def __init__(self, unit: int, hooks: _Hooks) -> None:
+    def __init__(self, unit: int, hooks: "_Hooks") -> None:
         self.unit, self.hooks = unit, hooks
         self.handles = 0
         self.uses = False
@@ -141,7 +139,7 @@ class _Handle:
 class _SavedTensors:
     """Saved-tensor hooks for weights. Other tensors are passed to the hooks that were active before."""
 
-    def __init__(self, hooks: _Hooks) -> None:
+    def __init__(self, hooks: "_Hooks") -> None:
         self.hooks = hooks
         self._outer: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
