@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from shardlite.apps.cli import main
-from shardlite.apps.plan.cards import CARDS, memory_of
-from shardlite.apps.plan.clusters import CLUSTERS, LINKS, LinkCost, collective_seconds
+from shardlite.apps.plan.clusters import CARDS, CLUSTERS, LINKS, LinkCost, collective_seconds, memory_of
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.simulate import scaling, simulate
 from shardlite.apps.plan.source import Source, SourceError, find_source

@@ -5,7 +5,7 @@ and plots, and one step by purpose. Read `run.py` first, then `measure.py`.
 
     command.py    the options                       run.py      starts the ranks of each system
     measure.py    measures one system on a rank     systems.py  the systems, built from one model
-    process.py    the size of processes (pss.py)    predict.py  the same bytes by arithmetic
+    pss.py        samples the size of processes     predict.py  the same bytes by arithmetic
     timeline.py   bytes at every operator           table.py    rows and steps as tables
     peak.py       the peak of one step              plots.py    rows and steps as plots
     machine.py    where and when a row was measured

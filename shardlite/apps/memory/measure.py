@@ -29,7 +29,15 @@ memory, buffers of libraries, and code that is loaded during the step.
 """
 
 import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect
 from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +47,10 @@ from torch import nn
 from shardlite import ShardLite
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.peak import peak_of
-from shardlite.apps.memory.process import Account, Sampler, purposes_of
 from shardlite.apps.memory.systems import OPTIMIZER, System, Trainer
 from shardlite.apps.plan.source import Source
+from shardlite.comm import all_gather_json
+from shardlite.model import state_of
 
 Row = dict[str, Any]
 
@@ -50,6 +59,9 @@ WARM_UP = 3
 
 STEPS = 3
 """Default number of steps in which processes are sampled."""
+
+_PAUSE = 0.002
+"""Seconds between two samples of `memory()`."""
 
 
 def measure(
@@ -74,7 +86,7 @@ def measure(
         trainer, sizes = system.build(source, group), {}
         warm_up(trainer)
     gc.collect()
-    tensor_bytes, purposes = peak_of(trainer.step, lambda: purposes_of(trainer.model))
+    tensor_bytes, purposes = peak_of(trainer.step, lambda: _purposes_of(trainer.model))
     compute = _compute(trainer.model)
     return {
         "words": source.words,
@@ -114,7 +126,7 @@ def compared(rows: list[Row]) -> list[Row]:
 def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, steps: int) -> tuple[Trainer, Row]:
     """Build and warm up a system, and return it with the sizes of the processes."""
     gc.collect()
-    sampler = Sampler(group)
+    sampler = _Sampler(group)
     made = source.make()
     sizes: Row = {"made_bytes": sampler.sample()[1]}
     del made
@@ -124,7 +136,7 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
     sizes["wrap_peak_bytes"], sizes["wrapped_bytes"] = sampler.sample()
     warm_up(trainer)
     sampler.sample()
-    with Account(trainer.model) as account:
+    with _Account(trainer.model) as account:
         for _ in range(steps):
             trainer.step()
         sizes["pss_bytes"], sizes["between_bytes"] = sampler.sample()
@@ -149,3 +161,80 @@ def _compute(model: nn.Module) -> torch.dtype:
     """Return the dtype of forward and backward."""
     own = model.precision.compute if isinstance(model, ShardLite) else None
     return own or next(model.parameters()).dtype
+
+
+class _Sampler:
+    """Samples the mean proportional set size of a group's ranks, relative to the start. Its methods are collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        processes = all_gather_json(group, os.getpid(), "the numbers of the processes")
+        self._program = None
+        if group.rank() == 0:
+            command = [sys.executable, "-S", "-E", str(Path(__file__).parent / "pss.py"), *map(str, processes)]
+            self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._start = self.when = 0
+        self._start = self.sample()[1]
+
+    def sample(self) -> tuple[int, int]:
+        """Return the peak since the last call, and the current size, in bytes.
+
+        Sets `when` to the moment of the peak, in nanoseconds of the monotonic clock.
+        """
+        dist.barrier(self._group)
+        answer = [0, 0, 0]
+        if self._program is not None:
+            assert self._program.stdin is not None
+            assert self._program.stdout is not None
+            print(file=self._program.stdin, flush=True)
+            answer = [int(word) for word in self._program.stdout.readline().split()]
+        peak, now, self.when = all_gather_json(self._group, answer, "what the processes hold")[0]
+        return peak // self._group.size() - self._start, now // self._group.size() - self._start
+
+    def close(self) -> None:
+        """End the sampling program."""
+        if self._program is not None:
+            self._program.communicate()
+
+
+class _Account:
+    """Samples the bytes by purpose of this rank during a `with` block. Systems without `memory()` have no purposes.
+
+    A second thread takes the samples. It reads only counters, because `memory()` would read gradients while the
+    backward writes them. One call of `memory()` beforehand registers all tensors with the counters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _purposes_of(model)
+        self._context = state_of(model).context if isinstance(model, ShardLite) else None
+        self._samples: list[tuple[int, dict[str, int]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> "_Account":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def mean_at(self, when: int, group: dist.ProcessGroup) -> dict[str, int]:
+        """Return the bytes by purpose at a moment of the monotonic clock, as means over the ranks. Collective."""
+        own = self._samples[max(0, bisect(self._samples, when, key=itemgetter(0)) - 1)][1]
+        of_ranks = all_gather_json(group, own, "what memory() reports")
+        return {purpose: sum(each.get(purpose, 0) for each in of_ranks) // len(of_ranks) for purpose in own}
+
+    def _sample(self) -> None:
+        over = False
+        while not over:  # at least once, however short the block is
+            held = self._context.held() if self._context else {}
+            now = {purpose: each.now for purpose, each in held.items() if each.now}
+            self._samples.append((time.monotonic_ns(), now))
+            over = self._over.wait(_PAUSE)
+
+
+def _purposes_of(model: nn.Module) -> dict[str, int]:
+    """Return the current bytes of this rank by purpose, or an empty dict for a system without `memory()`."""
+    held = model.memory() if isinstance(model, ShardLite) else {}
+    return {purpose: each.now for purpose, each in held.items() if each.now}

@@ -1,4 +1,4 @@
-"""Clusters by name, and a cost model of their links.
+"""Cards and clusters by name, and a cost model of links. Does not import PyTorch.
 
 `hardware.json` has the figures with their sources, and marks each achieved rate as measured or assumed. All times
 computed from the figures are predictions.
@@ -17,11 +17,13 @@ ranks may share a processor and links a wire, and it ignores caches.
 Legend: `W` ranks, `M` bytes in the whole buffer.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shardlite.apps.plan.cards import CARDS, HARDWARE, Card
 from shardlite.errors import LayoutError
 
 Operation = Literal["all-gather", "reduce-scatter"]
@@ -78,6 +80,33 @@ def collective_seconds(operation: Operation, algorithm: str, nbytes: int, world_
     if link.overlaps:
         return link.alpha + max(moved + messages * added, messages * moved + added)
     return link.alpha + messages * (moved + added)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """An accelerator, or one rank's share of a CPU."""
+
+    name: str
+    nbytes: int
+    """Bytes of memory."""
+
+    wide: float
+    """Peak rate of fp32 matrix products without TF32, in floating-point operations per second."""
+
+    narrow: float
+    """Peak rate of dense bf16 matrix products, in floating-point operations per second."""
+
+    bandwidth: float
+    """Memory bandwidth in bytes per second."""
+
+    efficiency: float
+    """Measured rate of a training step as a fraction of `narrow`. The same fraction of `wide` is assumed."""
+
+    source: str
+
+    def flops(self, *, narrow: bool) -> float:
+        """Return the expected operations per second of a training step."""
+        return self.efficiency * (self.narrow if narrow else self.wide)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +177,12 @@ class Cluster:
         return 2 * self.base + first + second
 
 
+HARDWARE = json.loads(Path(__file__).with_name("hardware.json").read_text())
+"""Cards and clusters, with the source of each figure."""
+
+CARDS = {name: Card(name=name, **figures) for name, figures in HARDWARE["cards"].items()}
+
+
 def _link(card: Card, wire: str, rate: float) -> LinkCost:
     """Return the costs of a wire of `rate` bytes per second. An addition reads two numbers and writes one."""
     figures = HARDWARE["wires"][wire]
@@ -174,3 +209,17 @@ _CPU = Cluster(
 )
 
 CLUSTERS = {**{name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}, "cpu": _CPU}
+
+
+def memory_of(card: str) -> int:
+    """Return the bytes of memory of a card (`H100`), or of an amount (`80GB`, `24GiB`).
+
+    Raises:
+        ValueError: `card` is neither a known name nor an amount above 0.
+    """
+    if card in CARDS:
+        return CARDS[card].nbytes
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B", card)
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"--card {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
+    return round(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardlite.apps.options import MOST_RANKS, add_command, check_numbers, usage_errors
-from shardlite.apps.plan.cards import memory_of
-from shardlite.apps.plan.clusters import CLUSTERS
+from shardlite.apps.plan.clusters import CLUSTERS, memory_of
 from shardlite.apps.plan.presets import check_model
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlite.apps.options import progress
-from shardlite.apps.plan.cards import memory_of
-from shardlite.apps.plan.clusters import CLUSTERS, Cluster
+from shardlite.apps.plan.clusters import CLUSTERS, Cluster, memory_of
 from shardlite.apps.plan.plan import Planner, Setting, setting_of
 from shardlite.apps.plan.report import Group, as_json, text
 from shardlite.apps.plan.simulate import scaling

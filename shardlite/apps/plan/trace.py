@@ -29,17 +29,13 @@ _LIVE = "activations"
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
-
-
 _ON_CPU: dict[Any, Callable[..., int]] = {  # `flop_registry` lacks them
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),  # type: ignore[no-untyped-call]
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
+    ),
 }
 
 
@@ -94,11 +90,8 @@ class _Recorder(TorchDispatchMode):
             if isinstance(value, Tensor) and storage_key(value) not in self._others:
                 self._ledger.track(_LIVE, value)
         self._most = max(self._most, self.live)
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self._flops += flop_registry[packet](*args, **kwargs, out_val=result)
-        elif packet in _ON_CPU:
-            self._flops += _ON_CPU[packet](*args, **kwargs)
+        count = flop_registry.get(func._overloadpacket) or _ON_CPU.get(func._overloadpacket)
+        self._flops += count(*args, **kwargs, out_val=result) if count else 0
         return result
 
 
@@ -186,7 +179,6 @@ class _Hooks:
 
         self._needed = needed
         self._depth = dict.fromkeys(self.live, 0)
-        self._pushed: list[bool] = []
         self._opened = False
         for module in needed:
             module.register_forward_pre_hook(self._before, prepend=True)
@@ -216,11 +208,11 @@ class _Hooks:
                 self.note(Kind.ENTER, unit.index)
                 self.current[unit.index] = _Call(unit.index, self)
             self._depth[unit.index] += 1
-        self._pushed.append(self._push())
+        ours = _SavedTensors(self)
+        torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
 
     def _after(self, module: nn.Module, *_: Any) -> None:
-        if self._pushed.pop():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
         for unit in reversed(self._needed[module]):
             self._depth[unit.index] -= 1
             if self._depth[unit.index] == 0:
@@ -235,12 +227,3 @@ class _Hooks:
             earlier = [each for each in self.live[call.unit] if each is not call]
             if earlier:
                 earlier[-1].enter()
-
-    def _push(self) -> bool:
-        """Make these hooks the innermost ones unless they are. Return whether they must be popped."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and isinstance(getattr(top[0], "__self__", None), _SavedTensors):
-            return False
-        ours = _SavedTensors(self)
-        torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
-        return True
