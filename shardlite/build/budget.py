@@ -12,7 +12,6 @@ from itertools import chain
 
 import torch
 from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbytes
-from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
 from shardlite.build.plan import Plan
@@ -158,19 +157,17 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
 
 def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
     """Return the budget of a flat. The mean gets the same memory as in `grads/reduce.py`."""
-    layout, same = flat.gradients, flat.reduce == flat.master
-    bucket, world_size = layout.full_numel * flat.reduce.itemsize, recipe.world_size
-    shard = layout.full_numel // world_size
-    sent = (world_size - 1) * shard * flat.reduce.itemsize
+    full, world_size, same = flat.gradients.full_numel, recipe.world_size, flat.reduce == flat.master
+    sent = (world_size - 1) * (full // world_size) * flat.reduce.itemsize
+    mean = full // world_size * flat.master.itemsize
     if recipe.options.stage == 0:
-        gathered = (world_size - 1) * shard * flat.master.itemsize
-        return FlatBudget(
-            bucket=bucket, mean=0 if same else layout.full_numel * flat.master.itemsize, sent=sent + gathered
-        )
-    if recipe.in_backward and world_size > 1:
-        return FlatBudget(bucket=bucket, mean=0, sent=sent)  # the last hop steps the weights
-    in_bucket = (recipe.options.stage == 1 or world_size == 1) and same
-    return FlatBudget(bucket=bucket, mean=0 if in_bucket else shard * flat.master.itemsize, sent=sent)
+        sent += (world_size - 1) * mean  # of the all-gather
+        mean = 0 if same else full * flat.master.itemsize
+    elif recipe.in_backward and world_size > 1:
+        mean = 0  # the last hop steps the weights
+    elif same and (recipe.options.stage == 1 or world_size == 1):
+        mean = 0  # it stays in the bucket
+    return FlatBudget(bucket=full * flat.reduce.itemsize, mean=mean, sent=sent)
 
 
 def _sent_by_gather(flat: Flat) -> int:
@@ -230,12 +227,8 @@ def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
 def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
     """Return the bytes of memory traffic of a step: weights and moments are read and written, the gradient is read."""
     numel = _own_numel(flat)
-    weights = _nbytes([flat.local, flat.low])
+    weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
     return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.itemsize
-
-
-def _nbytes(tensors: Iterable[Tensor | None]) -> int:
-    return sum(each.nbytes for each in tensors if each is not None)
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:

@@ -19,7 +19,6 @@ Legend: `W` ranks, `M` bytes in the whole buffer.
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,6 +28,9 @@ from shardlite.errors import LayoutError
 Operation = Literal["all-gather", "reduce-scatter"]
 
 _MICROSECOND = 1e-6
+
+HARDWARE = json.loads(Path(__file__).with_name("hardware.json").read_text())
+"""Cards, wires, links and clusters, with the source of each figure."""
 
 
 class LinkCost(NamedTuple):
@@ -50,10 +52,7 @@ class LinkCost(NamedTuple):
     """Whether a rank adds while it receives. Otherwise one processor does both."""
 
 
-LINKS: Mapping[str, LinkCost] = {
-    "shared_memory": LinkCost(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
-    "p2p": LinkCost(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
-}
+LINKS = {name: LinkCost(**costs) for name, costs in HARDWARE["links"].items()}
 """Links between CPU ranks, by the name of the transport.
 
 `bench/ring/fit.py` has fitted them to the processor time of 4 ranks on 2 cores of an AMD EPYC, on which other programs
@@ -127,10 +126,10 @@ class Cluster:
     nics: int
     """Network cards per node."""
 
-    base: float
+    source: str
+    base: float = HARDWARE["base"] * _MICROSECOND
     """Minimum duration of a collective, in seconds."""
 
-    source: str
     on_gpu: bool = True
 
     def ring(self, world_size: int) -> LinkCost:
@@ -177,38 +176,25 @@ class Cluster:
         return 2 * self.base + first + second
 
 
-HARDWARE = json.loads(Path(__file__).with_name("hardware.json").read_text())
-"""Cards and clusters, with the source of each figure."""
+def _link(card: Card, wire: str, rate: float = 0.0) -> LinkCost:
+    """Return a link by name, or the costs of a wire of `rate` bytes per second.
 
-CARDS = {name: Card(name=name, **figures) for name, figures in HARDWARE["cards"].items()}
-
-
-def _link(card: Card, wire: str, rate: float) -> LinkCost:
-    """Return the costs of a wire of `rate` bytes per second. An addition reads two numbers and writes one."""
+    An addition reads two numbers and writes one.
+    """
+    if wire in LINKS:
+        return LINKS[wire]
     figures = HARDWARE["wires"][wire]
     return LinkCost(alpha=figures["step"] * _MICROSECOND, beta=1 / (rate * figures["share"]), gamma=3 / card.bandwidth)
 
 
 def _cluster(name: str, *, card: str, inside: tuple[str, float], nic: tuple[str, float], **others: Any) -> Cluster:
-    """Return a cluster of GPUs from its figures in `hardware.json`."""
+    """Return a cluster from its figures in `hardware.json`."""
     each = CARDS[card]
-    base = HARDWARE["base"] * _MICROSECOND
-    return Cluster(name=name, card=each, inside=_link(each, *inside), nic=_link(each, *nic), base=base, **others)
+    return Cluster(name=name, card=each, inside=_link(each, *inside), nic=_link(each, *nic), **others)
 
 
-_CPU = Cluster(
-    name="cpu",
-    card=CARDS["CPU core"],
-    node=1 << 30,
-    inside=LINKS["shared_memory"],
-    nic=LINKS["shared_memory"],
-    nics=1,
-    base=0.0,
-    source="shared memory of one host, fitted by bench/ring/fit.py",
-    on_gpu=False,
-)
-
-CLUSTERS = {**{name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}, "cpu": _CPU}
+CARDS = {name: Card(name=name, **figures) for name, figures in HARDWARE["cards"].items()}
+CLUSTERS = {name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}
 
 
 def memory_of(card: str) -> int:

@@ -197,15 +197,16 @@ class Planner:
 
     def _units(self, setting: Setting) -> Budget:
         _check(setting)
-        recipe = setting.recipe
-        return budget_of(
-            plan_units(self._module, recipe.options, setting.world_size, _META), recipe, buffers=self._buffers
-        )
+        plan = plan_units(self._module, setting.recipe.options, setting.world_size, _META)
+        return budget_of(plan, setting.recipe, buffers=self._buffers)
 
     def _trace(self, compute: torch.dtype | None, recomputes: bool) -> Sequence[Event]:
         how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
         self._progress(f"tracing a step{how}")
-        module = _cast(self._make(), compute)
+        module = self._make()
+        for param in module.parameters():
+            if compute is not None and param.is_floating_point():
+                param.data = param.data.to(compute)  # as units are gathered; tied parameters stay tied
         plan = plan_units(module, Options(), 2, _META)
         units = build_units(plan, placement_of(plan, Options(), 0, 2))
         if recomputes:
@@ -241,14 +242,6 @@ def _check(setting: Setting) -> None:
             f"a plan takes stages {validate.STAGES}, 1 to {MOST_RANKS} ranks and a prefetch of at least 0; got stage "
             f"{setting.stage}, {setting.world_size} ranks, prefetch {setting.prefetch}"
         )
-
-
-def _cast(module: nn.Module, compute: torch.dtype | None) -> nn.Module:
-    """Cast the parameters of a module in place to the dtype in which they are gathered. Tied parameters stay tied."""
-    for param in module.parameters() if compute is not None else ():
-        if param.is_floating_point():
-            param.data = param.data.to(compute)
-    return module
 
 
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:
