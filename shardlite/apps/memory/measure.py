@@ -8,7 +8,7 @@ All sizes are bytes per rank:
 | `predicted_bytes` | an upper bound of it by arithmetic (`predict.py`); absent if no rules are known |
 | `predicted_least_bytes` | a lower bound: each reduction of ShardLite ends before the next gradient |
 | `purposes` | the result of `memory()` at that peak; the rest are activations, and gradients not in a bucket yet |
-| `weight_bytes`, `compute` | weights of the plain model in the dtype of forward and backward, and that dtype |
+| `compute`, `weight_bytes` | dtype of forward and backward, and the weights of the plain model in this dtype |
 | `error` | why the system could not be measured; the row has no sizes then |
 
 The following keys are measured with `process=True`. They are means over the ranks, relative to the size of a process
@@ -22,7 +22,7 @@ after its imports and the start of the process group:
 | `pss_vs_fsdp2` | `pss_bytes` as a fraction of FSDP2's |
 | `between_bytes` | size between two steps |
 | `pss_purposes` | the result of `memory()` at the moment of `pss_bytes` |
-| `unexplained` | the fraction of `pss_bytes` that neither `pss_purposes` nor the activations of `activations` explain |
+| `unexplained` | the fraction of `pss_bytes` that `pss_purposes` and the activations of `activations` do not explain |
 
 `activations` runs forward and backward of the plain model, without its gradients. Its size includes autograd's own
 memory, buffers of libraries, and code that is loaded during the step.

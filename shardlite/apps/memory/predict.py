@@ -104,7 +104,10 @@ def plain_peak(events: Sequence[Event]) -> int:
 
 
 def largest_part(numels: Sequence[int], ranks: int) -> int:
-    """Return the number of elements that rank 0 steps: each parameter, largest first, goes to the rank with fewest."""
+    """Return the number of elements that rank 0 steps.
+
+    Each parameter, the largest first, goes to the rank with the fewest elements so far.
+    """
     parts = [0] * ranks
     for numel in sorted(numels, reverse=True):
         parts[parts.index(min(parts))] += numel
@@ -169,7 +172,7 @@ class _Replay:
             self._full.discard(unit)
 
     def _next(self, unit: int) -> int | None:
-        """Return the unit to gather during the backward of `unit`: the one before it in the forward, if not full."""
+        """Return the unit to gather during the backward of `unit`: the one before it in the forward, unless it is full."""
         place = self._order.index(unit) if unit in self._order else 0
         upcoming = self._order[place - 1] if place > 0 else None
         return None if upcoming in self._full else upcoming

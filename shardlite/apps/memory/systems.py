@@ -1,4 +1,4 @@
-"""The systems that are compared. Each trains the same model, in the same units, with fused AdamW.
+"""Define the systems to compare. Each trains the same model, in the same units, with fused AdamW.
 
 | name | training |
 |---|---|
@@ -55,7 +55,7 @@ class Trainer:
 
     backward: Callable[[Tensor], object] = torch.autograd.backward
     units: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules that are gathered as one, by name, without the root."""
+    """Modules whose weights are gathered together, by name, without the root."""
 
     def step(self, enter: Callable[[str], object] = lambda _: None) -> None:
         """Take one training step. Call `enter` with the name of each phase when the phase begins."""
@@ -94,7 +94,7 @@ class System:
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that ShardLite gathers as one, by name: outer ones first, without the root."""
+    """Return the modules whose weights ShardLite gathers together, by name: outer ones first, without the root."""
     plans = partition_module(model, None)
     return {plan.name: plan.module for plan in plans if plan.params and plan.module is not model}
 
@@ -127,7 +127,7 @@ def wrap_fsdp2(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup
 
     Args:
         model: the model, on the device where it is trained.
-        units: modules that are gathered as one: inner ones first, without the root.
+        units: modules whose weights are gathered together: inner ones first, without the root.
         group: all ranks.
         precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
     """
@@ -265,4 +265,4 @@ SYSTEMS: dict[str, System] = {
     "bf16, int8": _shardlite(precision=_BF16, state="int8"),
     "compact": _shardlite(precision=_SPLIT, state="int8", in_backward=True),
 }
-"""By name. PyTorch's systems come first, then DeepSpeed's, then ShardLite's."""
+"""All systems by name: PyTorch's, then DeepSpeed's, then ShardLite's."""

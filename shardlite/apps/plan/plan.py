@@ -47,7 +47,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is trained."""
+    """The configuration of a training run."""
 
     stage: int = 3
     world_size: int = 1
@@ -223,7 +223,7 @@ class Planner:
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Create fake tensors within the block. Raise a `SourceError` for any error, as of code that reads values."""
+        """Create fake tensors within the block. Errors, for example of code that reads values, become `SourceError`s."""
         try:
             with self._fake:
                 yield

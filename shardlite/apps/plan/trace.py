@@ -137,7 +137,7 @@ class _SavedTensors:
         self._outer: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what the graph saves instead of `tensor`."""
+        """Return the object that the graph saves instead of `tensor`."""
         unit = self.hooks.home.get(storage_key(tensor))
         if unit is not None:
             call = self.hooks.current.get(unit) or _Call(unit, self.hooks)
@@ -145,7 +145,7 @@ class _SavedTensors:
         return tensor.detach() if self._outer is None else self._outer[0](tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor of a `pack`."""
+        """Return the tensor that was packed."""
         if isinstance(packed, _Handle):
             self.hooks.open()
             packed.call.enter()

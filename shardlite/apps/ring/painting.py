@@ -40,7 +40,7 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
     title, *above = headline(schedule, node)
     above += [f"Of {len(told) - 1} steps {len(told) - len(kept)} are left out."] if len(kept) < len(told) else []
     arrows = "rank 0 sends" if schedule.world_size > _READABLE else "each rank sends"
-    above.append(f"Columns are segments. What is sent in a step has a frame; arrows show to whom {arrows}.")
+    above.append(f"Columns are segments. Sent pieces have a frame; arrows show to which ranks {arrows}.")
     if schedule.world_size <= _READABLE and _shortens(schedule, told):
         above.append(f"{shortened(schedule.world_size)}.")
 
