@@ -223,7 +223,7 @@ class Planner:
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Create fake tensors within the block. Errors, for example of code that reads values, become `SourceError`s."""
+        """Create fake tensors within the block. Errors, as of code that reads values, become `SourceError`s."""
         try:
             with self._fake:
                 yield
