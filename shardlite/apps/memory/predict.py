@@ -172,7 +172,10 @@ class _Replay:
             self._full.discard(unit)
 
     def _next(self, unit: int) -> int | None:
-        """Return the unit to gather during the backward of `unit`: its predecessor in the forward, unless that is full."""
+        """Return the unit to gather during the backward of `unit`, or `None`.
+
+        This is the preceding unit of the forward, unless its weights are full already.
+        """
         place = self._order.index(unit) if unit in self._order else 0
         upcoming = self._order[place - 1] if place > 0 else None
         return None if upcoming in self._full else upcoming
