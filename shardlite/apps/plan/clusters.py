@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shardlite.errors import LayoutError
-
 Operation = Literal["all-gather", "reduce-scatter"]
 
 _MICROSECOND = 1e-6
@@ -63,13 +61,7 @@ same time.
 
 
 def collective_seconds(operation: Operation, algorithm: str, nbytes: int, world_size: int, link: LinkCost) -> float:
-    """Return the seconds of a `ring` or `direct` collective on a buffer of `nbytes`, with one message per segment.
-
-    Raises:
-        LayoutError: `algorithm` has no formula.
-    """
-    if algorithm not in ("ring", "direct"):
-        raise LayoutError(f"{algorithm!r} has no formula; expected 'ring' or 'direct'")
+    """Return the seconds of a `"ring"` or `"direct"` collective on a buffer of `nbytes`, one message per segment."""
     messages, piece = world_size - 1, -(-nbytes // world_size)
     if messages == 0:
         return 0.0

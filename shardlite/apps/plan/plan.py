@@ -178,7 +178,6 @@ class Planner:
         """Plan rank 0. No other rank holds more.
 
         Raises:
-            LayoutError: the setting is invalid.
             SourceError: the model cannot be traced.
         """
         events = self.events(setting.precision.compute, setting.checkpoint)
@@ -196,7 +195,6 @@ class Planner:
         return None if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=fits)
 
     def _units(self, setting: Setting) -> Budget:
-        _check(setting)
         plan = plan_units(self._module, setting.recipe.options, setting.world_size, _META)
         return budget_of(plan, setting.recipe, buffers=self._buffers)
 
@@ -234,14 +232,6 @@ class Planner:
                 f"{self.source.name} cannot be traced with fake tensors, which have shapes and no values: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-
-def _check(setting: Setting) -> None:
-    if setting.stage not in validate.STAGES or not 1 <= setting.world_size <= MOST_RANKS or setting.prefetch < 0:
-        raise LayoutError(
-            f"a plan takes stages {validate.STAGES}, 1 to {MOST_RANKS} ranks and a prefetch of at least 0; got stage "
-            f"{setting.stage}, {setting.world_size} ranks, prefetch {setting.prefetch}"
-        )
 
 
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:

@@ -22,7 +22,7 @@ def plan(options: Namespace) -> str:
     Raises:
         ValueError: an option has an invalid value.
         SourceError: the model cannot be created or traced.
-        LayoutError: a setting is invalid.
+        LayoutError: the model cannot be sharded.
         ModuleNotFoundError: `--plots` is given and matplotlib is not installed.
         OSError: a file cannot be written.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,8 @@ def _square(axes: Axes, schedule: Schedule, frame: Frame, names: bool) -> None:
     """Draw a row per rank and a column per segment, frames around sent pieces, and arrows to their targets."""
     world_size = schedule.world_size
     sent = {(each.source, each.segment, each.part) for each in frame.sent}
-    for r in range(world_size):
-        for k in range(world_size):
-            for part in range(schedule.parts):
-                _cell(axes, schedule, frame, (r, k, part), framed=(r, k, part) in sent)
+    for place in product(range(world_size), range(world_size), range(schedule.parts)):
+        _cell(axes, schedule, frame, place, framed=place in sent)
     readable = world_size <= _READABLE
     for each in frame.sent:
         if readable or each.source == 0:
