@@ -28,7 +28,7 @@ _MARKERS = "os^Dv<>Ph"
 
 _IDLE, _OTHERS, _NO_ACCOUNT = "idle shared memory", "other purposes", "tensors of systems without memory()"
 _ON_THEIR_WAY, _NOT_IN_TENSORS = "activations, gradients not in a bucket", "not in tensors"
-_PARTS = {
+_PARTS: dict[str, dict[str, Any]] = {
     **{COLUMNS[title][0]: STYLES[title] for title in ("weights", "optimizer", "gradients", "buckets", "gathered")},
     _IDLE: {"facecolor": "#D55E00", "hatch": "++"},
     _OTHERS: STYLES["other"],

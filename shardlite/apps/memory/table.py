@@ -53,10 +53,10 @@ def render(rows: Sequence[Row], table: Callable[[list[list[str]]], str] = aligne
 def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline) -> str:
     """Format the plan of a step next to its recorded timeline `ours`, and the peak of FSDP2's timeline `theirs`."""
     rows = [["MiB of rank 0, each at its peak", "predicted", "measured", "beyond"]]
-    for name, *bounds, measured in comparison(plan, ours):
-        outside = beyond(*bounds, measured)
-        least, most = (_mib(bound, 2) for bound in bounds)  # they differ if the peak depends on when reductions end
-        predicted = most if least == most else f"{least} to {most}"
+    for name, least, most, measured in comparison(plan, ours):
+        outside = beyond(least, most, measured)
+        bounds = dict.fromkeys((_mib(least, 2), _mib(most, 2)))  # two if the peak depends on when reductions end
+        predicted = " to ".join(bounds)
         rows.append([name, predicted, _mib(measured, 2), f"{100 * outside:+.2f} %" if outside else "0 %"])
     rows.append(["FSDP2, all together", "", _mib(theirs.peak, 2), ""])
     return f"{heading(source, plan.setting)}\n{words(plan.setting)}\n\n{aligned(rows)}"

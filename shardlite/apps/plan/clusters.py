@@ -200,4 +200,4 @@ def memory_of(card: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B", card)
     if found is None or float(found[1]) == 0:
         raise ValueError(f"--card {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
-    return round(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
+    return round(float(found[1]) * (1024.0 if found[3] else 1000.0) ** " KMGT".index(found[2] or " "))

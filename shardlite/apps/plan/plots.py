@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "weights": {"facecolor": "#0072B2", "hatch": ""},
     "optimizer": {"facecolor": "#E69F00", "hatch": "//"},
     "gradients": {"facecolor": "#009E73", "hatch": ".."},
