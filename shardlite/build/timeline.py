@@ -198,9 +198,6 @@ class _Grads:
         self._saves_memory = recipe.saves_memory
         self._steps = recipe.in_backward
         self._before_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
-
-    def begin_backward(self) -> None:
-        """Begin a backward."""
         self.full: dict[int, int] = {}
         self.early = dict.fromkeys(range(len(self._units)), 0)
         self.gradients = 0
@@ -297,14 +294,14 @@ class _Timeline:
     """Replays the events of a step and accounts for its memory."""
 
     def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
-        self._budget, self._events = budget, events
+        self._budget, self._events, self._prompt = budget, events, prompt
         self._weights = None if budget.permanent else _Weights(budget)
-        self._grads = _Grads(budget, _order(budget, events), prompt, self._record)
+        self._order = _order(budget, events)
 
     def simulate(self) -> StepTimeline:
         """Replay one step."""
         self._timeline = StepTimeline()
-        self._grads.begin_backward()
+        self._grads = _Grads(self._budget, self._order, self._prompt, self._record)
         if self._weights is not None:
             self._weights.begin_pass(backward=False)
         else:

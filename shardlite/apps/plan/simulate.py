@@ -84,22 +84,20 @@ def scaling(one: RankPlan, plans: Sequence[RankPlan], cluster: Cluster) -> list[
 
     Memory is not checked, so the model may not fit on one rank.
     """
-    most = max(plan.setting.world_size for plan in plans)
+    worlds = [plan.setting.world_size for plan in plans]
+    most = max(worlds)
     alone = simulate(one, cluster).total
     all_alone = simulate(one, cluster, scale=most).total
     serial = max(simulate(plan, cluster).communication for plan in plans) / all_alone
-    rows = []
-    for plan in plans:
-        ranks = plan.setting.world_size
-        rows.append(
-            Scaling(
-                world_size=ranks,
-                weak=alone / simulate(plan, cluster).total,
-                strong=all_alone / ranks / simulate(plan, cluster, scale=most / ranks).total,
-                amdahl=1 / (ranks * serial + 1 - serial),
-            )
+    return [
+        Scaling(
+            world_size=ranks,
+            weak=alone / simulate(plan, cluster).total,
+            strong=all_alone / ranks / simulate(plan, cluster, scale=most / ranks).total,
+            amdahl=1 / (ranks * serial + 1 - serial),
         )
-    return rows
+        for ranks, plan in zip(worlds, plans, strict=True)
+    ]
 
 
 class _Run:
