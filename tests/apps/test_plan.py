@@ -167,7 +167,7 @@ def test_a_model_by_import_path_with_its_own_inputs(tmp_path, monkeypatch):
     assert planner.plan(Setting(world_size=2)).activations > 0
     with pytest.raises(SourceError, match="cannot be traced with fake tensors"):
         Planner(find_source("planned:real", 1, None))
-    with pytest.raises(SourceError, match="is a int; a function or class"):
+    with pytest.raises(SourceError, match="is of type int; expected a function or class"):
         find_source("planned:number", 1, None)
     with pytest.raises(SourceError, match="has no attribute 'missing'"):
         find_source("planned:missing", 1, None)
@@ -177,7 +177,7 @@ def test_a_model_by_import_path_with_its_own_inputs(tmp_path, monkeypatch):
     ("model", "context", "message"),
     [
         ("gpt5", None, "is no preset, no file and no module:name; presets are gpt2, "),
-        ("gpt2", 4096, "--context 4096 is more than the 1024 tokens"),
+        ("gpt2", 4096, "--context 4096 exceeds the 1024 positions"),
         ("nowhere:make", None, "No module named 'nowhere'"),
     ],
 )

@@ -216,7 +216,7 @@ class Planner:
         with self._faking():
             module = self.source.make()
         if not isinstance(module, nn.Module):
-            raise SourceError(f"--model {self.source.name} made a {type(module).__name__}, not an nn.Module")
+            raise SourceError(f"--model {self.source.name} returned a {type(module).__name__}; expected an nn.Module")
         return module
 
     @contextmanager

@@ -77,7 +77,7 @@ def _of_tokens(name: str, make: Callable[[], nn.Module], most: int, batch: int, 
     """Return a model that takes inputs and targets of at most `most` tokens."""
     length = context or most
     if length > most:
-        raise SourceError(f"--context {length} is more than the {most} tokens that {name} has positions for")
+        raise SourceError(f"--context {length} exceeds the {most} positions of {name}")
     return Source(name, make, lambda: (_zeros(batch, length), _zeros(batch, length)), _words(batch, length))
 
 
@@ -88,7 +88,7 @@ def _of_config(path: Path, batch: int, context: int | None) -> Source:
         settings = json.loads(path.read_text())
         import transformers  # optional, and slow to import
     except ModuleNotFoundError:
-        raise SourceError("a Hugging Face config needs transformers: pip install 'shardlite[examples]'") from None
+        raise SourceError("a Hugging Face config requires transformers; pip install 'shardlite[examples]'") from None
     except (OSError, ValueError) as wrong:
         raise SourceError(f"--model {path} is not a readable JSON file: {wrong}") from wrong
     if not isinstance(settings, dict) or "model_type" not in settings:
@@ -137,7 +137,7 @@ def _imported(path: str, option: str) -> Callable[[], Any]:
         raise SourceError(f"{option} {path}: {type(wrong).__name__}: {wrong}") from wrong
     if not callable(found):
         raise SourceError(
-            f"{option} {path} is a {type(found).__name__}; a function or class without arguments is needed"
+            f"{option} {path} is of type {type(found).__name__}; expected a function or class without arguments"
         )
     return found  # type: ignore[no-any-return]
 
