@@ -112,7 +112,7 @@ class Budget:
     """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether gradients are autograd's own, without buckets."""
+    """Whether gradients stay autograd's own tensors, without buckets."""
 
     temporaries: int
     """Bytes that are allocated and freed in the optimizer's step."""
@@ -225,7 +225,7 @@ def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
 
 
 def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
-    """Return the bytes of memory traffic of a step: weights and moments are read and written, the gradient is read."""
+    """Return the bytes that a step moves. It reads and writes weights and moments, and only reads the gradient."""
     numel = _own_numel(flat)
     weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
     return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.itemsize

@@ -97,7 +97,7 @@ class StepTimeline:
 def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
     """Replay the events of several steps, and return the timeline of the last one.
 
-    With `prompt`, each reduction ends before the next gradient; otherwise when something must wait for it.
+    With `prompt`, each reduction ends before the next gradient; otherwise it ends when something must wait for it.
     """
     timeline = _Timeline(budget, events, prompt)
     return [timeline.simulate() for _ in range(_STEPS)][-1]
@@ -357,7 +357,7 @@ class _Timeline:
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
-    """Return the trainable units in the order in which their gradients are complete. Unused units come last."""
+    """Return the trainable units in the order in which their gradients are complete; incomplete units come last."""
     left = {i: unit.params for i, unit in enumerate(budget.units) if unit.params}
     order = []
     for event in events:
@@ -428,7 +428,7 @@ def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> Iterator[tuple[str, Recipe]]:
-    """Yield the recipe with the smallest power of two times as many ranks that fits, or with the most ranks tried."""
+    """Double the number of ranks until a rank fits or the maximum is reached, and yield that recipe."""
     recipe = asked
     while 2 * recipe.world_size <= MOST_RANKS:
         recipe = replace(recipe, world_size=2 * recipe.world_size)
