@@ -21,8 +21,7 @@ from bench.support.workloads import Batch, Workload
 from shardlite import Precision
 from shardlite.apps.launch import usable_cores
 from shardlite.apps.memory.machine import machine
-from shardlite.apps.plan.cards import Card
-from shardlite.apps.plan.clusters import Cluster, LinkCost
+from shardlite.apps.plan.clusters import Card, Cluster, LinkCost
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.simulate import simulate
 from shardlite.apps.plan.source import Source, find_source

@@ -1,10 +1,10 @@
-"""Tables of text, as commands print them."""
+"""Format tables for the terminal."""
 
 from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Format rows of cells as text: the first `words` columns are left-aligned, the others right-aligned."""
+    """Return rows of cells as text. The first `words` columns are left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(

@@ -1,7 +1,7 @@
-"""Compute the bytes of a wrapped model by purpose from its plan: the same layouts and allocation, on the meta device.
+"""Compute the bytes of a wrapped model by purpose from its plan, by allocating the same layouts on the meta device.
 
-In: a `Plan` and a `Recipe`. Out: a `Budget`, with the exact bytes of what is held from step to step and the sizes of
-what is temporary, which `timeline.py` places in time. Activations are not in it.
+In: a `Plan` and a `Recipe`. Out: a `Budget` with the exact bytes of permanent memory and the sizes of temporary memory.
+`timeline.py` computes when temporary memory exists. A budget contains no activations.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -12,7 +12,6 @@ from itertools import chain
 
 import torch
 from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbytes
-from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
 from shardlite.build.plan import Plan
@@ -23,21 +22,21 @@ from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 _META = torch.device("meta")
 
 _NARROW_SLOTS = torch.iinfo(torch.int16).max
-"""Number of parameters up to which the optimizer's table has 2 bytes per group, else 4."""
+"""Maximum number of parameters for which the optimizer's table has 2 bytes per group. With more it has 4."""
 
 _GRAIN = 1024
-"""Elements: a slice of a reduction is a multiple of it."""
+"""Elements. The length of each slice of a reduction is a multiple of it."""
 
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
 
 HELD = ("parameters", "optimizer state", "buffers", "staging", "chunks of a step")
-"""Purposes of memory that is held from step to step."""
+"""Purposes of memory that a rank holds from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a model is trained, as far as the bytes of a step depend on it."""
+    """The options of a training run that determine the bytes of a step."""
 
     options: Options = field(default_factory=Options)
     world_size: int = 1
@@ -57,7 +56,7 @@ class Recipe:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether a backward uses as little memory as possible, at the price of overlap."""
+        """Whether a backward gives up overlap to save memory."""
         return self.in_backward and not self.on_gpu
 
 
@@ -67,7 +66,7 @@ class FlatBudget:
 
     bucket: int
     mean: int
-    """Memory for the reduced gradient. 0 if it stays in the bucket."""
+    """Bytes of separate memory for the reduced gradient, or 0 if the gradient stays in the bucket."""
 
     sent: int
     """Bytes that this rank sends in one reduction."""
@@ -94,15 +93,15 @@ class UnitBudget:
 
     flats: Sequence[FlatBudget]
     params: int
-    """Number of parameters that get gradients."""
+    """Number of trainable parameters."""
 
     step: int
-    """Bytes that the step of this rank's shards reads and writes."""
+    """Bytes that the optimizer reads and writes to step this rank's shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Bytes of one rank by purpose, and the sizes of what is temporary."""
+    """Bytes of one rank by purpose, and the sizes of temporary memory."""
 
     recipe: Recipe
     held: dict[str, int]
@@ -113,14 +112,14 @@ class Budget:
     """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether gradients are autograd's own, without buckets."""
+    """Whether gradients stay autograd's own tensors, without buckets."""
 
     temporaries: int
     """Bytes that are allocated and freed in the optimizer's step."""
 
 
 def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) -> Budget:
-    """Return the budget of `rank`, given the bytes of the module's own `buffers`. Allocates nothing."""
+    """Return the budget of `rank`, given the bytes of the module's own `buffers`. Nothing is allocated."""
     placement = placement_of(plan, recipe.options, rank, recipe.world_size)
     units = build_units(replace(plan, device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
@@ -157,20 +156,18 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
 
 
 def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
-    """Place the mean as `grads/reduce.py` does."""
-    layout, same = flat.gradients, flat.reduce == flat.master
-    bucket, world_size = layout.full_numel * flat.reduce.itemsize, recipe.world_size
-    shard = layout.full_numel // world_size
-    sent = (world_size - 1) * shard * flat.reduce.itemsize
+    """Return the budget of a flat. The mean gets the same memory as in `grads/reduce.py`."""
+    full, world_size, same = flat.gradients.full_numel, recipe.world_size, flat.reduce == flat.master
+    sent = (world_size - 1) * (full // world_size) * flat.reduce.itemsize
+    mean = full // world_size * flat.master.itemsize
     if recipe.options.stage == 0:
-        gathered = (world_size - 1) * shard * flat.master.itemsize
-        return FlatBudget(
-            bucket=bucket, mean=0 if same else layout.full_numel * flat.master.itemsize, sent=sent + gathered
-        )
-    if recipe.in_backward and world_size > 1:
-        return FlatBudget(bucket=bucket, mean=0, sent=sent)  # the last hop steps the weights
-    in_bucket = (recipe.options.stage == 1 or world_size == 1) and same
-    return FlatBudget(bucket=bucket, mean=0 if in_bucket else shard * flat.master.itemsize, sent=sent)
+        sent += (world_size - 1) * mean  # of the all-gather
+        mean = 0 if same else full * flat.master.itemsize
+    elif recipe.in_backward and world_size > 1:
+        mean = 0  # the last hop steps the weights
+    elif same and (recipe.options.stage == 1 or world_size == 1):
+        mean = 0  # it stays in the bucket
+    return FlatBudget(bucket=full * flat.reduce.itemsize, mean=mean, sent=sent)
 
 
 def _sent_by_gather(flat: Flat) -> int:
@@ -181,9 +178,10 @@ def _sent_by_gather(flat: Flat) -> int:
 
 
 def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
-    """Return the bytes in which messages of a reduction arrive: a row of each rank over collectives, else one block.
+    """Return the bytes of memory where messages of a reduction arrive.
 
-    With two ranks this is one row over collectives. Over shared memory it is nothing, because each reads the other's.
+    Collectives need a row per rank, and shared memory needs one block. Two ranks need one row, or nothing over shared
+    memory, because each reads the other's bucket in place.
     """
     shard, itemsize = flat.gradients.shard_numel, flat.reduce.itemsize
     if recipe.world_size == 1:
@@ -194,13 +192,13 @@ def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
 
 
 def _storage_nbytes(flats: Iterable[Flat]) -> int:
-    """Return the bytes of the flats' memory, each storage once."""
+    """Return the bytes of the flats' memory. Each storage counts once."""
     tensors = [each for flat in flats for each in (flat.local, flat.low, flat.full) if each is not None]
     return sum({storage_key(each): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 def _own_numel(flat: Flat) -> int:
-    """Return the number of elements of this rank's moments: each slot's part, padded."""
+    """Return the number of elements in each moment of this rank: its part of each slot, padded."""
     own = flat.own_range(flat.layout)
     parts = (slot.within(*own) for slot in flat.layout.slots)
     return sum(round_up(stop - start, ALIGN) for start, stop in parts)
@@ -214,7 +212,7 @@ def _moment_nbytes(flat: Flat, numel: int, state: str) -> int:
 
 
 def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
-    """Yield the bytes of moments, of the table that narrow moments and kernels need, and of step counts."""
+    """Yield the bytes of moments, of the tables that narrow moments and kernels need, and of step counts."""
     trained = [flat for flat in flats if flat.layout.trainable]
     slots = sum(len(flat.layout.slots) for flat in trained)
     wide = torch.int16.itemsize if slots <= _NARROW_SLOTS else torch.int32.itemsize
@@ -227,14 +225,10 @@ def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
 
 
 def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
-    """Return the bytes that a step moves: it reads and writes weights and moments, and reads the gradient."""
+    """Return the bytes that a step moves. It reads and writes weights and moments, and only reads the gradient."""
     numel = _own_numel(flat)
-    weights = _nbytes([flat.local, flat.low])
+    weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
     return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.itemsize
-
-
-def _nbytes(tensors: Iterable[Tensor | None]) -> int:
-    return sum(each.nbytes for each in tensors if each is not None)
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:
@@ -248,5 +242,5 @@ def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:
 
 
 def _longest(flats: Sequence[Flat]) -> int:
-    """Return the number of elements of the longest part that one call steps."""
+    """Return the number of elements in the longest part that one call steps."""
     return max((flat.local.numel() for flat in flats if flat.layout.trainable), default=0)

@@ -4,13 +4,13 @@ In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `St
 purpose, and the operations in their order, with the computation between them. Nothing is allocated and no clock is
 read.
 
-When a reduction ends depends on the timing of a run. The caller chooses between two bounds. By default each ends when
-something must wait for it, so a run holds no more. With `prompt` each ends before the next gradient, so a run holds no
-less.
+The end of a reduction depends on the timing of a run, so the caller chooses between two bounds. By default each
+reduction ends when something must wait for it, which gives an upper bound of the memory. With `prompt` each reduction
+ends before the next gradient, which gives a lower bound.
 
-Full weights follow the policy of the library itself. Buckets follow the rules of `grads/`, for ranks that have agreed
-on an order. A program's events may be recorded by a trace. `plain_events` are those of a chain of units without
-activations. `check_memory_limit` refuses a model before it is allocated if such a step exceeds a limit.
+Full weights follow the library's own `BufferPolicy`. Buckets follow the rules of `grads/`, for ranks that have agreed
+on an order. A trace can record the events of a program. `plain_events` returns the events of a chain of units without
+activations. `check_memory_limit` rejects a model before allocation if a step with these events exceeds the limit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,45 +31,45 @@ from shardlite.params import Buffer
 from shardlite.weights import BufferPolicy, GatherOrder, UnitSize
 
 ACTIVATIONS = "activations"
-"""The program's own tensors, gradients on their way included."""
+"""The purpose of the program's own tensors, including gradients that autograd still holds."""
 
 _STEPS = 3
-"""Steps until orders are recorded and the buffers that a GPU keeps are at rest, see `docs/memory.md`."""
+"""Steps until all orders are recorded and the buffers that a GPU keeps no longer change; see `docs/memory.md`."""
 
 
 class Kind(Enum):
-    """What happens in a program."""
+    """Kinds of events in a program."""
 
-    ENTER = "enter"  # full weights of a unit are used from here on
+    ENTER = "enter"  # a use of a unit's full weights begins
     LEAVE = "leave"  # this use ends
     GRADIENT = "gradient"  # autograd delivers one gradient
     BACKWARD = "backward"  # the backward begins
-    END = "end"  # it is over: what is left is reduced, then the optimizer steps
+    END = "end"  # the backward ends: the remaining units are reduced, then the optimizer steps
 
 
 class Event(NamedTuple):
-    """One event, with the memory of the program's own tensors and its work since the event before."""
+    """One event, with the memory of the program's own tensors and its work since the previous event."""
 
     kind: Kind
     unit: int = -1
     nbytes: int = 0
-    """Of the gradient, as autograd made it."""
+    """Bytes of the gradient, as autograd created it."""
 
     most: int = 0
-    """Peak since the event before, in bytes."""
+    """Peak since the previous event, in bytes."""
 
     now: int = 0
     """Bytes at this event, without the gradient."""
 
     flops: float = 0.0
-    """Floating-point operations since the event before."""
+    """Floating-point operations since the previous event."""
 
 
 class Action(NamedTuple):
-    """One operation, or computation, in the order in which the host starts them."""
+    """One operation or computation that the host starts."""
 
     name: str
-    """`compute`, `gather`, `need` (waits for the gather), `reduce`, `land` (waits for the reduction) or `step`."""
+    """`compute`, `gather`, `need` (wait for the gather), `reduce`, `land` (wait for the reduction) or `step`."""
 
     unit: int = -1
     flops: float = 0.0
@@ -86,6 +86,7 @@ class StepTimeline:
     """Peak of each purpose by itself."""
 
     actions: list[Action] = field(default_factory=list)
+    """In the order in which the host starts them."""
 
     @property
     def total(self) -> int:
@@ -94,16 +95,19 @@ class StepTimeline:
 
 
 def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
-    """Replay the events of a step, and return its timeline once buffers are at rest.
+    """Replay the events of several steps, and return the timeline of the last one.
 
-    With `prompt`, each reduction ends before the next gradient, else when something must wait for it.
+    With `prompt`, each reduction ends before the next gradient; otherwise it ends when something must wait for it.
     """
     timeline = _Timeline(budget, events, prompt)
     return [timeline.simulate() for _ in range(_STEPS)][-1]
 
 
 def plain_events(budget: Budget) -> Iterator[Event]:
-    """Yield the events of a chain of units: forward in order of registration, backward in reverse, the root around."""
+    """Yield the events of a chain of units. The forward runs them in order of registration, the backward in reverse.
+
+    The root is in use during the whole forward, and comes last in the backward.
+    """
     roots = [i for i, unit in enumerate(budget.units) if unit.is_root]
     chain = [i for i, unit in enumerate(budget.units) if not unit.is_root]
     yield from (Event(Kind.ENTER, i) for i in roots)
@@ -118,7 +122,7 @@ def plain_events(budget: Budget) -> Iterator[Event]:
 
 
 class _Weights:
-    """Which units have full weights at stage 3."""
+    """The units with full weights at stage 3."""
 
     def __init__(self, budget: Budget) -> None:
         recipe, order = budget.recipe, GatherOrder()
@@ -131,11 +135,11 @@ class _Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, spare ones included."""
+        """Bytes of all buffers, including spare ones."""
         return sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
 
     def begin_pass(self, *, backward: bool) -> None:
-        """Begin a pass. What was gathered ahead and never used is idle from here on."""
+        """Begin a pass. Units that were gathered ahead and never used become idle."""
         self._policy.begin_pass()
         self._order.begin_pass("backward" if backward else "forward", final=backward)
         for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
@@ -145,7 +149,7 @@ class _Weights:
             self._evict_all(self._policy.stop_prefetching())
 
     def enter(self, unit: int) -> list[int]:
-        """Use a unit; return what is gathered for that and ahead."""
+        """Begin a use of a unit. Return the units that are gathered: this unit if necessary, and units ahead."""
         gathered = []
         if self._users[unit] == 0:
             if unit not in self._policy.buffers:
@@ -156,13 +160,13 @@ class _Weights:
         return gathered
 
     def leave(self, unit: int) -> None:
-        """End a use."""
+        """End a use of a unit."""
         self._users[unit] -= 1
         if self._users[unit] == 0:
             self._end_use(unit)
 
     def end_backward(self) -> None:
-        """Evict all units: the weights change."""
+        """Evict all units, because the optimizer changes the weights."""
         self._order.end_path()
         self._evict_all(list(self._policy.buffers))
 
@@ -185,7 +189,7 @@ def _without_memory(nbytes: int, kept: bool) -> Buffer:
 
 
 class _Grads:
-    """Which buckets and gradients there are. `record` is called whenever bytes have changed."""
+    """The buckets and gradients of a step. It calls `record` after each change of their bytes."""
 
     def __init__(
         self, budget: Budget, order: Sequence[int], prompt: bool, record: Callable[[Action | None], None]
@@ -197,24 +201,21 @@ class _Grads:
         self._saves_memory = recipe.saves_memory
         self._steps = recipe.in_backward
         self._before_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
-
-    def begin_backward(self) -> None:
-        """Begin a backward."""
         self.full: dict[int, int] = {}
         self.early = dict.fromkeys(range(len(self._units)), 0)
         self.gradients = 0
-        self.arriving = 0  # bytes of a gradient that autograd still holds
+        self.arriving = 0  # bytes of the gradient that autograd still holds
         self._copied, self._last = 0, -1
         self._left = [unit.params for unit in self._units]
         self._started, self._landed = 0, 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buckets, and of gradients that wait for one or are copied to one."""
+        """Bytes of buckets, and of gradients that wait for their bucket or are being copied to it."""
         return sum(self.full.values()) + sum(self.early.values()) + self._copied
 
     def arrive(self, unit: int, nbytes: int) -> None:
-        """Take one gradient."""
+        """Store one gradient."""
         if self._on_gpu or self._units[unit].is_root:  # it waits for its bucket
             self.early[unit] += nbytes
             self._record(None)
@@ -232,7 +233,7 @@ class _Grads:
         self.arriving = 0
 
     def flush(self) -> None:
-        """Reduce what is left, and wait for all."""
+        """Reduce the remaining units, and wait for all reductions."""
         while self._started < len(self._order):
             self._reduce(0)
         while self._landed < self._started:
@@ -246,7 +247,7 @@ class _Grads:
         self.gradients += sum(flat.mean for flat in self._units[unit].flats)
         self._started += 1
         self._record(Action("reduce", unit))
-        if self._on_gpu:  # a bucket that is no gradient serves the next unit, on the stream of reductions
+        if self._on_gpu:  # the stream of reductions uses the memory for the next unit
             self._release(unit)
 
     def _fill(self, unit: int, nbytes: int) -> None:
@@ -257,13 +258,13 @@ class _Grads:
                 break
             self._land()
         self.full[unit] = sum(flat.bucket for flat in self._units[unit].flats)
-        self._record(None)  # with the bucket and early gradients both
+        self._record(None)  # with both the bucket and the early gradients
         self._copied += self.early[unit] * self._on_gpu
         self.early[unit] = 0
-        self.arriving = nbytes  # autograd keeps its gradient until the hook returns
+        self.arriving = nbytes  # autograd holds its gradient until the hook returns
 
     def _free_copied(self, unit: int) -> None:
-        """Wait, on a stream, for the copies of the last unit, and so for the reductions before it."""
+        """Make a stream wait for the copies of the last unit, and thus for the reductions before it."""
         if self._on_gpu and unit != self._last:
             self._last, self._copied = unit, 0
             while self._landed < self._started - 1:
@@ -283,7 +284,7 @@ class _Grads:
             self._record(Action("land", unit))
 
     def _release(self, unit: int) -> None:
-        """Free a bucket, or make it a gradient."""
+        """Free a bucket, or keep its memory as the gradient."""
         del self.full[unit]
         for flat in self._units[unit].flats:
             if flat.mean == 0 and not self._steps:
@@ -293,17 +294,17 @@ class _Grads:
 
 
 class _Timeline:
-    """Replays events and accounts for their memory."""
+    """Replays the events of a step and accounts for its memory."""
 
     def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
-        self._budget, self._events = budget, events
+        self._budget, self._events, self._prompt = budget, events, prompt
         self._weights = None if budget.permanent else _Weights(budget)
-        self._grads = _Grads(budget, _order(budget, events), prompt, self._record)
+        self._order = _order(budget, events)
 
     def simulate(self) -> StepTimeline:
         """Replay one step."""
         self._timeline = StepTimeline()
-        self._grads.begin_backward()
+        self._grads = _Grads(self._budget, self._order, self._prompt, self._record)
         if self._weights is not None:
             self._weights.begin_pass(backward=False)
         else:
@@ -329,7 +330,7 @@ class _Timeline:
             grads.arrive(event.unit, event.nbytes)
         elif event.kind is Kind.GRADIENT and not self._budget.recipe.in_backward:
             grads.gradients += event.nbytes
-        elif event.kind is Kind.GRADIENT:  # it is stepped by and dropped at once
+        elif event.kind is Kind.GRADIENT:  # the optimizer steps by it, and drops it at once
             self._own += event.nbytes
         elif event.kind is Kind.END:
             if not self._budget.single_rank:
@@ -343,7 +344,7 @@ class _Timeline:
         self._timeline.actions += [Action("gather", unit) for unit in units]
 
     def _record(self, action: Action | None) -> None:
-        """Append an action, and update the peaks."""
+        """Append an action if there is one, and update the peaks."""
         if action is not None:
             self._timeline.actions.append(action)
         now = {purpose: self._budget.held[purpose] for purpose in HELD}
@@ -359,7 +360,7 @@ class _Timeline:
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
-    """Return the units with gradients, in the order in which these are complete; the others follow."""
+    """Return the trainable units in the order in which their gradients are complete; incomplete units come last."""
     left = {i: unit.params for i, unit in enumerate(budget.units) if unit.params}
     order = []
     for event in events:
@@ -370,20 +371,20 @@ def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
     return [*order, *(unit for unit in left if unit not in order)]
 
 
-# ---- memory_limit: refuse a model that cannot fit, and say what would -----------------------------------------------
+# ---- memory_limit: reject a model that cannot fit, and suggest changes ----------------------------------------------
 
 MOST_RANKS = 4096
-"""Up to which more ranks are tried."""
+"""Maximum number of ranks that is tried."""
 
 
 def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_size: int) -> None:
-    """Compare the memory of a rank with `options.memory_limit`, if there is one. Call it before allocation.
+    """Compare the memory of a rank with `options.memory_limit`, if it is set. Call this before allocation.
 
-    Counted are states and buffers at their joint peak, the module's own buffers, and the activations that the limit
-    names.
+    The memory is the joint peak of states and buffers, including the module's own buffers, and the activations that the
+    limit names.
 
     Raises:
-        LayoutError: they exceed the limit.
+        LayoutError: it exceeds the limit.
     """
     limit = options.memory_limit
     if limit is None:
@@ -413,7 +414,7 @@ def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_si
 
 
 def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Yield one change after the other, and all together."""
+    """Yield each change of `asked` that saves memory, with its description, and then all changes together."""
     options = asked.options
     if options.stage < 3:
         yield "stage=3", replace(asked, options=replace(options, stage=3))
@@ -430,7 +431,7 @@ def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> Iterator[tuple[str, Recipe]]:
-    """Yield the recipe with the smallest number of ranks that fits, or with the largest that is tried."""
+    """Double the number of ranks until a rank fits or the maximum is reached, and yield that recipe."""
     recipe = asked
     while 2 * recipe.world_size <= MOST_RANKS:
         recipe = replace(recipe, world_size=2 * recipe.world_size)

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from shardlite.apps.cli import main
-from shardlite.apps.plan.cards import CARDS, memory_of
-from shardlite.apps.plan.clusters import CLUSTERS, LINKS, LinkCost, collective_seconds
+from shardlite.apps.plan.clusters import CARDS, CLUSTERS, LinkCost, memory_of
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.simulate import scaling, simulate
 from shardlite.apps.plan.source import Source, SourceError, find_source
 from shardlite.build import ACTIVATIONS, Kind
 from shardlite.config import Precision
-from shardlite.errors import LayoutError
 
 WIDTH = 16
 
@@ -116,18 +114,7 @@ def test_the_smallest_world_fits_and_one_rank_less_does_not(demo):
     assert demo.smallest_world(setting, 10**12) == 1
 
 
-def test_impossible_settings_are_refused(demo):
-    for wrong in ({"stage": 4}, {"world_size": 0}, {"world_size": 5000}, {"prefetch": -1}):
-        with pytest.raises(LayoutError, match="a plan takes stages"):
-            demo.plan(Setting(**wrong))
-
-
 # ---- time -----------------------------------------------------------------------------------------------------------
-
-
-def test_schedules_without_a_formula_are_refused():
-    with pytest.raises(LayoutError, match="'bidirectional' has no formula"):
-        collective_seconds("all-gather", "bidirectional", 100, 4, LINKS["p2p"])
 
 
 def test_a_step_is_computation_and_what_communication_leaves_exposed(demo):
@@ -180,7 +167,7 @@ def test_a_model_by_import_path_with_its_own_inputs(tmp_path, monkeypatch):
     assert planner.plan(Setting(world_size=2)).activations > 0
     with pytest.raises(SourceError, match="cannot be traced with fake tensors"):
         Planner(find_source("planned:real", 1, None))
-    with pytest.raises(SourceError, match="is a int; a function or class"):
+    with pytest.raises(SourceError, match="is of type int; expected a function or class"):
         find_source("planned:number", 1, None)
     with pytest.raises(SourceError, match="has no attribute 'missing'"):
         find_source("planned:missing", 1, None)
@@ -190,7 +177,7 @@ def test_a_model_by_import_path_with_its_own_inputs(tmp_path, monkeypatch):
     ("model", "context", "message"),
     [
         ("gpt5", None, "is no preset, no file and no module:name; presets are gpt2, "),
-        ("gpt2", 4096, "--context 4096 is more than the 1024 tokens"),
+        ("gpt2", 4096, "--context 4096 exceeds the 1024 positions"),
         ("nowhere:make", None, "No module named 'nowhere'"),
     ],
 )

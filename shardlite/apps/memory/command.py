@@ -15,18 +15,18 @@ SYSTEMS = (
     *("deepspeed1", "deepspeed2", "deepspeed3", "stage0", "stage1", "stage2", "stage3"),
     *("in_backward", "in_backward, prefetch 0", "bf16", "bf16, split24", "bf16, int8", "compact"),
 )
-"""Names in `systems.py`, which imports PyTorch."""
+"""The names of `systems.SYSTEMS`, repeated because that module imports PyTorch."""
 
 
 def add_memory(commands: Any) -> None:
     """Add `shardlite memory` to the commands."""
     parser = add_command(commands, "memory", run, batch=1)
-    parser.add_argument("--row", type=Path, help=SUPPRESS)  # what a rank writes
+    parser.add_argument("--row", type=Path, help=SUPPRESS)  # written by a rank
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Measure all systems and return 1 if one failed, or measure one as one of its ranks."""
-    if options.row is not None and world_size() is not None:  # the command that has started it has checked the options
+    """Measure all systems and return 1 if one failed. A started rank measures one system instead."""
+    if options.row is not None and world_size() is not None:  # a rank: its parent has checked the options
         from shardlite.apps.memory.run import run_rank
 
         return run_rank(options)
@@ -39,14 +39,14 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
 
 
 def _check(options: Namespace) -> None:
-    """Check what can be checked without PyTorch.
+    """Check the options as far as this is possible without PyTorch.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
-        OSError: rows, plots or a picture cannot be written to their path.
+        ValueError: an option has an invalid value.
+        OSError: the path of an output cannot be written.
     """
     if world_size() is not None:
-        raise ValueError("it starts its ranks itself; run it without torchrun")
+        raise ValueError("memory starts its ranks itself; run it without torchrun")
     if options.process and not Path("/proc/self/smaps_rollup").exists():
         raise ValueError("--process reads /proc/PID/smaps_rollup, which is not available; requires Linux")
     check_numbers(options, batch=1, context=1, steps=1, prefetch=0)

@@ -1,6 +1,4 @@
-"""Where and when a row was measured."""
-
-from __future__ import annotations
+"""Describe where and when a row was measured."""
 
 import platform
 from datetime import datetime, timezone
@@ -12,7 +10,7 @@ from shardlite.apps.launch import usable_cores
 
 
 def machine(device: torch.device | None = None) -> dict[str, str]:
-    """Return the keys of every row: processor, cores, versions and date. If `device` is a GPU, it is named first."""
+    """Return the keys of every row: processor, cores, versions and date. A GPU `device` is named first."""
     gpu = f"{torch.cuda.get_device_name(device)}; " if device is not None and device.type == "cuda" else ""
     return {
         "machine": f"{gpu}{_processor()}, {usable_cores()} cores",
@@ -23,7 +21,7 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's name as Linux reports it, else as Python does."""
+    """Return the processor's name from `/proc/cpuinfo`, or from `platform` where that file does not exist."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,36 +1,43 @@
-"""What each rank does: train one system, and return a row of what this rank holds.
+"""Train one system as one of its ranks, and return a row of the rank's memory.
 
-All sizes are bytes of one rank:
+All sizes are bytes per rank:
 
-| key | what it is |
+| key | meaning |
 |---|---|
 | `tensor_bytes` | the peak of all tensors in a step, on rank 0 |
-| `predicted_bytes` | the same by arithmetic, at most (`predict.py`); absent if no rules are known |
-| `predicted_least_bytes` | the same if each of ShardLite's reductions ends before the next gradient; else equal |
-| `purposes` | what `memory()` reports at that peak; the rest are activations, and gradients not in a bucket yet |
-| `weight_bytes`, `compute` | weights of the plain model in the dtype that it computes in, and that dtype |
-| `error` | why the system could not be measured; there are no sizes then |
+| `predicted_bytes` | an upper bound of it by arithmetic (`predict.py`); absent if no rules are known |
+| `predicted_least_bytes` | a lower bound: each reduction of ShardLite ends before the next gradient |
+| `purposes` | the result of `memory()` at that peak; the rest are activations, and gradients not in a bucket yet |
+| `compute`, `weight_bytes` | dtype of forward and backward, and the weights of the plain model in this dtype |
+| `error` | why the system could not be measured; the row has no sizes then |
 
-The others are measured with `process=True`. They are means of the ranks, and count from the size of a process after its
-imports and the start of the process group:
+The following keys are measured with `process=True`. They are means over the ranks, relative to the size of a process
+after its imports and the start of the process group:
 
-| key | what it is |
+| key | meaning |
 |---|---|
-| `wrap_peak_bytes`, `made_bytes`, `wrapped_bytes` | peak while the model is made and wrapped; made; wrapped |
+| `made_bytes` | size with the plain model |
+| `wrap_peak_bytes`, `wrapped_bytes` | peak while the model is created and wrapped, and size afterwards |
 | `pss_bytes` | peak of the proportional set size in a step |
-| `pss_vs_fsdp2` | that as a fraction of FSDP2's |
-| `between_bytes` | the same between two steps |
-| `pss_purposes` | what `memory()` reports at the moment of `pss_bytes` |
-| `unexplained` | the fraction of `pss_bytes` beyond `pss_purposes` and what `activations` adds to its weights |
+| `pss_vs_fsdp2` | `pss_bytes` as a fraction of FSDP2's |
+| `between_bytes` | size between two steps |
+| `pss_purposes` | the result of `memory()` at the moment of `pss_bytes` |
+| `unexplained` | the fraction of `pss_bytes` that `pss_purposes` and the activations of `activations` do not explain |
 
 `activations` runs forward and backward of the plain model, without its gradients. Its size includes autograd's own
-memory, buffers of libraries, and code that is loaded then.
+memory, buffers of libraries, and code that is loaded during the step.
 """
 
-from __future__ import annotations
-
 import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect
 from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,17 +47,21 @@ from torch import nn
 from shardlite import ShardLite
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.peak import peak_of
-from shardlite.apps.memory.process import Account, Sampler, purposes_of
 from shardlite.apps.memory.systems import OPTIMIZER, System, Trainer
 from shardlite.apps.plan.source import Source
+from shardlite.comm import all_gather_json
+from shardlite.model import state_of
 
 Row = dict[str, Any]
 
 WARM_UP = 3
-"""Steps before those that are measured. They allocate the optimizer's state, and record the order of gathers."""
+"""Steps before the measured ones. They allocate the optimizer's state, and record the order of gathers."""
 
 STEPS = 3
-"""Steps in which processes are sampled."""
+"""Default number of steps in which processes are sampled."""
+
+_PAUSE = 0.002
+"""Seconds between two samples of `memory()`."""
 
 
 def measure(
@@ -59,11 +70,11 @@ def measure(
     """Measure one system as one of the ranks of `group`, and return its row. Collective.
 
     Args:
-        source: the model, and a batch that is used in each step.
+        source: the model, and the batch of all steps.
         system: the system to measure.
         group: the ranks.
         process: also sample the size of the processes.
-        steps: steps in which processes are sampled.
+        steps: number of steps in which processes are sampled.
     """
     system.prepare()
     parameters = _count(source)
@@ -75,7 +86,7 @@ def measure(
         trainer, sizes = system.build(source, group), {}
         warm_up(trainer)
     gc.collect()
-    tensor_bytes, purposes = peak_of(trainer.step, lambda: purposes_of(trainer.model))
+    tensor_bytes, purposes = peak_of(trainer.step, lambda: _purposes_of(trainer.model))
     compute = _compute(trainer.model)
     return {
         "words": source.words,
@@ -92,13 +103,13 @@ def measure(
 
 
 def warm_up(trainer: Trainer) -> None:
-    """Take the steps before those that are measured."""
+    """Take the steps before the measured ones."""
     for _ in range(WARM_UP):
         trainer.step()
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """Add `pss_vs_fsdp2` and `unexplained` to rows that differ in the system only."""
+    """Add `pss_vs_fsdp2` and `unexplained` to rows that differ only in the system."""
     sampled = [row for row in rows if "pss_bytes" in row]
     fsdp2 = [row["pss_bytes"] for row in sampled if row["system"] == "fsdp2"]
     alone = [row for row in sampled if row["system"].startswith("activations")]
@@ -115,13 +126,17 @@ def compared(rows: list[Row]) -> list[Row]:
 def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, steps: int) -> tuple[Trainer, Row]:
     """Build and warm up a system, and return it with the sizes of the processes."""
     gc.collect()
-    sampler = Sampler(group)
-    sizes: Row = {"made_bytes": _made_bytes(source, sampler)}
+    sampler = _Sampler(group)
+    made = source.make()
+    sizes: Row = {"made_bytes": sampler.sample()[1]}
+    del made
+    gc.collect()
+    sampler.sample()
     trainer = system.build(source, group)
     sizes["wrap_peak_bytes"], sizes["wrapped_bytes"] = sampler.sample()
     warm_up(trainer)
     sampler.sample()
-    with Account(trainer.model) as account:
+    with _Account(trainer.model) as account:
         for _ in range(steps):
             trainer.step()
         sizes["pss_bytes"], sizes["between_bytes"] = sampler.sample()
@@ -130,7 +145,10 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
 
 
 def _count(source: Source) -> int:
-    """Return the elements in all parameters. Imports what the model imports, so that this is not measured."""
+    """Return the number of elements in all parameters.
+
+    Creating the model imports its packages, so the sizes of processes do not include them.
+    """
     try:
         with torch.device("meta"):
             model = source.make()
@@ -139,17 +157,84 @@ def _count(source: Source) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def _made_bytes(source: Source, sampler: Sampler) -> int:
-    """Return what the model alone adds to a process. It is deleted again."""
-    made = source.make()
-    _, nbytes = sampler.sample()
-    del made
-    gc.collect()
-    sampler.sample()
-    return nbytes
-
-
 def _compute(model: nn.Module) -> torch.dtype:
     """Return the dtype of forward and backward."""
     own = model.precision.compute if isinstance(model, ShardLite) else None
     return own or next(model.parameters()).dtype
+
+
+class _Sampler:
+    """Samples the mean proportional set size of a group's ranks, relative to the start. Its methods are collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        processes = all_gather_json(group, os.getpid(), "the numbers of the processes")
+        self._program = None
+        if group.rank() == 0:
+            command = [sys.executable, "-S", "-E", str(Path(__file__).parent / "pss.py"), *map(str, processes)]
+            self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._start = self.when = 0
+        self._start = self.sample()[1]
+
+    def sample(self) -> tuple[int, int]:
+        """Return the peak since the last call, and the current size, in bytes.
+
+        Sets `when` to the moment of the peak, in nanoseconds of the monotonic clock.
+        """
+        dist.barrier(self._group)
+        answer = [0, 0, 0]
+        if self._program is not None:
+            assert self._program.stdin is not None
+            assert self._program.stdout is not None
+            print(file=self._program.stdin, flush=True)
+            answer = [int(word) for word in self._program.stdout.readline().split()]
+        peak, now, self.when = all_gather_json(self._group, answer, "what the processes hold")[0]
+        return peak // self._group.size() - self._start, now // self._group.size() - self._start
+
+    def close(self) -> None:
+        """End the sampling program."""
+        if self._program is not None:
+            self._program.communicate()
+
+
+class _Account:
+    """Samples the bytes by purpose of this rank during a `with` block. Systems without `memory()` have no purposes.
+
+    A second thread takes the samples. It reads only counters, because `memory()` would read gradients while the
+    backward writes them. One call of `memory()` beforehand registers all tensors with the counters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _purposes_of(model)
+        self._context = state_of(model).context if isinstance(model, ShardLite) else None
+        self._samples: list[tuple[int, dict[str, int]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> "_Account":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def mean_at(self, when: int, group: dist.ProcessGroup) -> dict[str, int]:
+        """Return the bytes by purpose at a moment of the monotonic clock, as means over the ranks. Collective."""
+        own = self._samples[max(0, bisect(self._samples, when, key=itemgetter(0)) - 1)][1]
+        of_ranks = all_gather_json(group, own, "what memory() reports")
+        return {purpose: sum(each.get(purpose, 0) for each in of_ranks) // len(of_ranks) for purpose in own}
+
+    def _sample(self) -> None:
+        over = False
+        while not over:  # at least once, however short the block is
+            held = self._context.held() if self._context else {}
+            now = {purpose: each.now for purpose, each in held.items() if each.now}
+            self._samples.append((time.monotonic_ns(), now))
+            over = self._over.wait(_PAUSE)
+
+
+def _purposes_of(model: nn.Module) -> dict[str, int]:
+    """Return the current bytes of this rank by purpose, or an empty dict for a system without `memory()`."""
+    held = model.memory() if isinstance(model, ShardLite) else {}
+    return {purpose: each.now for purpose, each in held.items() if each.now}

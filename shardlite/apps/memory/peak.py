@@ -1,10 +1,7 @@
-"""The peak of one training step on a rank, in bytes of tensors, by purpose.
+"""Measure the peak of one training step on a rank, in bytes of tensors, by purpose.
 
-`Meter` counts all tensors. What the library or a `Ledger` does not account for are activations, temporary results and
-the batch.
+`Meter` counts all tensors. Tensors without a purpose in a `Ledger` are activations, temporary results and the batch.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,31 +22,31 @@ class Footprint:
     """Bytes on one rank during one step."""
 
     held: dict[str, int]
-    """By purpose, each at its own peak. Peaks may occur at different moments, so their sum may exceed `peak`."""
+    """Bytes by purpose, each at its own peak. Purposes peak at different moments, so their sum may exceed `peak`."""
 
     activations: int
     """Bytes without a purpose in `held`, at the moment of the peak."""
 
     peak: int
-    """The maximum of all tensors together."""
+    """Peak of all tensors together."""
 
 
 def peak_of(step: Callable[[], object], purposes: Callable[[], dict[str, int]]) -> tuple[int, dict[str, int]]:
-    """Run `step`. Return the most bytes in tensors, and what `purposes` returned at that moment."""
+    """Run `step`. Return the peak of all tensors in bytes, and the result of `purposes` at that moment."""
     with Meter(on_peak=purposes) as meter:
         step()
     return meter.peak, meter.at_peak or {}
 
 
 def measure_step(step: Callable[[], object], ledger: Ledger) -> Footprint:
-    """Run `step`, and return its footprint with the purposes of `ledger`."""
+    """Run `step`, and return its footprint by the purposes of `ledger`."""
     ledger.reset_peak()
     peak, purposes = peak_of(step, ledger.current)
     return Footprint(held=ledger.peak(), activations=peak - sum(purposes.values()), peak=peak)
 
 
 def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -> Footprint:
-    """Return the footprint of one step of an unsharded `model`: that of plain data parallel, without its buckets."""
+    """Return the footprint of one step of an unsharded `model`, as in plain data parallel without buckets."""
     ledger = Ledger()
     for parameter in model.parameters():
         ledger.track("parameters", parameter)
@@ -71,7 +68,7 @@ def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -
 
 
 def track_state(ledger: Ledger, optimizer: Optimizer) -> None:
-    """Track the tensors that `optimizer` keeps between steps."""
+    """Track the tensors that `optimizer` keeps between steps as `"optimizer state"`."""
     for value in tree_leaves(list(optimizer.state.values())):
         if isinstance(value, Tensor):
             ledger.track("optimizer state", value)

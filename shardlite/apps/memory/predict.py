@@ -1,23 +1,21 @@
-"""Peak tensor bytes of a step, by arithmetic: what `tensor_bytes` of a row should be.
+"""Predict the peak tensor bytes of a step by arithmetic, as `tensor_bytes` of a row measures them.
 
-ShardLite's rules are those of `shardlite plan`. The rules of PyTorch's systems were read in PyTorch 2.13, and are
-replayed on the events of the same traced step. On a CPU every collective has ended when its call returns.
+ShardLite's rules are those of `shardlite plan`. The rules of PyTorch's systems were read in the source of PyTorch 2.13.
+They are replayed on the events of the same traced step. On a CPU every collective has ended when its call returns.
 
-| system | held from step to step | in a step |
+| system | held from step to step | held in a step |
 |---|---|---|
-| plain | weights, moments | gradients as they arrive |
+| plain | weights, moments | all gradients |
 | DDP | weights, buckets, moments | one gradient until it is in its bucket |
-| ZeRO-1 | weights, buckets, the moments of some whole parameters | the same |
+| ZeRO-1 | weights, buckets, the moments of some whole parameters | as DDP |
 | FSDP1 | shards, moments | full units; at a unit's end its gradients and a flat copy of them |
 | FSDP2 | shards, moments | full units and gathered copies; at a unit's end its gradients and a flat copy of them |
 
-Both fully sharded systems gather one unit ahead in the backward, keep the root's weights from its forward to the end,
-and hold the gradient shards of finished units.
+FSDP1 and FSDP2 gather one unit ahead in the backward. They keep the root's weights from its forward to the end of the
+step, and the gradient shards of finished units.
 
 Legend: `W` ranks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -31,21 +29,19 @@ from shardlite.build import Event, Kind, UnitBudget
 
 
 class Predictor:
-    """Predicts one model in any system."""
+    """Predicts the memory of one model in any system."""
 
     def __init__(self, source: Source, *, progress: Callable[[str], None]) -> None:
-        """Create the model with fake tensors.
+        """Create the model with fake tensors, and call `progress` with a line about each slow part.
 
         Raises:
             SourceError: the model cannot be created with fake tensors.
         """
         self._planner = Planner(source, progress=progress)
         self._rules: dict[str, Callable[[int], int]] = {
-            "activations": lambda _: self._weights(None) + activation_peak(self._events()),
-            "activations, bf16": lambda _: (
-                self._weights(torch.bfloat16) + activation_peak(self._events(torch.bfloat16))
-            ),
-            "plain": lambda _: self._weights(None) + self._moments() + plain_peak(self._events()),
+            "activations": lambda _: self._alone(),
+            "activations, bf16": lambda _: self._alone(torch.bfloat16),
+            "plain": lambda _: self._weights() + self._bytes(2 * self._planner.trainable) + plain_peak(self._events()),
             "ddp": lambda _: self._replicated(self._planner.trainable),
             "zero": lambda ranks: self._replicated(largest_part(self._planner.trained_numels, ranks)),
             "fsdp1": lambda ranks: self._sharded(ranks, _Fsdp1),
@@ -53,9 +49,9 @@ class Predictor:
         }
 
     def bounds(self, name: str, system: System, ranks: int) -> tuple[int, int] | None:
-        """Return the least and the most that the peak of one rank can be. `None` if no rules are known (DeepSpeed).
+        """Return the least and the greatest possible peak of a rank in bytes, or `None` if no rules are known.
 
-        ShardLite's peak depends on when reductions end: before the next gradient, or as late as they can.
+        They differ only for ShardLite, whose peak depends on when reductions end. DeepSpeed has no rules here.
 
         Raises:
             SourceError: the model cannot be traced with fake tensors.
@@ -69,36 +65,36 @@ class Predictor:
     def _events(self, dtype: torch.dtype | None = None) -> Sequence[Event]:
         return self._planner.events(dtype, False)
 
-    def _weights(self, dtype: torch.dtype | None) -> int:
+    def _weights(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of all weights and buffers of the module."""
         weights = self._planner.weight_nbytes if dtype is None else self._planner.numel * dtype.itemsize
         return weights + self._planner.plan(Setting(on_gpu=False)).budget.held["buffers"]
 
     def _bytes(self, numel: int) -> int:
-        """Return the bytes of as many elements of weights, gradients or one moment."""
+        """Return the bytes of `numel` elements of weights, gradients or moments."""
         return numel * self._planner.weight_nbytes // self._planner.numel
 
-    def _moments(self) -> int:
-        return self._bytes(2 * self._planner.trainable)
+    def _alone(self, dtype: torch.dtype | None = None) -> int:
+        """Return the peak of a plain model that holds one gradient at a time."""
+        return self._weights(dtype) + activation_peak(self._events(dtype))
 
     def _replicated(self, stepped: int) -> int:
-        """Return the bytes of DDP in which a rank has the moments of `stepped` elements."""
-        buckets, moments = self._bytes(self._planner.trainable), self._bytes(2 * stepped)
-        return self._weights(None) + buckets + moments + activation_peak(self._events())
+        """Return the peak of DDP on a rank that holds the moments of `stepped` elements."""
+        return self._alone() + self._bytes(self._planner.trainable + 2 * stepped)
 
-    def _sharded(self, ranks: int, replay: type[_Replay]) -> int:
-        plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # its units and events
+    def _sharded(self, ranks: int, replay: type["_Replay"]) -> int:
+        plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # for its units and events
         shards = self._bytes(self._planner.numel + 2 * self._planner.trainable) // ranks
         return shards + plan.budget.held["buffers"] + replay(plan.budget.units, ranks).peak(plan.events)
 
 
 def activation_peak(events: Sequence[Event]) -> int:
-    """Return the peak of a program's tensors if one gradient at a time is alive."""
+    """Return the peak of a program's tensors if it holds one gradient at a time."""
     return max(max(event.most, event.now + event.nbytes) for event in events)
 
 
 def plain_peak(events: Sequence[Event]) -> int:
-    """Return the peak of a program's tensors and of all gradients."""
+    """Return the peak of a program's tensors if it holds all gradients."""
     peak = gradients = 0
     for event in events:
         peak = max(peak, event.most + gradients)
@@ -108,7 +104,10 @@ def plain_peak(events: Sequence[Event]) -> int:
 
 
 def largest_part(numels: Sequence[int], ranks: int) -> int:
-    """Return the elements that rank 0 steps if the largest parameters are dealt first, each to the rank with least."""
+    """Return the number of elements that rank 0 steps.
+
+    Each parameter, the largest first, goes to the rank with the fewest elements so far.
+    """
     parts = [0] * ranks
     for numel in sorted(numels, reverse=True):
         parts[parts.index(min(parts))] += numel
@@ -116,7 +115,7 @@ def largest_part(numels: Sequence[int], ranks: int) -> int:
 
 
 class _Replay:
-    """Replays a step of a fully sharded system. `_gather` and `_reduce` yield whenever bytes are to be compared."""
+    """Replays a step of a fully sharded system. `_gather` and `_reduce` yield after each change of the bytes."""
 
     def __init__(self, units: Sequence[UnitBudget], ranks: int) -> None:
         self._units, self._ranks = units, ranks
@@ -130,7 +129,7 @@ class _Replay:
         self._backward = False
 
     def peak(self, events: Sequence[Event]) -> int:
-        """Return the peak of all bytes but shards and moments, including the program's own tensors."""
+        """Return the peak of all bytes except shards and moments. The program's own tensors are included."""
         peak = 0
         for event in events:
             peak = max(peak, self._held() + event.most)
@@ -165,15 +164,18 @@ class _Replay:
 
     def _leave(self, unit: int) -> None:
         """Free full weights after a forward, except the root's. Units without gradients are freed in the backward."""
-        idle = self._users[unit] == 0 and not self._units[unit].is_root
-        if idle and not self._backward:
+        if self._users[unit] > 0 or self._units[unit].is_root:
+            return
+        if not self._backward:
             self._order.append(unit)
-            self._full.discard(unit)
-        elif idle and not self._units[unit].params:
+        if not self._backward or not self._units[unit].params:
             self._full.discard(unit)
 
     def _next(self, unit: int) -> int | None:
-        """Return the unit that is gathered while the backward of `unit` runs."""
+        """Return the unit to gather during the backward of `unit`, or `None`.
+
+        This is the preceding unit of the forward, unless its weights are full already.
+        """
         place = self._order.index(unit) if unit in self._order else 0
         upcoming = self._order[place - 1] if place > 0 else None
         return None if upcoming in self._full else upcoming
@@ -186,7 +188,7 @@ class _Replay:
 
 
 class _Fsdp1(_Replay):
-    """A unit is gathered to where it is used. One rank shards nothing, and gathers nothing."""
+    """FSDP1 gathers a unit into the memory where it is used. A single rank shards and gathers nothing."""
 
     def _gather(self, unit: int) -> Iterator[None]:
         if self._ranks > 1:
@@ -196,7 +198,7 @@ class _Fsdp1(_Replay):
         yield
 
     def _reduce(self, unit: int) -> Iterator[None]:
-        """Concatenate the gradients, as the views of the flat parameter do in the backward, and reduce them."""
+        """Concatenate the gradients, as the backward of the flat parameter's views does, and reduce them."""
         self._flat = self._units[unit].full
         yield
         del self._arrived[unit]
@@ -207,7 +209,7 @@ class _Fsdp1(_Replay):
 
 
 class _Fsdp2(_Replay):
-    """A unit is gathered to a buffer, then copied. One rank copies its shards."""
+    """FSDP2 gathers a unit into a buffer, then copies it. A single rank copies its shards."""
 
     def _gather(self, unit: int) -> Iterator[None]:
         nbytes = self._units[unit].full if self._ranks > 1 else 0
@@ -224,7 +226,7 @@ class _Fsdp2(_Replay):
                 self._gathered[upcoming] = self._units[upcoming].full if self._ranks > 1 else 0
 
     def _reduce(self, unit: int) -> Iterator[None]:
-        """Copy the gradients into one buffer, which is kept until the next unit has its own, and reduce them."""
+        """Copy the gradients into one buffer and reduce them. The next unit's buffer replaces this one."""
         self._full.discard(unit)
         self._flat = self._units[unit].full
         yield

@@ -1,9 +1,10 @@
 """Sample the proportional set size of some processes together, from outside: `python pss.py PID...`.
 
-A page that `n` processes share counts as `1/n` in each, so the sum is what the processes hold together. The kernel
-keeps no maximum of it, so this program reads it repeatedly. It imports nothing large. It answers each line on its input
-with `peak now when`: the most bytes since the last line, bytes now, and the moment of the peak, in nanoseconds of the
-monotonic clock, which all processes share.
+A page that `n` processes share counts as `1/n` in each, so the sum is the memory of all processes together. The kernel
+keeps no maximum of it, so this program reads it repeatedly. The program imports only small modules.
+
+It answers each line of its input with `peak now when`: the peak since the last line and the current size in bytes, and
+the moment of the peak in nanoseconds of the monotonic clock, which all processes share.
 """
 
 import os
@@ -12,11 +13,11 @@ import sys
 import time
 
 _PAUSE = 0.002
-"""Seconds between two samples, which take a few milliseconds each."""
+"""Seconds between two samples. A sample takes a few milliseconds."""
 
 
 def _read(descriptor: int) -> int:
-    """Read one process's size in bytes."""
+    """Return the size of one process in bytes."""
     lines = os.pread(descriptor, 4096, 0).splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
 

@@ -1,10 +1,8 @@
-"""Start the ranks of each system, one system after the other, and print what they measure.
+"""Start the ranks of each system, one system after the other, and print the rows that they measure.
 
-The command line is started once per rank, with the name of a system and a file for the row added to its arguments. A
-system that fails is a row with its error.
+Each rank runs the same command line, extended by the name of one system and by a file for its row. The row of a system
+that fails has an `error`.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -25,32 +23,32 @@ from shardlite.apps.memory import OWN
 from shardlite.apps.memory.measure import Row, compared, measure
 from shardlite.apps.memory.plots import paint, paint_timeline
 from shardlite.apps.memory.predict import Predictor
-from shardlite.apps.memory.systems import SYSTEMS, System, fully_sharded_system, shardlite_system, wrap_fsdp2
-from shardlite.apps.memory.table import Comparison, by_purpose, heading, render
+from shardlite.apps.memory.systems import SYSTEMS, System, shardlite_system, wrap_fsdp2, wrapped_system
+from shardlite.apps.memory.table import by_purpose, heading, render
 from shardlite.apps.memory.timeline import Timeline, record
 from shardlite.apps.options import progress
 from shardlite.apps.plan.plan import Planner, Setting, setting_of
 from shardlite.apps.plan.source import Source, find_source
 
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
-"""Makes malloc map larger blocks (bytes) by themselves, and so return them to the system when they are freed."""
+"""Environment that makes malloc map each block above this size (bytes) separately, so that `free` unmaps it."""
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
 _TIMEOUT = timedelta(minutes=10)
-_SIGNALLED = 128  # exit statuses above it are those of signals
+_SIGNALLED = 128  # higher exit statuses mean that a signal ended the process
 _LINES = 3
-"""Lines of standard error that are shown if ranks left no message."""
+"""Lines of standard error to show if no rank wrote an error."""
 
 
 def run_all(options: Namespace, arguments: Sequence[str]) -> int:
-    """Do what a command line asks for: start ranks, print tables, write files. Return 1 if a system failed.
+    """Run a command line: start ranks, print tables, write files. Return 1 if a system failed.
 
     Args:
-        options: the options, checked.
-        arguments: the whole command line, with which ranks are started.
+        options: the checked options.
+        arguments: the whole command line, which is passed on to ranks.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
+        ValueError: an option has an invalid value.
         ModuleNotFoundError: matplotlib is not installed.
         OSError: a file cannot be written.
     """
@@ -68,7 +66,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
     for measured in measure_all(_named(source), program, systems, sorted(set(options.ranks))):
         rows += measured
         print(render(measured), end="\n\n", flush=True)
-        if options.json is not None:  # at once: a run of many ranks may be ended early
+        if options.json is not None:  # now: a long run may be interrupted
             options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if options.json is not None:
         print(f"wrote {options.json}")
@@ -78,7 +76,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
 
 
 def run_rank(options: Namespace) -> int:
-    """Measure the only system that is named, as one of the ranks that `run_all` has started."""
+    """Measure the system that `--systems` names, as one of the ranks that `run_all` has started."""
 
     def work(group: dist.ProcessGroup) -> Row:
         source, setting, systems = _parse(options)
@@ -86,7 +84,7 @@ def run_rank(options: Namespace) -> int:
         if options.timeline is None:
             return measure(_named(source), system, group, process=options.process, steps=options.steps)
         if options.systems[0] == "fsdp2":
-            system = fully_sharded_system(wrap_fsdp2, setting.precision)
+            system = wrapped_system(wrap_fsdp2, setting.precision)
         return asdict(record(source, system, group))
 
     return be_rank(work, options.row)
@@ -94,19 +92,19 @@ def run_rank(options: Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What is started once per rank: `python -m MODULE ARGUMENTS --systems SYSTEM --row FILE`."""
+    """The command of each rank: `python -m MODULE ARGUMENTS --systems SYSTEM --row FILE`."""
 
     module: str
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=lambda: RETURNS)
     facts: Row = field(default_factory=lambda: {"malloc": "returns", "busy": 0})
-    """Keys of every row that say how the program was run."""
+    """Keys of every row that describe how the program was run."""
 
     def measure(self, system: str, ranks: int) -> Row:
-        """Run one system, and return what its rank 0 wrote, or a row with `error` only.
+        """Run one system, and return the row of its rank 0, or a row with only `error`.
 
         Raises:
-            SystemExit: a signal that is to end this process has ended the ranks.
+            SystemExit: this process received a signal that ends it, and passed it on to the ranks.
         """
         with tempfile.TemporaryDirectory() as folder:
             file, log = Path(folder) / "row.json", Path(folder) / "stderr"
@@ -125,7 +123,7 @@ class Program:
 def be_rank(work: Callable[[dist.ProcessGroup], Row], file: Path) -> int:
     """Call `work` as one of the ranks of a `Program`, and return the exit status.
 
-    Rank 0 writes the row that `work` returns. A rank that fails writes its error.
+    Rank 0 writes the row that `work` returns. A rank whose `work` raises writes the error instead.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -145,12 +143,12 @@ def be_rank(work: Callable[[dist.ProcessGroup], Row], file: Path) -> int:
 def measure_all(
     source: Source, program: Program, systems: Mapping[str, System], ranks: Sequence[int]
 ) -> Iterator[list[Row]]:
-    """Measure all systems at each number of ranks, and yield the rows of one number at a time.
+    """Measure all systems at each number of ranks, and yield a list of rows for each number.
 
     Args:
-        source: the model, for the predictions and the rows of systems that fail.
-        program: measures a system of the same model.
-        systems: by name. Those whose package is missing are left out, with a line of progress.
+        source: the model, for predictions and for the rows of systems that fail.
+        program: measures a system with the same model.
+        systems: by name. Systems without their package are left out, and named on standard error.
         ranks: numbers of processes on this machine.
     """
     known = _prediction(source)
@@ -174,7 +172,7 @@ def _parse(options: Namespace) -> tuple[Source, Setting, dict[str, System]]:
     """Return the model, ShardLite's setting for one rank, and the systems of a command line.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
+        ValueError: an option has an invalid value.
     """
     setting = replace(setting_of(options), stage=options.stage, on_gpu=False)
     named = list(SYSTEMS) if options.systems == ["all"] else options.systems
@@ -185,13 +183,13 @@ def _parse(options: Namespace) -> tuple[Source, Setting, dict[str, System]]:
 
 
 def _named(source: Source) -> Source:
-    """Return a source whose words begin with the name of the model, as those of rows do."""
+    """Return a source whose words begin with the name of the model, as the words of rows do."""
     return replace(source, words=f"{source.name}, {source.words.removesuffix(' per rank')}")
 
 
 def _draw_timeline(source: Source, setting: Setting, program: Program, picture: Path) -> int:
     """Record a step of ShardLite and of FSDP2, print a table, and draw both. Return 1 if one failed."""
-    plan = Planner(source, progress=progress).plan(setting)  # finds errors before ranks are started
+    plan = Planner(source, progress=progress).plan(setting)  # raises errors before ranks are started
     timelines = []
     for name in (OWN, "fsdp2"):
         progress(f"{name} trains {heading(source, setting)}")
@@ -201,14 +199,14 @@ def _draw_timeline(source: Source, setting: Setting, program: Program, picture: 
             return 1
         timelines.append(Timeline.of(row))
     ours, theirs = timelines
-    print(by_purpose(source, Comparison(plan, ours), theirs), flush=True)
+    print(by_purpose(source, plan, ours, theirs), flush=True)
     paint_timeline(source, setting, ours, theirs, picture)
     print(f"wrote {picture}", flush=True)
     return 0
 
 
 def _prediction(source: Source) -> Callable[[str, System, int], Row]:
-    """Return a function that predicts a system's bytes. It predicts nothing if the model cannot be traced."""
+    """Return a function that predicts the bytes of a system. If the model cannot be traced, it returns no bytes."""
     try:
         predictor = Predictor(source, progress=say)
     except ValueError as error:
@@ -227,7 +225,7 @@ def _prediction(source: Source) -> Callable[[str, System, int], Row]:
 
 
 def _write(row: Row, file: Path) -> None:
-    """Write a row, unless another rank has written its error."""
+    """Write a row, unless another rank has written an error."""
     if not file.exists():
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(row))
@@ -241,7 +239,7 @@ def _result(row: Row) -> str:
 
 
 def _cause(status: int, log: str) -> str:
-    """Return why ranks ended without a message."""
+    """Return why the ranks ended without writing a row."""
     if "SIGKILL" in log:
         return "a rank was killed (SIGKILL), as Linux does when memory runs out"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -249,5 +247,5 @@ def _cause(status: int, log: str) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line about the progress of the command to standard error."""
+    """Print a line to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -1,18 +1,16 @@
-"""The systems that are compared. Each trains the same model, in the same units, with fused AdamW.
+"""Define the systems to compare. Each trains the same model, in the same units, with fused AdamW.
 
-| name | what it is |
+| name | training |
 |---|---|
-| `activations` | forward and backward of the plain model without its gradients; also in bf16 |
-| `plain` | the unwrapped model, on each rank by itself |
-| `ddp` | `DistributedDataParallel`, gradients as views of its buckets |
-| `zero` | the same with `ZeroRedundancyOptimizer` (ZeRO-1, by whole parameters) |
+| `activations` | forward and backward of the plain model, whose gradients are dropped; also in bf16 |
+| `plain` | the unwrapped model, on each rank separately |
+| `ddp` | `DistributedDataParallel`; gradients are views of its buckets |
+| `zero` | `ddp` with `ZeroRedundancyOptimizer` (ZeRO-1, by whole parameters) |
 | `fsdp1`, `fsdp2` | `FullyShardedDataParallel` and `fully_shard` on the units that ShardLite finds, then on the root |
-| `deepspeed1` to `deepspeed3` | DeepSpeed in fp32 at stages 1 to 3 of ZeRO, where it is installed |
+| `deepspeed1` to `deepspeed3` | DeepSpeed in fp32 at stages 1 to 3 of ZeRO, if installed |
 | `stage0` to `stage3` | ShardLite |
-| the others | ShardLite at stage 3 in other formats; `compact` has all of them and `in_backward` |
+| the others | ShardLite at stage 3 in other formats; `compact` combines them with `in_backward` |
 """
-
-from __future__ import annotations
 
 import importlib
 import warnings
@@ -22,8 +20,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -36,7 +34,7 @@ from shardlite.apps.plan.source import Source
 from shardlite.build import partition_module
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-"""Options of AdamW. They do not change what is held."""
+"""Options of AdamW. They do not affect memory."""
 
 ADAMW = f"fused AdamW, lr {OPTIONS['lr']:g}, betas {OPTIONS['betas']}, weight decay {OPTIONS['weight_decay']}"
 OPTIMIZER = f"{ADAMW}, no clipping"
@@ -46,21 +44,21 @@ _ZERO = "torch.distributed.optim"
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A model, wrapped by one system, and ready to train on one batch."""
+    """A model that one system has wrapped, ready to train on one batch."""
 
     model: nn.Module
     loss: Callable[[], Tensor]
-    """Runs the forward and returns the loss []."""
+    """Run the forward and return the loss []."""
 
     update: Callable[[], None]
-    """Steps the parameters and drops the gradients."""
+    """Step the parameters and drop the gradients."""
 
     backward: Callable[[Tensor], object] = torch.autograd.backward
     units: Mapping[str, nn.Module] = field(default_factory=dict)
-    """The modules that are gathered each as a whole, by name, without the root. Empty for unsharded models."""
+    """Modules whose weights are gathered together, by name, without the root."""
 
     def step(self, enter: Callable[[str], object] = lambda _: None) -> None:
-        """Take one training step. `enter` is called with the name of each phase as it begins."""
+        """Take one training step. Call `enter` with the name of each phase when the phase begins."""
         enter("forward")
         loss = self.loss()
         enter("backward")
@@ -69,23 +67,23 @@ class Trainer:
         self.update()
 
 
-Build = Callable[[Source, dist.ProcessGroup], Trainer]
+Wrap = Callable[[nn.Module, Sequence[nn.Module], ProcessGroup, Precision], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
     """A way to train a model."""
 
-    build: Build
+    build: Callable[[Source, ProcessGroup], Trainer]
     setting: Setting | None = None
-    """What `shardlite plan` needs to predict it, if it is ShardLite."""
+    """The options of ShardLite, from which its memory is predicted. `None` for other systems."""
 
     package: str = "torch"
-    """What has to be installed."""
+    """The package that the system imports."""
 
     @property
     def missing(self) -> str:
-        """Return why the system cannot run here, or an empty string."""
+        """Return why the system cannot run here, or `""` if it can."""
         if find_spec(self.package) is not None:
             return ""
         return f"{self.package} is not installed; pip install {self.package}"
@@ -96,20 +94,18 @@ class System:
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that ShardLite gathers each as a whole, by name, outer ones first, without the root."""
+    """Return the modules whose weights ShardLite gathers together, by name: outer ones first, without the root."""
     plans = partition_module(model, None)
     return {plan.name: plan.module for plan in plans if plan.params and plan.module is not model}
 
 
-def wrap_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Wrap a model in PyTorch's data parallel. Nothing is sharded."""
+def wrap_ddp(model: nn.Module, group: ProcessGroup) -> nn.Module:
+    """Wrap a model in PyTorch's `DistributedDataParallel`. Nothing is sharded."""
     return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
-def wrap_fsdp1(
-    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
-) -> nn.Module:
-    """Wrap a model in PyTorch's FSDP1, which has flat parameters. See `wrap_fsdp2` for the arguments."""
+def wrap_fsdp1(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup, precision: Precision) -> nn.Module:
+    """Wrap a model in PyTorch's FSDP1, which has flat parameters. The arguments are those of `wrap_fsdp2`."""
     chosen = set(units)
     policy = None
     if precision.compute is not None:
@@ -126,14 +122,12 @@ def wrap_fsdp1(
         )
 
 
-def wrap_fsdp2(
-    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
-) -> nn.Module:
+def wrap_fsdp2(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup, precision: Precision) -> nn.Module:
     """Shard a model with PyTorch's `fully_shard`, unit by unit, and return it.
 
     Args:
-        model: the model, on the device on which it is trained.
-        units: modules that are gathered each as a whole, inner ones first, without the root.
+        model: the model, on the device where it is trained.
+        units: modules whose weights are gathered together: inner ones first, without the root.
         group: all ranks.
         precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
     """
@@ -155,7 +149,7 @@ def _import(package: str) -> Any:
         return importlib.import_module(package)
 
 
-def zero_optimizer(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Optimizer:
+def zero_optimizer(params: Iterable[nn.Parameter], group: ProcessGroup) -> Optimizer:
     """Return PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
     make = _import(_ZERO).ZeroRedundancyOptimizer
     optimizer: Optimizer = make(params, torch.optim.AdamW, process_group=group, fused=True, **OPTIONS)
@@ -168,57 +162,55 @@ def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def shardlite_system(setting: Setting) -> System:
-    """Return ShardLite as a system, with the options of `setting`."""
+    """Return ShardLite with the options of `setting` as a system."""
 
-    def build(source: Source, group: dist.ProcessGroup) -> Trainer:
-        module = source.make()
-        units = units_of(module)
-        model = ShardLite(
-            module,
-            stage=setting.stage,
-            precision=setting.precision,
-            prefetch=setting.prefetch,
-            group=group,
-            device="cpu",
-        )
-        optimizer = AdamW(model.parameters(), state=setting.state, in_backward=setting.in_backward, **OPTIONS)
-        return _trainer(source, model, optimizer, units)
+    def wrap(module: nn.Module, _: object, group: ProcessGroup, precision: Precision) -> nn.Module:
+        options: dict[str, Any] = {"stage": setting.stage, "precision": precision, "prefetch": setting.prefetch}
+        return ShardLite(module, group=group, device="cpu", **options)
 
-    return System(build=build, setting=setting)
+    def optimizer(params: Iterable[nn.Parameter], _: object) -> Optimizer:
+        return AdamW(params, state=setting.state, in_backward=setting.in_backward, **OPTIONS)
+
+    return wrapped_system(wrap, setting.precision, optimizer, setting=setting)
 
 
-def fully_sharded_system(
-    wrap: Callable[[nn.Module, Sequence[nn.Module], dist.ProcessGroup, Precision], nn.Module],
+def wrapped_system(
+    wrap: Wrap,
     precision: Precision = Precision(),  # noqa: B008  # frozen
+    optimizer: Callable[[Iterable[nn.Parameter], ProcessGroup], Optimizer] = lambda params, _: torch_adamw(params),
+    **others: Any,
 ) -> System:
-    """Return a fully sharded system of PyTorch, wrapped by `wrap`."""
+    """Return a system that wraps a model and trains it with an optimizer.
 
-    def build(source: Source, group: dist.ProcessGroup) -> Trainer:
+    Args:
+        wrap: wraps a model, given its units, the group and `precision`; see `wrap_fsdp2`.
+        precision: passed to `wrap`.
+        optimizer: returns the optimizer of the wrapped model's parameters.
+        **others: fields of the `System`.
+    """
+
+    def build(source: Source, group: ProcessGroup) -> Trainer:
         module = source.make()
         units = units_of(module)
         model = wrap(module, list(reversed(units.values())), group, precision)
-        return _trainer(source, model, torch_adamw(model.parameters()), units)
+        made = optimizer(model.parameters(), group)
 
-    return System(build=build)
+        def update() -> None:
+            made.step()
+            made.zero_grad()
 
+        return Trainer(model=model, loss=source.loss(model, None), update=update, units=units)
 
-def _trainer(
-    source: Source, model: nn.Module, optimizer: Optimizer, units: Mapping[str, nn.Module] | None = None
-) -> Trainer:
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Trainer(model=model, loss=source.loss(model, None), update=update, units=units or {})
+    return System(build=build, **others)
 
 
 def _activations(dtype: torch.dtype | None) -> System:
-    """Return forward and backward of the plain model. Gradients are dropped as they arrive."""
+    """Return forward and backward of the plain model. Each gradient is dropped when it arrives."""
 
     def drop(param: Tensor) -> None:
         param.grad = None
 
-    def build(source: Source, _: dist.ProcessGroup) -> Trainer:
+    def build(source: Source, _: ProcessGroup) -> Trainer:
         model = source.make().to(dtype)
         for param in model.parameters():
             if param.requires_grad:
@@ -228,29 +220,17 @@ def _activations(dtype: torch.dtype | None) -> System:
     return System(build=build)
 
 
-def _replicated(
-    wrap: Callable[[nn.Module, dist.ProcessGroup], nn.Module],
-    optimizer: Callable[[Iterable[nn.Parameter], dist.ProcessGroup], Optimizer],
-    package: str = "torch",
-) -> System:
-    def build(source: Source, group: dist.ProcessGroup) -> Trainer:
-        model = wrap(source.make(), group)
-        return _trainer(source, model, optimizer(model.parameters(), group))
-
-    return System(build=build, package=package)
-
-
 def _deepspeed(stage: int) -> System:
-    """Return DeepSpeed. Its buckets have the size of the largest unit, because the default size is 2 GB."""
+    """Return DeepSpeed. Its buckets are as large as the largest unit, because the default size is 2 GB."""
 
-    def build(source: Source, _: dist.ProcessGroup) -> Trainer:  # DeepSpeed uses the default group
+    def build(source: Source, _: ProcessGroup) -> Trainer:  # DeepSpeed uses the default group
         import deepspeed
 
         model = source.make()
         units = list(units_of(model).values()) or [model]
         numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # it counts no samples
+            "train_micro_batch_size_per_gpu": 1,  # required, but unused by a step
             "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
             "zero_allow_untested_optimizer": True,
         }
@@ -271,11 +251,11 @@ _SPLIT = Precision(compute=torch.bfloat16, master="split24")
 SYSTEMS: dict[str, System] = {
     "activations": _activations(None),
     "activations, bf16": _activations(torch.bfloat16),
-    "plain": _replicated(lambda model, _: model, lambda params, _: torch_adamw(params)),
-    "ddp": _replicated(wrap_ddp, lambda params, _: torch_adamw(params)),
-    "zero": _replicated(wrap_ddp, zero_optimizer, _ZERO),
-    "fsdp1": fully_sharded_system(wrap_fsdp1),
-    "fsdp2": fully_sharded_system(wrap_fsdp2),
+    "plain": wrapped_system(lambda model, *_: model),
+    "ddp": wrapped_system(lambda model, _, group, __: wrap_ddp(model, group)),
+    "zero": wrapped_system(lambda model, _, group, __: wrap_ddp(model, group), optimizer=zero_optimizer, package=_ZERO),
+    "fsdp1": wrapped_system(wrap_fsdp1),
+    "fsdp2": wrapped_system(wrap_fsdp2),
     **{f"deepspeed{stage}": _deepspeed(stage) for stage in (1, 2, 3)},
     **{f"stage{stage}": _shardlite(stage=stage) for stage in range(4)},
     "in_backward": _shardlite(in_backward=True),
@@ -285,4 +265,4 @@ SYSTEMS: dict[str, System] = {
     "bf16, int8": _shardlite(precision=_BF16, state="int8"),
     "compact": _shardlite(precision=_SPLIT, state="int8", in_backward=True),
 }
-"""By name. PyTorch's systems come first, then DeepSpeed's, then ShardLite's."""
+"""All systems by name: PyTorch's, then DeepSpeed's, then ShardLite's."""

@@ -1,10 +1,6 @@
-"""Tables of memory: rows of several systems, and one step by purpose beside its plan."""
-
-from __future__ import annotations
+"""Format tables of memory: rows of several systems, and one step by purpose next to its plan."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 
 from shardlite.apps.memory.measure import Row
@@ -13,7 +9,7 @@ from shardlite.apps.plan.plan import RankPlan, Setting
 from shardlite.apps.plan.report import words
 from shardlite.apps.plan.source import Source
 from shardlite.apps.tables import aligned
-from shardlite.build import ACTIVATIONS, StepTimeline, timeline_of
+from shardlite.build import ACTIVATIONS
 
 _MALLOC = {"returns": "malloc returns large blocks", "default": "malloc as it is by default"}
 
@@ -29,74 +25,63 @@ _COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "wrapping, MiB": ("wrap_peak_bytes", lambda row: _mib(row["wrap_peak_bytes"])),
     "unexplained": ("unexplained", lambda row: f"{100 * row['unexplained']:+.1f} %"),
 }
-"""The key that each column needs, and its cells. A table has the columns whose key is in one of its rows."""
+"""For each column, a key of rows and a function that formats the cell. Columns whose key no row has are left out."""
 
 
 def runs(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield rows that differ in the system only. In each, systems that failed come last."""
+    """Yield groups of rows that differ only in the system. In each group, systems that failed come last."""
     for _, run in groupby(rows, key=lambda row: (row["model"], row["ranks"], row.get("malloc"), row.get("busy"))):
         yield sorted(run, key=lambda row: "error" in row)
 
 
 def model_stem(row: Row) -> str:
-    """Return the name of a file of all rows of a model, without its ending: `footprint-gpt2`."""
+    """Return the name of a file for all rows of a model, without its extension: `footprint-gpt2`."""
     return "footprint-" + "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in row["model"])
 
 
 def run_stem(row: Row) -> str:
-    """Return the name of a file of the run of a row, without its ending: `footprint-gpt2-2ranks-busy`."""
+    """Return the name of a file for the run of a row, without its extension: `footprint-gpt2-2ranks-busy`."""
     ways = ["default-malloc"] * (row.get("malloc") == "default") + ["busy"] * bool(row.get("busy"))
     return "-".join([model_stem(row), f"{row['ranks']}ranks", *ways])
 
 
 def render(rows: Sequence[Row], table: Callable[[list[list[str]]], str] = aligned) -> str:
-    """Return one table for each run, as text, or as `table` formats cells."""
+    """Return one table per run. `table` formats the cells of each, by default as aligned text."""
     return "\n\n".join(_render_run(run, table) for run in runs(rows))
 
 
-def by_purpose(source: Source, comparison: Comparison, theirs: Timeline) -> str:
-    """Format a comparison by purpose, and the peak of FSDP2."""
+def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline) -> str:
+    """Format the plan of a step next to its recorded timeline `ours`, and the peak of FSDP2's timeline `theirs`."""
     rows = [["MiB of rank 0, each at its peak", "predicted", "measured", "beyond"]]
-    for name, least, most, measured in comparison.rows():
-        beyond = comparison.beyond(least, most, measured)
-        cells = [name, _range(least, most), _mib(measured, 2), f"{100 * beyond:+.2f} %" if beyond else "0 %"]
-        rows.append(cells)
+    for name, least, most, measured in comparison(plan, ours):
+        outside = beyond(least, most, measured)
+        bounds = dict.fromkeys((_mib(least, 2), _mib(most, 2)))  # two if the peak depends on when reductions end
+        predicted = " to ".join(bounds)
+        rows.append([name, predicted, _mib(measured, 2), f"{100 * outside:+.2f} %" if outside else "0 %"])
     rows.append(["FSDP2, all together", "", _mib(theirs.peak, 2), ""])
-    setting = comparison.plan.setting
-    return f"{heading(source, setting)}\n{words(setting)}\n\n{aligned(rows)}"
+    return f"{heading(source, plan.setting)}\n{words(plan.setting)}\n\n{aligned(rows)}"
+
+
+def comparison(plan: RankPlan, timeline: Timeline) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each purpose with the least and the most predicted bytes and the measured bytes, at its own peak."""
+    late, prompt, measured = plan.timeline.most, plan.prompt.most, timeline.most
+    for name in (*PURPOSES, ACTIVATIONS):
+        least, most = sorted((prompt.get(name, 0), late.get(name, 0)))
+        if most or measured.get(name):
+            yield name, least, most, measured.get(name, 0)
+    yield "all together", plan.at_least, plan.peak, timeline.peak
+
+
+def beyond(least: int, most: int, measured: int) -> float:
+    """Return how far `measured` is outside the predicted bounds, as a fraction of the nearer bound."""
+    nearest = min(max(measured, least), most)
+    return (measured - nearest) / nearest if nearest else float(measured > 0)
 
 
 def heading(source: Source, setting: Setting) -> str:
-    """Return the model, the ranks and the batch."""
+    """Return a line with the model, the number of ranks and the batch."""
     ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
     return f"{source.name} on {ranks}, {source.words}"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A plan, and a step that was recorded."""
-
-    plan: RankPlan
-    timeline: Timeline
-
-    @cached_property
-    def prompt(self) -> StepTimeline:
-        """Return the timeline of a step whose reductions end before the next gradient: a run holds no less."""
-        return timeline_of(self.plan.budget, self.plan.events, prompt=True)
-
-    def rows(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield each purpose with its predicted bytes at least and at most, and its measured bytes, at its own peak."""
-        late, prompt, measured = self.plan.timeline.most, self.prompt.most, self.timeline.most
-        for name in (*PURPOSES, ACTIVATIONS):
-            bounds = sorted((prompt.get(name, 0), late.get(name, 0)))
-            if bounds[1] or measured.get(name):
-                yield name, bounds[0], bounds[1], measured.get(name, 0)
-        yield "all together", self.prompt.total, self.plan.peak, self.timeline.peak
-
-    def beyond(self, least: int, most: int, measured: int) -> float:
-        """Return how far `measured` lies outside of the predicted bounds, as a fraction of the nearer one."""
-        nearest = min(max(measured, least), most)
-        return (measured - nearest) / nearest if nearest else float(measured > 0)
 
 
 def _render_run(run: Sequence[Row], table: Callable[[list[list[str]]], str]) -> str:
@@ -111,17 +96,12 @@ def _render_run(run: Sequence[Row], table: Callable[[list[list[str]]], str]) -> 
 
 
 def _heading(row: Row) -> str:
-    """Return what is common to all rows of a run."""
-    busy = f", {row['busy']} busy loops beside" * bool(row["busy"])
+    """Return a line with the facts that all rows of a run share."""
+    busy = f", {row['busy']} busy loops at the same time" * bool(row["busy"])
     return (
         f"{row['words']} per rank, {row['parameters'] / 1e6:.1f}M parameters; {row['ranks']} CPU ranks{busy}; "
         f"{_MALLOC[row['malloc']]}; {row['machine']}, torch {row['torch']}, {row['date']}."
     )
-
-
-def _range(least: int, most: int) -> str:
-    """Format two bounds. They differ if the peak depends on when reductions end."""
-    return _mib(most, 2) if _mib(least, 2) == _mib(most, 2) else f"{_mib(least, 2)} to {_mib(most, 2)}"
 
 
 def _mib(nbytes: int, digits: int = 0) -> str:

@@ -1,14 +1,11 @@
-"""Live tensor bytes at every operator of one training step, by purpose and by the unit that runs.
+"""Record the live tensor bytes at every operator of one training step, by purpose and by the unit that runs.
 
-In: a `System`. Out: a `Timeline`. `telemetry.Meter` counts bytes, above those that existed before the model was made;
-`model.memory()` says what they are for.
+In: a `System`. Out: a `Timeline`. `telemetry.Meter` counts the bytes of tensors created after the recording began, and
+`model.memory()` attributes them to purposes.
 """
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,49 +22,49 @@ from shardlite.build import ACTIVATIONS, HELD
 from shardlite.telemetry import Held, Meter
 
 PURPOSES = (*HELD, "gradients", "gradient buckets", "gather buffers")
-"""The purposes of `memory()` that are tensors, in the order of a table."""
+"""Purposes of `memory()` whose bytes are in tensors, in the order of table rows."""
 
 CHUNKS = "chunks of a step"
-"""The purpose that counts what all models of the process share."""
+"""The purpose of memory that all models of a process share."""
 
 ROOT = None
-"""Number of the root unit."""
+"""The root unit, which has no number."""
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the step: the forward or backward of one unit, or the optimizer's step."""
+    """One part of a step: the forward or backward of a unit, or the optimizer's step."""
 
     name: str
     unit: int | None
-    """Number of the unit, or `ROOT`."""
+    """Index of the unit, or `ROOT`."""
 
     first: int
-    """Number of the first sample."""
+    """Index of the first sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Bytes of one step of a rank, in samples: one before each operator, and one after it."""
+    """Samples of the bytes of a rank during one step. One is taken before each operator, and one after it."""
 
     units: Sequence[str]
     phases: Sequence[Phase]
     totals: Sequence[int]
     purposes: Sequence[Mapping[str, int]]
-    """Of each sample, including activations. Empty for a system without `memory()`."""
+    """Bytes by purpose of each sample, including activations. Empty for a system without `memory()`."""
 
     most: Mapping[str, int]
-    """The peak of each purpose, also between operators. Purposes peak at different moments."""
+    """Peak of each purpose, which may lie between samples. Purposes peak at different moments."""
 
     @property
     def peak(self) -> int:
-        """Return the peak of all purposes together."""
+        """Peak of all purposes together."""
         return max(self.totals)
 
     def places(self) -> list[float]:
-        """Return the place of each sample on an axis on which every phase has the width 1."""
+        """Return the position of each sample on an axis where every phase has width 1."""
         stops = [*(phase.first for phase in self.phases[1:]), len(self.totals)]
         return [
             number + i / (stop - phase.first)
@@ -76,21 +73,23 @@ class Timeline:
         ]
 
     @staticmethod
-    def of(row: Mapping[str, Any]) -> Timeline:
-        """Return the timeline of `asdict`."""
+    def of(row: Mapping[str, Any]) -> "Timeline":
+        """Return the timeline whose `asdict` is `row`."""
         return Timeline(**{**row, "phases": [Phase(**phase) for phase in row["phases"]]})
 
 
 def record(source: Source, system: System, group: dist.ProcessGroup) -> Timeline:
     """Build a system, warm it up, and record one step. Collective."""
-    before, chunks = _live(), sum(each.nbytes for each in chunk_memory())
+    gc.collect()
+    with Meter[None]() as meter:
+        before, chunks = meter.live, sum(each.nbytes for each in chunk_memory())
     trainer = system.build(source, group)
     warm_up(trainer)
     gc.collect()
     recorder = _Recorder(trainer, before, chunks)
     if isinstance(trainer.model, ShardLite):
         trainer.model.ledger.reset_peak()
-    with recorder.recording():
+    with recorder.meter:
         trainer.step(lambda name: recorder.enter(name, ROOT))
     return Timeline(
         units=list(trainer.units),
@@ -104,28 +103,22 @@ def record(source: Source, system: System, group: dist.ProcessGroup) -> Timeline
     )
 
 
-def _live() -> int:
-    """Return the bytes of all tensors."""
-    gc.collect()
-    meter: Meter[None] = Meter()
-    with meter:
-        return meter.live
-
-
 class _Recorder:
-    """Takes samples, and the numbers of the samples with which phases begin."""
+    """Takes samples while its meter is on, and records the index of each phase's first sample."""
 
     def __init__(self, trainer: Trainer, before: int, chunks: int) -> None:
         self.phases: list[Phase] = []
         self.totals: list[int] = []
         self.purposes: list[dict[str, int]] = []
-        self._trainer = trainer
-        self._before = before  # bytes that existed before the model was made
-        self._chunks = chunks  # of them, what earlier models have left: `memory()` counts it, too
-        self._meter: Meter[None] = Meter(on_operator=self._sample)
+        self.meter: Meter[None] = Meter(on_operator=self._sample)
+        self._model = trainer.model
+        self._before = before  # bytes that existed before the model was created
+        self._chunks = chunks  # part of `before` that `memory()` counts, too: earlier models have left it
+        for number, module in enumerate(trainer.units.values()):
+            self._hook(number, module)
 
     def enter(self, name: str, unit: int | None) -> None:
-        """Begin a phase. What the root does between two units belongs to the first of them."""
+        """Begin a phase. The root's work between two units becomes part of the first unit's phase."""
         between = len(self.phases) > 1 and self.phases[-1].unit is ROOT
         if between and name == FORWARD and unit is not ROOT:
             self.phases.pop()
@@ -134,37 +127,21 @@ class _Recorder:
 
     def held(self, bytes_of: Callable[[Held], int]) -> dict[str, int]:
         """Return the bytes of each purpose, without the chunks that earlier models have left."""
-        model = self._trainer.model
-        known = model.memory() if isinstance(model, ShardLite) else {}
+        known = self._model.memory() if isinstance(self._model, ShardLite) else {}
         held = {name: bytes_of(each) for name, each in known.items() if name in PURPOSES}
         if CHUNKS in held:
             held[CHUNKS] = max(held[CHUNKS] - self._chunks, 0)
         return held
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the operators and phases of the block."""
-        handles = [
-            handle
-            for number, module in enumerate(self._trainer.units.values())
-            for handle in self._hook(number, module)
-        ]
-        try:
-            with self._meter:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _sample(self) -> None:
-        """Record what is alive. Memory that no operator has allocated is known to its purpose first."""
+        """Record all live bytes. Memory that no operator has used yet is known only to its purpose."""
         held = self.held(lambda each: each.now)
-        total = max(self._meter.live - self._before, sum(held.values()))
+        total = max(self.meter.live - self._before, sum(held.values()))
         self.totals.append(total)
         self.purposes.append({**held, ACTIVATIONS: total - sum(held.values())} if held else {})
 
-    def _hook(self, unit: int, module: nn.Module) -> Iterator[Any]:
-        """Register hooks with which a unit's passes begin phases. A forward begins before its weights are gathered."""
+    def _hook(self, unit: int, module: nn.Module) -> None:
+        """Begin a phase at each pass of a unit. A forward begins before the unit's weights are gathered."""
 
         def after(_: nn.Module, __: Any, outputs: Any) -> None:
             tracked = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
@@ -172,5 +149,5 @@ class _Recorder:
                 tracked[0].register_hook(lambda _: self.enter(BACKWARD, unit))  # type: ignore[no-untyped-call]
             self.enter(FORWARD, ROOT)
 
-        yield module.register_forward_pre_hook(lambda *_: self.enter(FORWARD, unit), prepend=True)
-        yield module.register_forward_hook(after)
+        module.register_forward_pre_hook(lambda *_: self.enter(FORWARD, unit), prepend=True)
+        module.register_forward_hook(after)

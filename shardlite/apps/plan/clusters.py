@@ -1,75 +1,67 @@
-"""Clusters by name, and a cost model of their links.
+"""Cards and clusters by name, and a cost model of links. Does not import PyTorch.
 
-`hardware.json` has the figures with their sources. Rates that programs reach are marked as measured or assumed. All
-times that follow from them are predictions.
+`hardware.json` has the figures with their sources, and marks each achieved rate as measured or assumed. All times
+computed from the figures are predictions.
 
 The model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al., 1993),
-the work per message is separate from its latency: four numbers per link. The times of `W` ranks with one message per
-segment are (`M` bytes, Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
+the work per message is separate from its latency, so a link has four costs. With one message per segment, collectives
+take (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
 
                       ring                                            direct
     all-gather        (W-1) (alpha + overhead) + (W-1)/W M beta       alpha + (W-1) overhead + (W-1)/W M beta
     reduce-scatter    the same, and (W-1)/W M gamma                   the same, and (W-1)/W M gamma
 
-if additions do not overlap with messages. If they do, `direct` takes the slower of both. The model ignores ranks that
-share a processor, links that share a wire, and caches.
+if additions do not overlap with messages. If they overlap, `direct` takes the longer of both. The model ignores that
+ranks may share a processor and links a wire, and it ignores caches.
 
 Legend: `W` ranks, `M` bytes in the whole buffer.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-from shardlite.apps.plan.cards import CARDS, HARDWARE, Card
-from shardlite.errors import LayoutError
 
 Operation = Literal["all-gather", "reduce-scatter"]
 
 _MICROSECOND = 1e-6
 
+HARDWARE = json.loads(Path(__file__).with_name("hardware.json").read_text())
+"""Cards, wires, links and clusters, with the source of each figure."""
+
 
 class LinkCost(NamedTuple):
-    """Costs of messages between two ranks, in seconds. All pairs of ranks are linked alike."""
+    """Costs of messages between two ranks, in seconds. All pairs of ranks have the same costs."""
 
     alpha: float
-    """Latency of a step: from when a message could be sent until it can be received, without work on either side."""
+    """Latency of a step, from when a message can be sent until it can be received, without work on either rank."""
 
     beta: float
-    """Per byte transferred. A rank sends one message at a time, and receives one at a time."""
+    """Cost per transferred byte. A rank sends one message at a time, and receives one at a time."""
 
     gamma: float
-    """Per byte of a message that is added to another."""
+    """Cost per byte of a message that is added to another message."""
 
     overhead: float = 0.0
-    """Per message: work during which its sender cannot send and its target cannot receive another one."""
+    """Cost per message: work during which its source cannot send, and its target cannot receive, another message."""
 
     overlaps: bool = True
-    """Whether a rank adds while it receives. If not, one processor does both."""
+    """Whether a rank adds while it receives. Otherwise one processor does both."""
 
 
-LINKS: Mapping[str, LinkCost] = {
-    "shared_memory": LinkCost(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
-    "p2p": LinkCost(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
-}
+LINKS = {name: LinkCost(**costs) for name, costs in HARDWARE["links"].items()}
 """Links between CPU ranks, by the name of the transport.
 
-Fitted by `bench/ring/fit.py` to the processor time of 4 ranks on 2 cores of an AMD EPYC, which other programs hardly
-change: rows `"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo a step of several messages was no
-faster than as many steps, so all latency is in `overhead`, and `ring` and `direct` take the same time by the model.
+`bench/ring/fit.py` has fitted them to the processor time of 4 ranks on 2 cores of an AMD EPYC, on which other programs
+have little effect: rows `"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo, one step of several
+messages was no faster than several steps. So all latency is in `overhead`, and the model gives `ring` and `direct` the
+same time.
 """
 
 
 def collective_seconds(operation: Operation, algorithm: str, nbytes: int, world_size: int, link: LinkCost) -> float:
-    """Return the seconds of a `ring` or `direct` collective on `nbytes` in all, with one message per segment.
-
-    Raises:
-        LayoutError: `algorithm` has no formula.
-    """
-    if algorithm not in ("ring", "direct"):
-        raise LayoutError(f"{algorithm!r} has no formula; expected 'ring' or 'direct'")
+    """Return the seconds of a `"ring"` or `"direct"` collective on a buffer of `nbytes`, one message per segment."""
     messages, piece = world_size - 1, -(-nbytes // world_size)
     if messages == 0:
         return 0.0
@@ -82,8 +74,35 @@ def collective_seconds(operation: Operation, algorithm: str, nbytes: int, world_
 
 
 @dataclass(frozen=True, kw_only=True)
+class Card:
+    """An accelerator, or one rank's share of a CPU."""
+
+    name: str
+    nbytes: int
+    """Bytes of memory."""
+
+    wide: float
+    """Peak rate of fp32 matrix products without TF32, in floating-point operations per second."""
+
+    narrow: float
+    """Peak rate of dense bf16 matrix products, in floating-point operations per second."""
+
+    bandwidth: float
+    """Memory bandwidth in bytes per second."""
+
+    efficiency: float
+    """Measured rate of a training step as a fraction of `narrow`. The same fraction of `wide` is assumed."""
+
+    source: str
+
+    def flops(self, *, narrow: bool) -> float:
+        """Return the expected operations per second of a training step."""
+        return self.efficiency * (self.narrow if narrow else self.wide)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal cards."""
+    """Nodes with equal cards."""
 
     name: str
     card: Card
@@ -91,25 +110,25 @@ class Cluster:
     """Cards per node."""
 
     inside: LinkCost
-    """Between cards of a node, per card and direction."""
+    """Link between cards of a node, per card and direction."""
 
     nic: LinkCost
-    """Between nodes, per network card and direction."""
+    """Link between nodes, per network card and direction."""
 
     nics: int
     """Network cards per node."""
 
-    base: float
-    """Seconds that a collective takes at least."""
-
     source: str
+    base: float = HARDWARE["base"] * _MICROSECOND
+    """Minimum duration of a collective, in seconds."""
+
     on_gpu: bool = True
 
     def ring(self, world_size: int) -> LinkCost:
         """Return the link of a ring of `world_size` ranks.
 
-        Across nodes there are as many rings as network cards, each leaving a node over another one, so a ring is as
-        fast as all cards of a node together, or as the links inside.
+        Across nodes there is one ring per network card, and each ring leaves a node over another card. So the bandwidth
+        is that of all network cards of a node together, or that of the links inside if it is lower.
         """
         if world_size <= self.node:
             return self.inside
@@ -117,19 +136,19 @@ class Cluster:
         return self.inside._replace(alpha=alpha, beta=max(self.inside.beta, self.nic.beta / self.nics))
 
     def exchange(self, world_size: int) -> LinkCost:
-        """Return the link of an exchange among all ranks, which share the network cards equally."""
+        """Return the link of an exchange among all ranks, which share the network cards of their nodes equally."""
         if world_size <= self.node:
             return self.inside
-        leaving = (world_size - self.node) / (world_size - 1)  # of what a rank sends
+        leaving = (world_size - self.node) / (world_size - 1)  # fraction of a rank's bytes
         beta = max(self.inside.beta, leaving * self.nic.beta * self.node / self.nics)
         return self.inside._replace(alpha=self.nic.alpha, beta=beta)
 
     def seconds(self, operation: Operation, nbytes: int, world_size: int, *, hierarchical: bool = False) -> float:
-        """Return the time of a gather or reduction of `nbytes` in all, as the library makes them.
+        """Return the time of a gather or reduction of a buffer of `nbytes`, as the library runs them.
 
-        Over NCCL a gather is a ring, and a reduction one exchange among all ranks, whose rows a kernel adds; if it is
-        `hierarchical`, one inside each node and one across. On a CPU both are the schedule `direct` of
-        shared memory.
+        Over NCCL a gather is a ring. A reduction is one exchange among all ranks, whose rows a kernel adds. A
+        `hierarchical` reduction is two exchanges: one inside each node and one across nodes. On a CPU gathers and
+        reductions follow the schedule `direct` over shared memory.
         """
         if world_size == 1:
             return 0.0
@@ -142,36 +161,43 @@ class Cluster:
         return self.base + collective_seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
 
     def _in_two_levels(self, nbytes: int, nodes: int) -> float:
-        """Return the time of a reduction of `nbytes` inside each of `nodes`, then of the own part across them."""
+        """Return the time of a reduction of `nbytes` inside each of `nodes`, then of a rank's part across them."""
         across = self.nic._replace(beta=self.nic.beta * self.node / self.nics)
         first = collective_seconds("reduce-scatter", "direct", nbytes, self.node, self.inside)
         second = collective_seconds("reduce-scatter", "direct", nbytes // self.node, nodes, across)
         return 2 * self.base + first + second
 
 
-def _link(card: Card, wire: str, rate: float) -> LinkCost:
-    """Return the costs of a wire of `rate` bytes per second. An addition reads two numbers and writes one."""
+def _link(card: Card, wire: str, rate: float = 0.0) -> LinkCost:
+    """Return a link by name, or the costs of a wire of `rate` bytes per second.
+
+    An addition reads two numbers and writes one.
+    """
+    if wire in LINKS:
+        return LINKS[wire]
     figures = HARDWARE["wires"][wire]
     return LinkCost(alpha=figures["step"] * _MICROSECOND, beta=1 / (rate * figures["share"]), gamma=3 / card.bandwidth)
 
 
 def _cluster(name: str, *, card: str, inside: tuple[str, float], nic: tuple[str, float], **others: Any) -> Cluster:
-    """Return a cluster of GPUs from its figures in `hardware.json`."""
+    """Return a cluster from its figures in `hardware.json`."""
     each = CARDS[card]
-    base = HARDWARE["base"] * _MICROSECOND
-    return Cluster(name=name, card=each, inside=_link(each, *inside), nic=_link(each, *nic), base=base, **others)
+    return Cluster(name=name, card=each, inside=_link(each, *inside), nic=_link(each, *nic), **others)
 
 
-_CPU = Cluster(
-    name="cpu",
-    card=CARDS["CPU core"],
-    node=1 << 30,
-    inside=LINKS["shared_memory"],
-    nic=LINKS["shared_memory"],
-    nics=1,
-    base=0.0,
-    source="shared memory of one host, fitted by bench/ring/fit.py",
-    on_gpu=False,
-)
+CARDS = {name: Card(name=name, **figures) for name, figures in HARDWARE["cards"].items()}
+CLUSTERS = {name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}
 
-CLUSTERS = {**{name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}, "cpu": _CPU}
+
+def memory_of(card: str) -> int:
+    """Return the bytes of memory of a card (`H100`), or of an amount (`80GB`, `24GiB`).
+
+    Raises:
+        ValueError: `card` is neither a known name nor an amount above 0.
+    """
+    if card in CARDS:
+        return CARDS[card].nbytes
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B", card)
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"--card {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
+    return round(float(found[1]) * (1024.0 if found[3] else 1000.0) ** " KMGT".index(found[2] or " "))

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardlite.apps.options import MOST_RANKS, add_command, check_numbers, usage_errors
-from shardlite.apps.plan.cards import memory_of
-from shardlite.apps.plan.clusters import CLUSTERS
+from shardlite.apps.plan.clusters import CLUSTERS, memory_of
 from shardlite.apps.plan.presets import check_model
 
 
@@ -26,10 +25,10 @@ def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
 
 
 def _check(options: Namespace) -> None:
-    """Check what can be checked without PyTorch.
+    """Check the options as far as this is possible without PyTorch.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
+        ValueError: an option has an invalid value.
     """
     check_numbers(options, batch=1, context=1, prefetch=0)
     check_model(options.model)

@@ -1,9 +1,7 @@
-"""Models of presets, built of PyTorch's modules, so that no other package is needed. They are planned, not trained.
+"""The models of presets, built from PyTorch's modules without other packages. They are planned, not trained.
 
 Legend: `b` sequences, `t` tokens in one, `c` width, `h` heads, `d = c / h`, `v` vocabulary.
 """
-
-from __future__ import annotations
 
 import torch.nn.functional as F  # noqa: N812
 from einops import rearrange, repeat
@@ -14,7 +12,7 @@ from shardlite.apps.plan.presets import Shape
 
 
 class Attention(nn.Module):
-    """Causal self-attention; heads of keys and values may serve several of queries."""
+    """Causal self-attention. Several query heads may share one key and value head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -34,12 +32,11 @@ class Attention(nn.Module):
         if self.groups < self.heads:
             k, v = (repeat(each, "b g t d -> b (g n) t d", n=self.heads // self.groups) for each in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.out(rearrange(attended, "b h t d -> b t (h d)"))
-        return mixed
+        return self.out(rearrange(attended, "b h t d -> b t (h d)"))  # type: ignore[no-any-return]
 
 
 class Mlp(nn.Module):
-    """GELU between two matrices, or SwiGLU between three."""
+    """Two matrices with GELU between them, or three with SwiGLU."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -52,12 +49,11 @@ class Mlp(nn.Module):
         """[b t c] -> [b t c]."""
         rise = self.rise(x)
         risen = F.gelu(rise, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * rise
-        fallen: Tensor = self.fall(risen)
-        return fallen
+        return self.fall(risen)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a norm before and a residual connection."""
+    """Attention, then an MLP, each with a norm before it and a residual connection around both."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -71,7 +67,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Predicts the next token at every position. Its forward returns the loss."""
+    """A decoder that predicts the next token at every position. Its forward returns the loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

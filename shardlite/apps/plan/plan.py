@@ -1,14 +1,13 @@
-"""The plan of one rank: bytes by purpose and bytes sent, computed by the code that wraps models in a real run.
+"""Plan one rank: bytes by purpose and bytes sent, computed by the code that wraps models in a real run.
 
-A `Planner` creates the model once, with fake tensors, and traces a step for each dtype of computation, with and without
+A `Planner` creates the model once, with fake tensors. It traces a step for each compute dtype, with and without
 activation checkpointing. It then plans any number of settings (stages, formats, ranks) by arithmetic.
 
 Legend: `W` ranks.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from shardlite import ShardLite
 from shardlite.apps.options import precision_of
 from shardlite.apps.plan.source import Source, SourceError
 from shardlite.apps.plan.trace import trace
@@ -47,7 +47,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is trained."""
+    """The configuration of a training run."""
 
     stage: int = 3
     world_size: int = 1
@@ -57,17 +57,22 @@ class Setting:
     prefetch: int = 1
     reshard_after_forward: bool = True
     checkpoint: bool = False
-    """Whether each repeated block is recomputed in the backward."""
+    """Whether the backward recomputes each repeated block."""
 
     on_gpu: bool = True
     hierarchical: bool = False
-    """Whether gradients are reduced inside each node first. The total is the same, but fewer bytes cross nodes."""
+    """Whether gradients are first reduced inside each node, so that fewer bytes cross nodes. The total is the same."""
 
     @property
     def recipe(self) -> Recipe:
         """The options that determine the bytes."""
         return Recipe(
-            options=_options(self),
+            options=Options(
+                stage=self.stage,
+                precision=self.precision,
+                prefetch=self.prefetch,
+                reshard_after_forward=self.reshard_after_forward,
+            ),
             world_size=self.world_size,
             device=torch.device("cuda" if self.on_gpu else "cpu"),
             state=self.state,
@@ -76,10 +81,10 @@ class Setting:
 
 
 def setting_of(options: Namespace) -> Setting:
-    """Return the options `training` of `options.json` as a setting.
+    """Return the setting of a command line, from the options `training` of `options.json`.
 
     Raises:
-        ValueError: the dtypes do not go together.
+        ValueError: the dtypes cannot be combined.
     """
     return Setting(
         precision=precision_of(options),
@@ -91,33 +96,38 @@ def setting_of(options: Namespace) -> Setting:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds and sends."""
+    """The bytes that one rank holds and sends in a step."""
 
     setting: Setting
     budget: Budget
     timeline: StepTimeline
-    """The step if reductions end as late as possible, which is an upper bound."""
+    """The step if each reduction ends as late as possible, which gives upper bounds."""
 
     events: Sequence[Event]
 
     @cached_property
+    def prompt(self) -> StepTimeline:
+        """The step if each reduction ends before the next gradient, which gives lower bounds."""
+        return timeline_of(self.budget, self.events, prompt=True)
+
+    @property
     def at_least(self) -> int:
-        """Bytes at the peak if every reduction ends before the next gradient, which is a lower bound."""
-        return timeline_of(self.budget, self.events, prompt=True).total
+        """Lower bound of the bytes at the peak."""
+        return self.prompt.total
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak, as an upper bound."""
+        """Upper bound of the bytes at the peak."""
         return self.timeline.total
 
     @property
     def by_purpose(self) -> dict[str, int]:
-        """Bytes at the peak by purpose: those of `model.memory()`, and activations."""
+        """Bytes at the peak by purpose: the purposes of `model.memory()`, and activations."""
         return {purpose: nbytes for purpose, nbytes in self.timeline.peak.items() if nbytes}
 
     @property
     def activations(self) -> int:
-        """Peak of the program's own tensors, which may be at another moment than that of all tensors."""
+        """Peak of the program's own tensors. All tensors together may peak at another moment."""
         return self.timeline.most.get(ACTIVATIONS, 0)
 
     @property
@@ -127,7 +137,7 @@ class RankPlan:
 
     @property
     def sent_by_reductions(self) -> int:
-        """Bytes that this rank sends in one step to reduce gradients (stage 0: and to gather their means)."""
+        """Bytes that this rank sends in one step to reduce gradients, and at stage 0 to gather their means."""
         reduced = [a.unit for a in self.timeline.actions if a.name == "reduce"]
         return sum(flat.sent for unit in reduced for flat in self.budget.units[unit].flats)
 
@@ -136,7 +146,7 @@ class Planner:
     """Plans one model in many settings."""
 
     def __init__(self, source: Source, *, progress: Callable[[str], None] = lambda _: None) -> None:
-        """Create the model with fake tensors.
+        """Create the model with fake tensors, and call `progress` with a line about each slow part.
 
         Raises:
             SourceError: the model cannot be created with fake tensors.
@@ -146,17 +156,18 @@ class Planner:
         self._fake = FakeTensorMode()
         progress(f"making {source.name} of fake tensors")
         self._module = self._make()
-        validate.check_module(self._module, Precision(), wrapper=_Never)
+        validate.check_module(self._module, Precision(), wrapper=ShardLite)
         self.numel = sum(param.numel() for param in self._module.parameters())
         self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
         self.trainable = sum(self.trained_numels)
-        self.largest_layer = max(_own_numel(each) for each in self._module.modules())
-        """Parameters of the module with the most parameters of its own."""
+        layers = (each.parameters(recurse=False) for each in self._module.modules())
+        self.largest_layer = max(sum(param.numel() for param in layer) for layer in layers)
+        """The most parameters that a single module has, without those of its submodules."""
 
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
         self.events = cache(self._trace)
-        """`events(compute, checkpoint)` are those of one step."""
+        """`events(compute, checkpoint)` returns the events of one step."""
 
     @property
     def unit_names(self) -> list[str]:
@@ -164,10 +175,9 @@ class Planner:
         return [unit.name for unit in self._units(Setting()).units]
 
     def plan(self, setting: Setting) -> RankPlan:
-        """Plan rank 0, which holds as much as any other.
+        """Plan rank 0. No other rank holds more.
 
         Raises:
-            LayoutError: the setting is invalid.
             SourceError: the model cannot be traced.
         """
         events = self.events(setting.precision.compute, setting.checkpoint)
@@ -175,32 +185,27 @@ class Planner:
         return RankPlan(setting, budget, timeline_of(budget, events), events)
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
-        """Return the fewest ranks, up to 4096, with which a rank holds at most `nbytes`, or `None`."""
+        """Return the smallest number of ranks with which a rank holds at most `nbytes`, or `None` beyond 4096."""
 
         def fits(ranks: int) -> bool:
             return self.plan(replace(setting, world_size=ranks)).peak <= nbytes
 
-        high = 1
-        while not fits(high):
-            high *= 2
-            if high > MOST_RANKS:
-                return None
-        low = high // 2  # does not fit
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return high
+        powers = (2**i for i in range(MOST_RANKS.bit_length()))
+        high = next(filter(fits, powers), None)
+        return None if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=fits)
 
     def _units(self, setting: Setting) -> Budget:
-        _check(setting)
-        plan = plan_units(self._module, _options(setting), setting.world_size, _META)
+        plan = plan_units(self._module, setting.recipe.options, setting.world_size, _META)
         return budget_of(plan, setting.recipe, buffers=self._buffers)
 
     def _trace(self, compute: torch.dtype | None, recomputes: bool) -> Sequence[Event]:
         how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
         self._progress(f"tracing a step{how}")
-        module = _cast(self._make(), compute)
-        plan = plan_units(module, _options(Setting()), 2, _META)
+        module = self._make()
+        for param in module.parameters():
+            if compute is not None and param.is_floating_point():
+                param.data = param.data.to(compute)  # as units are gathered; tied parameters stay tied
+        plan = plan_units(module, Options(), 2, _META)
         units = build_units(plan, placement_of(plan, Options(), 0, 2))
         if recomputes:
             _checkpoint(plan.units)
@@ -211,12 +216,12 @@ class Planner:
         with self._faking():
             module = self.source.make()
         if not isinstance(module, nn.Module):
-            raise SourceError(f"--model {self.source.name} made a {type(module).__name__}, not an nn.Module")
+            raise SourceError(f"--model {self.source.name} returned a {type(module).__name__}; expected an nn.Module")
         return module
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Create fake tensors within the block. Code that needs values raises a `SourceError`."""
+        """Create fake tensors within the block. Errors, as of code that reads values, become `SourceError`s."""
         try:
             with self._fake:
                 yield
@@ -229,47 +234,8 @@ class Planner:
             ) from error
 
 
-def _own_numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters(recurse=False))
-
-
-class _Never(nn.Module):
-    """Wraps nothing."""
-
-
-def _check(setting: Setting) -> None:
-    if setting.stage not in validate.STAGES or not 1 <= setting.world_size <= MOST_RANKS or setting.prefetch < 0:
-        raise LayoutError(
-            f"a plan takes stages {validate.STAGES}, 1 to {MOST_RANKS} ranks and a prefetch of at least 0; got stage "
-            f"{setting.stage}, {setting.world_size} ranks, prefetch {setting.prefetch}"
-        )
-
-
-def _options(setting: Setting) -> Options:
-    return Options(
-        stage=setting.stage,
-        precision=setting.precision,
-        prefetch=setting.prefetch,
-        reshard_after_forward=setting.reshard_after_forward,
-    )
-
-
-def _cast(module: nn.Module, compute: torch.dtype | None) -> nn.Module:
-    """Cast the parameters of a module to the dtype in which they are gathered. Tied ones stay tied."""
-    if compute is None:
-        return module
-    cast: dict[nn.Parameter, nn.Parameter] = {}
-    for each in module.modules():
-        for name, param in each._parameters.items():
-            if param is not None and param.is_floating_point():
-                if param not in cast:
-                    cast[param] = nn.Parameter(param.detach().to(compute), requires_grad=param.requires_grad)
-                each._parameters[name] = cast[param]
-    return module
-
-
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:
-    """Recompute each unit whose class is repeated in the backward."""
+    """Let the backward recompute each unit whose class occurs more than once."""
     classes = [type(plan.module) for plan in plans]
     for plan in plans:
         if classes.count(kind := type(plan.module)) > 1:
@@ -278,7 +244,7 @@ def _checkpoint(plans: Sequence[UnitPlan]) -> None:
 
 @cache
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that is called through `checkpoint`. Fake tensors have no random state to restore."""
+    """Return a subclass that is called through `checkpoint`, without the random state, which fake tensors lack."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(kind.__call__, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

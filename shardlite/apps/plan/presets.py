@@ -1,6 +1,4 @@
-"""Models by name. Does not import PyTorch, so that the command line rejects a wrong name at once."""
-
-from __future__ import annotations
+"""Shapes of models by name. Does not import PyTorch, so that the command line rejects a wrong name at once."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from shardlite.apps.demo.settings import SIZES
 
 
 class SourceError(ValueError):
-    """The model does not exist, or cannot be created or called with fake tensors."""
+    """The model does not exist, or it cannot be created or called with fake tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +17,8 @@ class Shape:
     """The shape of a decoder."""
 
     kind: Literal["gpt2", "llama"]
-    """`gpt2`: layer norm, biases, learnt positions, GELU, one matrix for embedding and head. `llama`: RMS norm, no
-    biases, rotary positions, SwiGLU, two matrices.
+    """`gpt2` has layer norms, biases, learned positions, GELU, and one matrix for embedding and head. `llama` has RMS
+    norms, no biases, rotary positions, SwiGLU, and separate matrices.
     """
 
     layers: int
@@ -29,10 +27,10 @@ class Shape:
     vocabulary: int
     context: int
     kv_heads: int | None = None
-    """Heads of keys and values; as many as of queries if `None`."""
+    """Number of key and value heads. `None` means as many as query heads."""
 
     hidden: int | None = None
-    """Width inside the MLP; four times the width if `None`."""
+    """Width inside the MLP. `None` means four times `width`."""
 
     source: str
 
@@ -42,10 +40,10 @@ PRESETS: dict[str, Shape] = {name: Shape(**shape) for name, shape in _SHAPES.ite
 
 
 def check_model(model: str) -> None:
-    """Check that `model` is the name of a preset, the path of a file, or has the form `module:name`.
+    """Check that `model` is the name of a preset, an existing path, or has the form `module:name`.
 
     Raises:
-        SourceError: it is none of them.
+        SourceError: it is none of these.
     """
     names = [*PRESETS, *(f"demo-{size}" for size in SIZES)]
     if model not in names and not Path(model).exists() and ":" not in model:

@@ -1,8 +1,6 @@
-"""What `shardlite plan` prints, and the same as JSON."""
+"""Format a plan as text and as JSON."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,22 +20,27 @@ COLUMNS = {
     "other": ("buffers", "staging", "chunks of a step"),
     "activations": (ACTIVATIONS,),
 }
-"""Columns of the table, and the purposes that each adds up."""
+"""Columns of the table, and the purposes whose bytes each column adds up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Plans that differ in the number of ranks only, in ascending order."""
+    """Plans that differ only in the number of ranks, in ascending order."""
 
     plans: Sequence[RankPlan]
     curve: Sequence[Scaling] = ()
     fewest: int | None = None
-    """The smallest number of ranks with which a rank fits into the card."""
+    """The smallest number of ranks with which the memory of a rank fits the card."""
 
     @property
     def setting(self) -> Setting:
-        """The setting that all plans share."""
+        """The setting of all plans, except for the number of ranks."""
         return self.plans[0].setting
+
+
+def by_column(held: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by purpose as bytes by column."""
+    return {title: sum(held.get(each, 0) for each in purposes) for title, purposes in COLUMNS.items()}
 
 
 def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> str:
@@ -45,14 +48,16 @@ def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, car
     lines = [*_head(planner, cluster)]
     for group in groups:
         lines += ["", words(group.setting), *_table(group, cluster, card)]
-        if card is not None:
-            lines.append(_fewest(group, card))
+        if card is not None and group.fewest is None:
+            lines.append(f"does not fit in {_gb(card)} GB at any number of ranks up to 4096")
+        elif card is not None:
+            lines.append(f"fewest ranks that fit in {_gb(card)} GB: {group.fewest}")
     lines += ["", *_compared(planner, groups)]
     return "\n".join(lines)
 
 
 def words(setting: Setting) -> str:
-    """Describe a setting, without its number of ranks."""
+    """Describe a setting, except for its number of ranks."""
     precision = setting.precision
     computing = "fp32" if precision.compute is None else str(precision.compute).removeprefix("torch.")
     parts = [
@@ -70,7 +75,7 @@ def words(setting: Setting) -> str:
 
 
 def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> dict[str, Any]:
-    """Return everything as plain data, in bytes and seconds."""
+    """Return all groups as plain data, in bytes and seconds."""
     return {
         "model": planner.source.name,
         "batch": planner.source.words,
@@ -80,16 +85,15 @@ def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, 
         "card_bytes": card,
         "cluster": None if cluster is None else {"name": cluster.name, "source": cluster.source},
         "predicted": "not measured",
-        "groups": [_group_json(group, cluster) for group in groups],
-    }
-
-
-def _group_json(group: Group, cluster: Cluster | None) -> dict[str, Any]:
-    return {
-        "setting": words(group.setting),
-        "fewest_ranks": group.fewest,
-        "scaling": [asdict(each) for each in group.curve],
-        "ranks": [_plan_json(plan, cluster) for plan in group.plans],
+        "groups": [
+            {
+                "setting": words(group.setting),
+                "fewest_ranks": group.fewest,
+                "scaling": [asdict(each) for each in group.curve],
+                "ranks": [_plan_json(plan, cluster) for plan in group.plans],
+            }
+            for group in groups
+        ],
     }
 
 
@@ -123,36 +127,28 @@ def _head(planner: Planner, cluster: Cluster | None) -> Iterator[str]:
 
 def _table(group: Group, cluster: Cluster | None, card: int | None) -> list[str]:
     """Return lines with a row per number of ranks. Bytes are in GB (10^9) at the moment of the peak."""
-    rows = [_titles(cluster, card), *(_row(plan, group, cluster, card) for plan in group.plans)]
-    return ["GB per rank at the peak:", aligned(rows, words=0)]
+    rows = [_row(plan, group, cluster, card) for plan in group.plans]
+    return ["GB per rank at the peak:", aligned([list(rows[0]), *(list(row.values()) for row in rows)], words=0)]
 
 
-def _titles(cluster: Cluster | None, card: int | None) -> list[str]:
-    titles = ["ranks", *COLUMNS, "peak", *(["fits"] if card is not None else []), "sent/step"]
-    return titles if cluster is None else [*titles, "step, ms", "exposed, ms", "efficiency"]
-
-
-def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None) -> list[str]:
-    held = [sum(plan.by_purpose.get(each, 0) for each in purposes) for purposes in COLUMNS.values()]
-    cells = [f"{plan.setting.world_size}", *map(_gb, held), _gb(plan.peak)]
+def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None) -> dict[str, str]:
+    """Return the cells of one number of ranks by the titles of their columns."""
+    row = {"ranks": f"{plan.setting.world_size}"}
+    row |= {title: _gb(nbytes) for title, nbytes in by_column(plan.by_purpose).items()}
+    row["peak"] = _gb(plan.peak)
     if card is not None:
-        cells.append("yes" if plan.peak <= card else "no")
-    cells.append(_gb(plan.sent_by_gathers + plan.sent_by_reductions))
+        row["fits"] = "yes" if plan.peak <= card else "no"
+    row["sent/step"] = _gb(plan.sent_by_gathers + plan.sent_by_reductions)
     if cluster is not None:
         step = simulate(plan, cluster)
-        weak = {each.world_size: each.weak for each in group.curve}[plan.setting.world_size]
-        cells += [f"{step.total * 1e3:.1f}", f"{max(step.exposed, 0) * 1e3:.1f}", f"{weak:.0%}"]
-    return cells
-
-
-def _fewest(group: Group, card: int) -> str:
-    if group.fewest is None:
-        return f"does not fit in {_gb(card)} GB at any number of ranks up to 4096"
-    return f"fewest ranks that fit in {_gb(card)} GB: {group.fewest}"
+        weak = next(each.weak for each in group.curve if each.world_size == plan.setting.world_size)
+        row["step, ms"], row["exposed, ms"] = f"{step.total * 1e3:.1f}", f"{max(step.exposed, 0) * 1e3:.1f}"
+        row["efficiency"] = f"{weak:.0%}"
+    return row
 
 
 def _compared(planner: Planner, groups: Sequence[Group]) -> Iterator[str]:
-    """Yield published formulas for the same model, with the largest number of ranks."""
+    """Yield lines with the results of published formulas for the same model, at the largest number of ranks."""
     ranks, n = groups[0].plans[-1].setting.world_size, planner.numel
     yield f"Published formulas, model states in mixed precision, GB per rank at {ranks} ranks:"
     zero = [f"stage {stage} {_gb(published.model_states(n, stage, ranks))}" for stage in range(4)]

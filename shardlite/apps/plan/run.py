@@ -1,9 +1,7 @@
-"""`shardlite plan` as a function.
+"""Run `shardlite plan`.
 
-In: the options of the command line. Out: text, and files.
+In: the options of the command line. Out: text and files.
 """
-
-from __future__ import annotations
 
 import json
 from argparse import Namespace
@@ -11,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlite.apps.options import progress
-from shardlite.apps.plan.cards import memory_of
-from shardlite.apps.plan.clusters import CLUSTERS, Cluster
+from shardlite.apps.plan.clusters import CLUSTERS, Cluster, memory_of
 from shardlite.apps.plan.plan import Planner, Setting, setting_of
 from shardlite.apps.plan.report import Group, as_json, text
 from shardlite.apps.plan.simulate import scaling
@@ -20,13 +17,13 @@ from shardlite.apps.plan.source import find_source
 
 
 def plan(options: Namespace) -> str:
-    """Plan what a command line asks for, write its files, and return the text.
+    """Plan the runs of a command line, write its files, and return the text.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
-        SourceError: the model cannot be made or traced.
-        LayoutError: a setting is invalid.
-        ModuleNotFoundError: plots need matplotlib.
+        ValueError: an option has an invalid value.
+        SourceError: the model cannot be created or traced.
+        LayoutError: the model cannot be sharded.
+        ModuleNotFoundError: `--plots` is given and matplotlib is not installed.
         OSError: a file cannot be written.
     """
     cluster = None if options.cluster is None else CLUSTERS[options.cluster]
@@ -47,7 +44,7 @@ def plan(options: Namespace) -> str:
 
 
 def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
-    """Yield each stage, without and with checkpointing."""
+    """Yield the setting of each stage, without and with checkpointing."""
     for stage in options.stage:
         for recomputes in {"both": (False, True), "with": (True,), "without": (False,)}[options.checkpoint]:
             yield replace(

@@ -1,17 +1,15 @@
-"""Step time by an event simulation: one processor, one link, and the order in which the host starts operations.
+"""Predict step time by an event simulation of one processor and one link.
 
-    computation   |  u1  |  u2  |wait| u3 ...      as fast as the card's measured efficiency says
+    computation   |  u1  |  u2  |wait| u3 ...      at the card's measured efficiency
     link          | gather u2 | gather u3 |  ...    one collective at a time, first started, first served
 
-Gathers and reductions overlap with the computation, which waits for a gather that has not ended, or for a free bucket.
-The time that it waits is exposed. The order is that of `build.timeline`, and times of collectives are those of the cost
-model. The simulation leaves out launches, operators that compute little, stragglers, and collectives that slow
-computation down.
+Gathers and reductions overlap with the computation. The computation waits for a gather that has not ended, or for a
+free bucket. This waiting time is exposed communication. `build.timeline` gives the order of operations, and the cost
+model gives the times of collectives. The simulation ignores launches, operators that compute little, stragglers, and
+collectives that slow computation down.
 
 Legend: `W` ranks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,22 +32,22 @@ class StepTime:
     """Forward and backward."""
 
     update: float
-    """The optimizer's step, where it is not in the backward."""
+    """The optimizer's step, if it is not in the backward."""
 
     communication: float
     """All gathers and reductions, overlapped or not."""
 
     flops: float
-    """Operations of this rank."""
+    """Floating-point operations of this rank, not seconds."""
 
     @property
     def exposed(self) -> float:
-        """Seconds in which communication blocks computation."""
+        """Seconds in which computation waits for communication."""
         return self.total - self.compute - self.update
 
 
 def simulate(plan: RankPlan, cluster: Cluster, *, scale: float = 1.0) -> StepTime:
-    """Predict the step of a planned rank. `scale` multiplies its computation, as a larger batch does."""
+    """Predict the step of a planned rank. `scale` multiplies its computation, as a larger batch would."""
     rate = cluster.card.flops(narrow=plan.setting.precision.compute in _NARROW)
     run = _Run(plan, cluster, rate / scale)
     for action in plan.timeline.actions:
@@ -70,42 +68,40 @@ class Scaling:
 
     world_size: int
     weak: float
-    """With the same batch on each rank."""
+    """Efficiency with the same batch on each rank."""
 
     strong: float
-    """With the same global batch: the batch of a rank times the largest number of ranks."""
+    """Efficiency with a constant global batch: the batch of a rank times the largest number of ranks."""
 
     amdahl: float
-    """By Amdahl's law for that batch, with nothing overlapped: of one rank's time, the communication of the largest
-    number of ranks is the serial part.
+    """Efficiency by Amdahl's law for the constant global batch, without overlap. The serial part of one rank's time is
+    the communication at the largest number of ranks.
     """
 
 
 def scaling(one: RankPlan, plans: Sequence[RankPlan], cluster: Cluster) -> list[Scaling]:
-    """Return the efficiencies of plans that differ in the number of ranks only, against that of `one` rank.
+    """Return the efficiencies of plans that differ only in the number of ranks, relative to `one` rank.
 
-    Memory is not checked: the model may not fit on one rank.
+    Memory is not checked, so the model may not fit on one rank.
     """
-    most = max(plan.setting.world_size for plan in plans)
+    worlds = [plan.setting.world_size for plan in plans]
+    most = max(worlds)
     alone = simulate(one, cluster).total
     all_alone = simulate(one, cluster, scale=most).total
     serial = max(simulate(plan, cluster).communication for plan in plans) / all_alone
-    rows = []
-    for plan in plans:
-        ranks = plan.setting.world_size
-        rows.append(
-            Scaling(
-                world_size=ranks,
-                weak=alone / simulate(plan, cluster).total,
-                strong=all_alone / ranks / simulate(plan, cluster, scale=most / ranks).total,
-                amdahl=1 / (ranks * serial + 1 - serial),
-            )
+    return [
+        Scaling(
+            world_size=ranks,
+            weak=alone / simulate(plan, cluster).total,
+            strong=all_alone / ranks / simulate(plan, cluster, scale=most / ranks).total,
+            amdahl=1 / (ranks * serial + 1 - serial),
         )
-    return rows
+        for ranks, plan in zip(worlds, plans, strict=True)
+    ]
 
 
 class _Run:
-    """The state of a simulation: the current time, and the time at which the link is free."""
+    """A simulation in progress: the current time, and the time at which the link is free."""
 
     def __init__(self, plan: RankPlan, cluster: Cluster, rate: float) -> None:
         self._plan, self._cluster, self._rate = plan, cluster, rate
@@ -131,28 +127,25 @@ class _Run:
             self.now = max(self.now, self.link_free) + self.update
 
     def _send(self, seconds: float) -> float:
-        """Use the link when it is free, and return the time at which the transfer ends."""
+        """Occupy the link as soon as it is free, and return the time at which the transfer ends."""
         self.link_free = max(self.now, self.link_free) + seconds
         self.communication += seconds
         return self.link_free
 
     def _gather_seconds(self, unit: UnitBudget) -> float:
-        return self._cluster.seconds("all-gather", self._whole(unit.sent), self._ranks) if unit.sent else 0.0
+        if unit.sent == 0:
+            return 0.0
+        full = unit.sent * self._ranks // (self._ranks - 1)  # a rank sends all parts of the buffer but one
+        return self._cluster.seconds("all-gather", full, self._ranks)
 
     def _reduce_seconds(self, unit: UnitBudget) -> float:
-        """Return the time of a reduction, of the gather after it at stage 0, and of the steps that it takes."""
-        levels = self._plan.setting.hierarchical
-        seconds = sum(
-            self._cluster.seconds("reduce-scatter", flat.bucket, self._ranks, hierarchical=levels)
-            for flat in unit.flats
-        )
-        if self._plan.setting.stage == 0:
-            seconds += sum(self._cluster.seconds("all-gather", flat.bucket, self._ranks) for flat in unit.flats)
-        return seconds + (self._step_seconds(unit) if self._plan.setting.in_backward else 0.0)
-
-    def _whole(self, sent: int) -> int:
-        """Return the bytes of a buffer of which each rank sends all but one part."""
-        return sent * self._ranks // (self._ranks - 1)
+        """Return the time of a reduction. At stage 0 it includes a gather, and with `in_backward` the unit's step."""
+        setting, seconds = self._plan.setting, 0.0
+        for flat in unit.flats:
+            args = flat.bucket, self._ranks
+            seconds += self._cluster.seconds("reduce-scatter", *args, hierarchical=setting.hierarchical)
+            seconds += self._cluster.seconds("all-gather", *args) if setting.stage == 0 else 0.0
+        return seconds + (self._step_seconds(unit) if setting.in_backward else 0.0)
 
     def _step_seconds(self, unit: UnitBudget) -> float:
         return unit.step / self._cluster.card.bandwidth

@@ -3,13 +3,12 @@
 In: the value of `--model`. Out: a `Source`, which creates the module and computes its loss.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,20 @@ from shardlite.apps.plan.presets import PRESETS, SourceError, check_model
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and the batch of a rank."""
+    """A model and the batch of a rank."""
 
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
-    """Returns the arguments of the model: a tuple, or a dict of keywords."""
+    """Return the arguments of the model: a tuple, or a mapping of keywords."""
 
     words: str
-    """A description of the batch, for tables."""
+    """Description of the batch, for tables."""
 
     def loss(self, module: nn.Module, dtype: torch.dtype | None) -> Callable[[], Tensor]:
         """Return a function that calls `module` and returns the loss []. Floating-point inputs are cast to `dtype`.
 
-        The batch is kept with the function, as a program keeps it until its next step.
+        The function holds the batch, as a program holds it until the next step.
         """
         given = self.batch()
         if dtype is not None:
@@ -53,39 +52,43 @@ class Source:
 
 
 def find_source(model: str, batch: int, context: int | None, inputs: str | None = None) -> Source:
-    """Find a model by preset, by the path of a config, or as `module:name`.
+    """Find a model by the name of a preset, by the path of a config, or as `module:name`.
 
     Args:
-        model: name, path or `module:name`.
+        model: the name, the path, or `module:name`.
         batch: sequences per rank.
-        context: tokens per sequence; `None` takes the model's own.
-        inputs: `module:name` of a function that returns the batch, for a model with other inputs than tokens.
+        context: tokens per sequence. `None` selects the model's maximum.
+        inputs: `module:name` of a function that returns the batch, for a model whose inputs are not tokens.
 
     Raises:
         SourceError: there is no such model.
     """
     check_model(model)
     if model in PRESETS:
-        shape = PRESETS[model]
-        tokens = _tokens(batch, context or shape.context, shape.context, model)
-        return Source(model, lambda: Decoder(shape), lambda: tokens(2), _words(batch, context or shape.context))
-    if model.startswith("demo-") and model.removeprefix("demo-") in SIZES:
-        config = SIZES[model.removeprefix("demo-")]
-        tokens = _tokens(batch, context or config.context, config.context, model)
-        return Source(model, lambda: GPT(config), lambda: tokens(2), _words(batch, context or config.context))
+        return _of_tokens(model, partial(Decoder, PRESETS[model]), PRESETS[model].context, batch, context)
+    if config := {f"demo-{name}": each for name, each in SIZES.items()}.get(model):
+        return _of_tokens(model, partial(GPT, config), config.context, batch, context)
     if Path(model).exists():
         return _of_config(Path(model), batch, context)
     return _of_import_path(model, batch, context, inputs)
 
 
+def _of_tokens(name: str, make: Callable[[], nn.Module], most: int, batch: int, context: int | None) -> Source:
+    """Return a model that takes inputs and targets of at most `most` tokens."""
+    length = context or most
+    if length > most:
+        raise SourceError(f"--context {length} exceeds the {most} positions of {name}")
+    return Source(name, make, lambda: (_zeros(batch, length), _zeros(batch, length)), _words(batch, length))
+
+
 def _of_config(path: Path, batch: int, context: int | None) -> Source:
-    """Read the config of a causal language model."""
+    """Return the causal language model of a Hugging Face config."""
     path = path / "config.json" if path.is_dir() else path
     try:
         settings = json.loads(path.read_text())
         import transformers  # optional, and slow to import
     except ModuleNotFoundError:
-        raise SourceError("a Hugging Face config needs transformers: pip install 'shardlite[examples]'") from None
+        raise SourceError("a Hugging Face config requires transformers; pip install 'shardlite[examples]'") from None
     except (OSError, ValueError) as wrong:
         raise SourceError(f"--model {path} is not a readable JSON file: {wrong}") from wrong
     if not isinstance(settings, dict) or "model_type" not in settings:
@@ -102,7 +105,7 @@ def _of_config(path: Path, batch: int, context: int | None) -> Source:
         return model.train()
 
     def given() -> Mapping[str, Any]:
-        tokens = torch.zeros(batch, length, dtype=torch.long)
+        tokens = _zeros(batch, length)
         return {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
     return Source(f"{kind} of {path.name}", make, given, _words(batch, length))
@@ -115,26 +118,26 @@ def _of_import_path(model: str, batch: int, context: int | None, inputs: str | N
     length = context or 1024
 
     def given() -> tuple[Tensor, ...]:
-        """Return one or two tensors of tokens, as many as the forward takes."""
+        """Return inputs, or inputs and targets if the forward takes two positional arguments."""
         module = make()
         needed = [p for p in signature(module.forward).parameters.values() if p.kind.name.startswith("POSITIONAL")]
-        return (torch.zeros(batch, length, dtype=torch.long),) * max(1, min(2, len(needed)))
+        return (_zeros(batch, length),) * max(1, min(2, len(needed)))
 
     return Source(model, make, given, _words(batch, length))
 
 
 def _imported(path: str, option: str) -> Callable[[], Any]:
-    """Return the function or class `module:name`. Modules of the current folder are included."""
+    """Return the function or class `module:name`. The module may be in the current folder."""
     module, _, name = path.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as wrong:  # the module's own code runs
+    except Exception as wrong:  # the import runs any code
         raise SourceError(f"{option} {path}: {type(wrong).__name__}: {wrong}") from wrong
     if not callable(found):
         raise SourceError(
-            f"{option} {path} is a {type(found).__name__}; a function or class without arguments is needed"
+            f"{option} {path} is of type {type(found).__name__}; expected a function or class without arguments"
         )
     return found  # type: ignore[no-any-return]
 
@@ -147,10 +150,8 @@ def _tuples(make: Callable[[], Any]) -> Callable[[], Any]:
     return given
 
 
-def _tokens(batch: int, context: int, most: int, name: str) -> Callable[[int], tuple[Tensor, ...]]:
-    if context > most:
-        raise SourceError(f"--context {context} is more than the {most} tokens that {name} has positions for")
-    return lambda count: tuple(torch.zeros(batch, context, dtype=torch.long) for _ in range(count))
+def _zeros(batch: int, length: int) -> Tensor:
+    return torch.zeros(batch, length, dtype=torch.long)
 
 
 def _words(batch: int, context: int) -> str:

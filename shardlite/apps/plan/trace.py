@@ -1,18 +1,15 @@
-"""Activations and work of one step, traced with fake tensors: shapes and lifetimes are real, memory is not.
+"""Trace the activations and operations of one step with fake tensors, which have real shapes and lifetimes.
 
-The model runs forward and backward once under `FakeTensorMode` on the CPU. As in `telemetry.Meter`, every operator is
-intercepted: the storages of its results are tracked, and its floating-point operations are counted. Hooks on modules
-and in the graph, in the places where the engine has its own, record when the weights of a unit are used and when
-autograd delivers a gradient, which is dropped at once. The result is a list of `Event`s. It does not depend on stage,
-format or number of ranks, because each rank computes the same with its own part of the batch.
+The model runs forward and backward once under `FakeTensorMode` on the CPU. Every operator is intercepted, as in
+`telemetry.Meter`: the storages of its results are tracked, and its floating-point operations are counted. Hooks on
+modules and in the graph, in the same places as the engine's hooks, record when the weights of a unit are used and when
+autograd delivers a gradient. Each gradient is dropped at once.
 
-In: a module of fake tensors, its units and a call of it that returns the loss. Out: events.
+In: a module of fake tensors, its units, and a function that runs it and returns the loss. Out: a list of `Event`s. It
+does not depend on stage, format or number of ranks, because each rank does the same work on its part of the batch.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,17 +29,13 @@ _LIVE = "activations"
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
-
-
-_ON_CPU: dict[Any, Callable[..., int]] = {  # PyTorch counts the operators of GPUs only
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_ON_CPU: dict[Any, Callable[..., int]] = {  # `flop_registry` lacks them
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),  # type: ignore[no-untyped-call]
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
+    ),
 }
 
 
@@ -52,23 +45,22 @@ def trace(
     """Run `loss` forward and backward under the active fake mode, and return the events.
 
     Args:
-        module: a module of fake tensors.
+        module: a module of fake tensors. It keeps the hooks of the trace.
         units: its units.
         plans: the plans of the units.
         loss: calls the module, and returns a scalar [].
     """
     recorder = _Recorder(module)
-    hooks = _Hooks(recorder, module, units, plans)
-    with hooks.installed():
-        with recorder:
-            result = loss()
-            torch.autograd.backward(result)
-        recorder.note(Kind.END)  # while the batch and the loss are there
+    _Hooks(recorder.note, needs(module, plans, units), units)
+    with recorder:
+        result = loss()
+        torch.autograd.backward(result)
+    recorder.note(Kind.END)  # while the batch and the loss are alive
     return recorder.events
 
 
 class _Recorder(TorchDispatchMode):
-    """Intercepts every operator. Weights and buffers of the module are not counted: the budget does that."""
+    """Intercepts every operator. It does not count weights and buffers of the module, which the budget contains."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,40 +90,28 @@ class _Recorder(TorchDispatchMode):
             if isinstance(value, Tensor) and storage_key(value) not in self._others:
                 self._ledger.track(_LIVE, value)
         self._most = max(self._most, self.live)
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self._flops += flop_registry[packet](*args, **kwargs, out_val=result)
-        elif packet in _ON_CPU:
-            self._flops += _ON_CPU[packet](*args, **kwargs)
+        count = flop_registry.get(func._overloadpacket) or _ON_CPU.get(func._overloadpacket)
+        self._flops += count(*args, **kwargs, out_val=result) if count else 0
         return result
 
 
 class _Call:
-    """One forward of a unit, with the tensors that it has saved for backward (see `weights/saved_tensors.py`)."""
+    """One forward of a unit, as its backward sees it (see `weights/saved_tensors.py`)."""
 
-    def __init__(self, unit: int, hooks: _Hooks) -> None:
+    def __init__(self, unit: int, hooks: "_Hooks") -> None:
         self.unit, self.hooks = unit, hooks
         self.handles = 0
         self.uses = False
 
     def enter(self) -> None:
-        """Use the weights until the last handle is dropped."""
+        """Use the weights until autograd drops the last handle."""
         if not self.uses:
             self.uses = True
-            self.hooks.enter(self.unit)
-
-    def forget_handle(self) -> None:
-        """Record that autograd has dropped a handle."""
-        self.handles -= 1
-        if self.handles == 0:
-            self.hooks.live[self.unit].remove(self)
-            if self.uses:
-                self.uses = False
-                self.hooks.leave(self.unit)
+            self.hooks.note(Kind.ENTER, self.unit)
 
 
 class _Handle:
-    """What the graph saves instead of a weight."""
+    """Saved by the graph in place of a weight."""
 
     def __init__(self, call: _Call, view: Tensor) -> None:
         self.call, self.view = call, view
@@ -140,26 +120,32 @@ class _Handle:
         call.handles += 1
 
     def __del__(self) -> None:
-        self.call.forget_handle()
+        call = self.call
+        call.handles -= 1
+        if call.handles == 0:
+            call.hooks.live[call.unit].remove(call)
+            if call.uses:
+                call.uses = False
+                call.hooks.note(Kind.LEAVE, call.unit)
 
 
 class _SavedTensors:
-    """Saved-tensor hooks for weights. Other tensors go to the hooks that were active before."""
+    """Saved-tensor hooks for weights. Other tensors are passed to the hooks that were active before."""
 
-    def __init__(self, hooks: _Hooks) -> None:
+    def __init__(self, hooks: "_Hooks") -> None:
         self.hooks = hooks
         self._outer: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what the graph saves."""
-        unit = self.hooks.owner(tensor)
+        """Return the object that the graph saves instead of `tensor`."""
+        unit = self.hooks.home.get(storage_key(tensor))
         if unit is not None:
             call = self.hooks.current.get(unit) or _Call(unit, self.hooks)
             return _Handle(call, tensor.detach())
         return tensor.detach() if self._outer is None else self._outer[0](tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return what was packed."""
+        """Return the tensor that was packed."""
         if isinstance(packed, _Handle):
             self.hooks.open()
             packed.call.enter()
@@ -169,97 +155,75 @@ class _SavedTensors:
 
 
 class _Hooks:
-    """Records uses of units and gradients in the same places as the engine's hooks."""
+    """Hooks in the same places as the engine's, which record the uses of units and the gradients."""
 
     def __init__(
-        self, recorder: _Recorder, module: nn.Module, units: Sequence[Unit], plans: Sequence[UnitPlan]
+        self, note: Callable[..., None], needed: Mapping[nn.Module, Sequence[Unit]], units: Sequence[Unit]
     ) -> None:
-        self._recorder = recorder
-        self._needs = needs(module, plans, units)
-        self._home = {storage_key(param): unit.index for unit in units for param in unit.params()}
-        self._trained = [(unit.index, param) for unit in units for param in unit.params() if param.requires_grad]
+        """Register the hooks.
+
+        Args:
+            note: records an event.
+            needed: the units whose weights a module uses.
+            units: all units.
+        """
+        self.note = note
+        self.home = {storage_key(param): unit.index for unit in units for param in unit.params()}
+        """The unit of each storage of weights."""
+
         self.live: dict[int, list[_Call]] = {unit.index: [] for unit in units}
         """Calls with handles, oldest first."""
 
         self.current: dict[int, _Call] = {}
         """Calls whose forward is running."""
 
+        self._needed = needed
         self._depth = dict.fromkeys(self.live, 0)
-        self._pushed: list[bool] = []
         self._opened = False
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Hook the modules and parameters inside."""
-        handles: list[Any] = []
-        for module in self._needs:
-            handles.append(module.register_forward_pre_hook(self._before, prepend=True))
-            handles.append(module.register_forward_hook(self._after, always_call=True))
-        for unit, param in self._trained:
-            hook = partial(self._take_gradient, unit)
-            handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def owner(self, tensor: Tensor) -> int | None:
-        """Return the unit whose weight `tensor` views, if any."""
-        return self._home.get(storage_key(tensor))
-
-    def enter(self, unit: int) -> None:
-        """Record that a use of a unit begins."""
-        self._recorder.note(Kind.ENTER, unit)
-
-    def leave(self, unit: int) -> None:
-        """Record that a use of a unit ends."""
-        self._recorder.note(Kind.LEAVE, unit)
+        for module in needed:
+            module.register_forward_pre_hook(self._before, prepend=True)
+            module.register_forward_hook(self._after, always_call=True)
+        for unit in units:
+            for param in unit.params():
+                if param.requires_grad:
+                    hook = partial(self._take_gradient, unit.index)
+                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def open(self) -> None:
         """Record the start of the backward."""
         if not self._opened and in_backward():
             self._opened = True
-            self._recorder.note(Kind.BACKWARD)
+            self.note(Kind.BACKWARD)
 
     def _take_gradient(self, unit: int, param: Tensor) -> None:
         self.open()
-        assert param.grad is not None, "the hook is called with it"
-        self._recorder.note(Kind.GRADIENT, unit, param.grad.untyped_storage().nbytes())
+        assert param.grad is not None, "the hook runs after the gradient is stored"
+        self.note(Kind.GRADIENT, unit, param.grad.untyped_storage().nbytes())
         param.grad = None
 
     def _before(self, module: nn.Module, *_: Any) -> None:
-        for unit in self._needs[module]:
+        for unit in self._needed[module]:
             if self._depth[unit.index] == 0:
                 self.open()
-                self.enter(unit.index)
+                self.note(Kind.ENTER, unit.index)
                 self.current[unit.index] = _Call(unit.index, self)
             self._depth[unit.index] += 1
-        self._pushed.append(self._push())
+        ours = _SavedTensors(self)
+        torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
 
     def _after(self, module: nn.Module, *_: Any) -> None:
-        if self._pushed.pop():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        for unit in reversed(self._needs[module]):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        for unit in reversed(self._needed[module]):
             self._depth[unit.index] -= 1
             if self._depth[unit.index] == 0:
                 self._expect_backward(self.current.pop(unit.index))
-                self.leave(unit.index)
+                self.note(Kind.LEAVE, unit.index)
 
     def _expect_backward(self, call: _Call) -> None:
-        """Keep a recomputed unit in use until the nodes that needed it have run."""
+        """Keep a unit that the backward recomputes in use until the nodes that need it have run."""
         if in_backward():
             if call.handles:
                 call.enter()
             earlier = [each for each in self.live[call.unit] if each is not call]
             if earlier:
                 earlier[-1].enter()
-
-    def _push(self) -> bool:
-        """Make our hooks the innermost ones, unless they are, and return whether they must be popped."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and isinstance(getattr(top[0], "__self__", None), _SavedTensors):
-            return False
-        ours = _SavedTensors(self)
-        torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
-        return True

@@ -1,4 +1,4 @@
-"""`shardlite ring` on the command line. Runs nothing and needs no other process."""
+"""`shardlite ring` on the command line. It simulates a schedule, without other processes."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from shardlite.apps.options import add_command, check_file, usage_errors
 if TYPE_CHECKING:
     from shardlite.comm import Schedule
 
-_MOST_RANKS = 64  # in a picture
+_MOST_RANKS = 64
 
 
 def add_ring(commands: Any) -> None:
@@ -25,11 +25,13 @@ def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
     with usage_errors(parser, "--png"):
         _check(options)
         from shardlite.apps.ring.picture import NARROW, WIDTH, text
+        from shardlite.comm import schedule as schedules
 
-        schedule = _schedule(options, node)
+        make = schedules.all_gather if options.operation == "all-gather" else schedules.reduce_scatter
+        schedule = make(options.algorithm, options.ranks, node=node)
         if options.png is not None:
             _write(schedule, options.png, node)
-    columns = get_terminal_size((WIDTH, 0)).columns  # COLUMNS, or those of the terminal, or else `WIDTH`
+    columns = get_terminal_size((WIDTH, 0)).columns  # of COLUMNS or the terminal, otherwise `WIDTH`
     print(text(schedule, node, min(WIDTH, max(NARROW, columns))))
     if options.png is not None:
         print(f"\nwrote {options.png}")
@@ -37,7 +39,12 @@ def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
 
 
 def _check(options: Namespace) -> None:
-    """Raise a `ValueError` if there is no schedule, or none that can be shown."""
+    """Check the options as far as this is possible without PyTorch.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        OSError: the path of the image cannot be written.
+    """
     if not 1 <= options.ranks <= _MOST_RANKS:
         raise ValueError(f"--ranks is {options.ranks}; it must be from 1 to {_MOST_RANKS}")
     if options.algorithm == "hierarchical" and options.node is None:
@@ -52,11 +59,3 @@ def _write(schedule: "Schedule", path: Path, node: int) -> None:
         paint(schedule, path, node)
     except OSError as error:
         raise OSError(f"--png {path} cannot be written ({error.strerror or error}): name a file elsewhere") from error
-
-
-def _schedule(options: Namespace, node: int) -> "Schedule":
-    """Return the schedule of a command line, or raise a `ValueError` where there is none."""
-    from shardlite.comm import schedule as schedules
-
-    make = schedules.all_gather if options.operation == "all-gather" else schedules.reduce_scatter
-    return make(options.algorithm, options.ranks, node=node)

@@ -1,30 +1,32 @@
-"""Schedules of collectives as an image: a square of ranks and segments per step. Needs matplotlib."""
+"""Draw the schedule of a collective as an image: a square of ranks and segments per step. Needs matplotlib."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.ring.picture import Frame, addends, brief, frames, headline, shortened, summary
-from shardlite.comm import Order, Schedule
+from shardlite.comm import Order, Schedule, Transfer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SQUARES, _COLUMNS = 12, 4  # squares in an image, and in a row of it
-_READABLE = 8  # ranks: with more, cells are too small for text, and only the arrows of rank 0 are drawn
+_SQUARES, _COLUMNS = 12, 4  # squares per image, and per row
+_READABLE = 8  # ranks: with more, cells are too small for text, and only rank 0 has arrows
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#888888")
-_LINE, _BETWEEN = 0.2, 0.6  # inches: a line of text, and the space between squares
-_LINES = 4  # in a cell
-_LETTERS = {"+": 0.84, ".": 0.32, "(": 0.39, ")": 0.39}  # widths as parts of the size; a digit has 0.64
-_FRAME = 0.05  # space between the side of a cell and the frame, as a part of the side
-_BESIDE = 0.36  # space for arrows beside a square, as a part of its side
+_LINE, _BETWEEN = 0.2, 0.6  # inches: height of a line of text, and space between squares
+_LINES = 4  # maximum lines of text in a cell
+_LETTERS = {"+": 0.84, ".": 0.32, "(": 0.39, ")": 0.39}  # widths as fractions of the font size; a digit has 0.64
+_FRAME = 0.05  # space between the side of a cell and the frame, as a fraction of the side
+_MARGIN = 0.36  # space for arrows to the right of a square, as a fraction of its side
+_ARROW: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "linewidth": 1.4, "clip_on": False}
 
 
 def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
-    """Write a PNG. A cell has the colour of its segment, paler if fewer ranks' summands are in it.
+    """Write a PNG. A cell has the colour of its segment, and is paler if its sum has fewer summands.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -39,12 +41,12 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
     title, *above = headline(schedule, node)
     above += [f"Of {len(told) - 1} steps {len(told) - len(kept)} are left out."] if len(kept) < len(told) else []
     arrows = "rank 0 sends" if schedule.world_size > _READABLE else "each rank sends"
-    above.append(f"Columns are segments. What is sent in a step has a frame; arrows show to whom {arrows}.")
+    above.append(f"Columns are segments. Sent pieces have a frame; arrows show to which ranks {arrows}.")
     if schedule.world_size <= _READABLE and _shortens(schedule, told):
         above.append(f"{shortened(schedule.world_size)}.")
 
     side = _side(schedule.world_size)
-    head, width = 1.15 + _LINE * len(above), max(0.6 + columns * side * (1 + _BESIDE), 8.0)
+    head, width = 1.15 + _LINE * len(above), max(0.6 + columns * side * (1 + _MARGIN), 8.0)
     height = head + rows * (side + _BETWEEN) + 0.1
     figure = Figure(figsize=(width, height), dpi=130)
     figure.text(0.2 / width, 1 - 0.35 / height, title, fontsize=13, weight="bold")
@@ -54,15 +56,15 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
     figure.text(0.2 / width, 0.15 / height, below, fontsize=9.5)
     for place, t in enumerate(kept):
         row, column = divmod(place, columns)
-        left, bottom = 0.65 + column * side * (1 + _BESIDE), height - head - row * (side + _BETWEEN) - side
-        axes = figure.add_axes((left / width, bottom / height, side * (1 + _BESIDE) / width, side / height))
+        left, bottom = 0.65 + column * side * (1 + _MARGIN), height - head - row * (side + _BETWEEN) - side
+        axes = figure.add_axes((left / width, bottom / height, side * (1 + _MARGIN) / width, side / height))
         _square(axes, schedule, told[t], names=column == 0)
         axes.set_title(f"step {t}" if told[t].sent else "end", fontsize=10, loc="left", weight="bold")
     figure.savefig(path, format="png")
 
 
 def _shortens(schedule: Schedule, told: Sequence[Frame]) -> bool:
-    """Return whether a cell shows a run of neighbours by its first and last."""
+    """Return whether a cell shows a run of neighbours by its first and last rank."""
     orders = [order for frame in told for held in frame.held for order in held.values()]
     return any(re.search(r"\d\.\.", _name(order, schedule.world_size)) for order in orders)
 
@@ -73,25 +75,23 @@ def _side(world_size: int) -> float:
 
 
 def _kept(count: int) -> list[int]:
-    """Return the indices of drawn frames: all, or the first and the last ones."""
+    """Return the indices of the drawn frames: all, or the first and the last ones."""
     half = _SQUARES // 2
     return list(range(count)) if count <= _SQUARES else [*range(half), *range(count - half, count)]
 
 
 def _square(axes: Axes, schedule: Schedule, frame: Frame, names: bool) -> None:
-    """Draw a row per rank and a column per segment, with frames around sent pieces, and arrows."""
+    """Draw a row per rank and a column per segment, frames around sent pieces, and arrows to their targets."""
     world_size = schedule.world_size
     sent = {(each.source, each.segment, each.part) for each in frame.sent}
-    for r in range(world_size):
-        for k in range(world_size):
-            for part in range(schedule.parts):
-                _cell(axes, schedule, frame, (r, k, part), framed=(r, k, part) in sent)
+    for place in product(range(world_size), range(world_size), range(schedule.parts)):
+        _cell(axes, schedule, frame, place, framed=place in sent)
     readable = world_size <= _READABLE
     for each in frame.sent:
         if readable or each.source == 0:
-            _arrow(axes, each.source, each.target, _COLOURS[each.segment % len(_COLOURS)], world_size)
+            _arrow(axes, each, world_size)
     ticks = range(world_size) if readable else range(0, world_size, 8)
-    axes.set(xlim=(-0.02, world_size * (1 + _BESIDE)), ylim=(world_size + 0.02, -0.02))
+    axes.set(xlim=(-0.02, world_size * (1 + _MARGIN)), ylim=(world_size + 0.02, -0.02))
     axes.set_xticks([k + 0.5 for k in ticks], [f"{k}" for k in ticks], fontsize=8)
     axes.set_yticks([r + 0.5 for r in ticks], [f"rank {r}" if names else "" for r in ticks], fontsize=8)
     axes.tick_params(length=0, labeltop=True, labelbottom=False)
@@ -99,7 +99,7 @@ def _square(axes: Axes, schedule: Schedule, frame: Frame, names: bool) -> None:
 
 
 def _cell(axes: Axes, schedule: Schedule, frame: Frame, place: tuple[int, int, int], framed: bool) -> None:
-    """Draw the part of a segment that a rank holds, at `place` (rank, segment, part)."""
+    """Draw the cell of a piece on a rank, at `place` (rank, segment, part)."""
     from matplotlib.patches import Rectangle
 
     (r, k, part), world_size, height = place, schedule.world_size, 1 / schedule.parts
@@ -107,8 +107,7 @@ def _cell(axes: Axes, schedule: Schedule, frame: Frame, place: tuple[int, int, i
     if order is not None:
         adds = schedule.operation == "reduce-scatter"
         strength = 0.15 + 0.65 * addends(order) / world_size if adds else 0.7
-        colour = _COLOURS[k % len(_COLOURS)]
-        axes.add_patch(Rectangle((k, top), 1, height, facecolor=colour, alpha=strength, linewidth=0))
+        axes.add_patch(Rectangle((k, top), 1, height, facecolor=_colour(k), alpha=strength, linewidth=0))
     axes.add_patch(Rectangle((k, top), 1, height, fill=False, edgecolor="#cccccc", linewidth=0.5))
     if framed:
         thick = 1.6 if world_size <= _READABLE else 0.6
@@ -124,12 +123,12 @@ def _name(order: Order, world_size: int) -> str:
 
 
 def _fitted(name: str, side: float, height: float) -> tuple[str, float]:
-    """Return a sum in lines, and the largest size of letters (in points) with which it fits into a cell.
+    """Return a sum in lines, and the largest font size in points with which it fits into a cell.
 
     Args:
         name: the sum.
-        side: the width of the cell in points.
-        height: the height of the cell as a part of its width.
+        side: width of the cell in points.
+        height: height of the cell as a fraction of its width.
     """
     summands = name.replace("+", " +").split()
     found = []
@@ -143,19 +142,18 @@ def _fitted(name: str, side: float, height: float) -> tuple[str, float]:
     return text, size
 
 
-def _arrow(axes: Axes, source: int, target: int, colour: str, world_size: int) -> None:
-    """Draw an arrow from row to row, with a wider bow for a longer distance."""
+def _colour(segment: int) -> str:
+    return _COLOURS[segment % len(_COLOURS)]
+
+
+def _arrow(axes: Axes, sent: Transfer, world_size: int) -> None:
+    """Draw an arrow from row to row. A longer distance has a wider bow."""
     from matplotlib.patches import FancyArrowPatch
 
-    away, down = abs(target - source), target > source
-    beside = world_size * (1.03 if down else 1.06)
-    out, into = (0.62, -0.62 + 1) if down else (0.45, 0.55)
-    bow = (0.35 if away > 1 else 0.6) * (-1 if down else 1)
-    style: dict[str, Any] = {
-        "connectionstyle": f"arc3,rad={bow}",
-        "arrowstyle": "-|>",
-        "mutation_scale": 9,
-        "linewidth": 1.4,
-    }
-    ends = (beside, source + out), (beside, target + into)
-    axes.add_patch(FancyArrowPatch(*ends, color=colour, clip_on=False, **style))
+    down = sent.target > sent.source
+    x = world_size * (1.03 if down else 1.06)
+    out, into = (0.62, 0.38) if down else (0.45, 0.55)
+    bow = (0.35 if abs(sent.target - sent.source) > 1 else 0.6) * (-1 if down else 1)
+    ends = (x, sent.source + out), (x, sent.target + into)
+    style = {"color": _colour(sent.segment), "connectionstyle": f"arc3,rad={bow}", **_ARROW}
+    axes.add_patch(FancyArrowPatch(*ends, **style))

@@ -1,7 +1,7 @@
-"""Schedules of collectives as text: what each rank holds and sends, step by step.
+"""Format the schedule of a collective as text: the pieces that each rank holds and sends in each step.
 
-`frames` simulates a schedule: a segment is a name, and a sum is its order of additions. `text` formats a page for a
-terminal; `painting` draws an image.
+`frames` simulates a schedule symbolically: a segment is the number of its owner, and a sum is its order of additions.
+`text` formats a page for a terminal. `painting.py` draws an image.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from shardlite.comm import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm import schedule as schedules
 
 WIDTH, HEIGHT = 120, 100
-"""Most columns of a page, and lines of its tables. If the tables of all ranks do not fit, one rank is shown."""
+"""Maximum columns of a page, and lines of its tables. If the tables of all ranks do not fit, one rank is shown."""
 
 NARROW = 40
-"""Columns of a page for a terminal that has fewer."""
+"""Minimum columns of a page, also on a narrower terminal."""
 
-_MOST = 2  # neighbours in a sum that are listed when space is short
-_LONGEST_NOTE = 42  # columns: if the list of messages is longer, they are counted instead
-_ORDERS = 8  # lines: with more segments, the orders of the first few and the last are shown
+_MOST = 2  # neighbours that a sum lists if space is short
+_LONGEST_NOTE = 42  # columns: longer lists of messages are replaced by their number
+_ORDERS = 8  # lines: with more segments, only the orders of the first few and the last are shown
 
 _GIST = {
     "ring": "each rank sends to the next one",
@@ -38,10 +38,10 @@ class Frame:
     """The state at the start of a step."""
 
     held: tuple[dict[tuple[int, int], Order], ...]
-    """By rank, the content of each `(segment, part)`: the order of its sum, or the owner of the segment."""
+    """For each rank, the content of each `(segment, part)`: the order of its sum, or the owner of the segment."""
 
     sent: tuple[Transfer, ...]
-    """Transfers of this step. Empty in the last frame, which is the end."""
+    """Transfers of this step. The last frame is the end and has none."""
 
     def sent_by(self, rank: int) -> list[Transfer]:
         """Return the transfers from `rank` in this step."""
@@ -49,7 +49,7 @@ class Frame:
 
 
 def frames(schedule: Schedule) -> list[Frame]:
-    """Return one frame per step of an all-gather or a reduce-scatter, and one for its end."""
+    """Return a frame for each step of an all-gather or a reduce-scatter, and a frame for its end."""
     world, parts = range(schedule.world_size), range(schedule.parts)
     adds = schedule.operation == "reduce-scatter"
     held: list[dict[tuple[int, int], Order]] = [
@@ -57,15 +57,14 @@ def frames(schedule: Schedule) -> list[Frame]:
     ]
     shown = []
     for transfers in schedule.steps:
-        shown.append(Frame(tuple(dict(each) for each in held), transfers))
-        before = shown[-1].held
-        for each in transfers:
-            if adds:
-                del held[each.source][each.segment, each.part]
+        before = tuple(dict(each) for each in held)
+        shown.append(Frame(before, transfers))
         coming: dict[tuple[int, tuple[int, int]], list[Order]] = {}
         for each in transfers:
             piece = each.segment, each.part
             coming.setdefault((each.target, piece), []).append(before[each.source][piece])
+            if adds:
+                del held[each.source][piece]
         for (rank, piece), parcels in coming.items():
             parcels += [held[rank][piece]] if adds else []
             held[rank][piece] = reduce(lambda first, second: (first, second), parcels)
@@ -73,7 +72,7 @@ def frames(schedule: Schedule) -> list[Frame]:
 
 
 def text(schedule: Schedule, node: int = 1, width: int = WIDTH) -> str:
-    """Return the page of `width` columns: a headline, a table per step, and a summary."""
+    """Return a page of `width` columns: a headline, a table per step, and a summary."""
     told = frames(schedule)
     head = chain(*(wrap(line, width) for line in headline(schedule, node)))
     page = _fitting(schedule, told, width) or _one_rank(schedule, told, width)
@@ -81,10 +80,10 @@ def text(schedule: Schedule, node: int = 1, width: int = WIDTH) -> str:
 
 
 def headline(schedule: Schedule, node: int) -> list[str]:
-    """Return lines that describe the schedule, and its start and end."""
+    """Return lines that describe the schedule, its start and its end."""
     world_size = schedule.world_size
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    lines = [f"{schedule.operation} over {ranks}, {schedule.algorithm}: {_GIST[schedule.algorithm]}"]
+    over = f"{schedule.operation} over {world_size} {_ranks(world_size)}"
+    lines = [f"{over}, {schedule.algorithm}: {_GIST[schedule.algorithm]}"]
     if schedule.operation == "reduce-scatter":
         lines.append("Each rank begins with its own numbers for every segment. Rank k ends with the sum of segment k.")
         lines.append("A cell shows whose numbers are in the sum, in the order of addition.")
@@ -98,7 +97,7 @@ def headline(schedule: Schedule, node: int) -> list[str]:
 
 
 def summary(schedule: Schedule) -> list[str]:
-    """Return lines with the number of steps, and of messages and bytes per rank."""
+    """Return lines with the number of steps, and the messages and bytes per rank."""
     messages = len([each for each in chain(*schedule.steps) if each.source == 0])
     share = Fraction(messages, schedule.parts * schedule.world_size)
     return [
@@ -109,9 +108,10 @@ def summary(schedule: Schedule) -> list[str]:
 
 
 def brief(order: Order, world_size: int, most: int) -> str:
-    """Format a sum. Of a run of more than `most` neighbours, show the first two and the last: `5+6+..+2`.
+    """Format a sum. A run of more than `most` neighbours is shortened to the first two and the last: `5+6+..+2`.
 
-    With `most` below 3, only the first and the last: `5..2`. Runs that go down then still have two, which says so.
+    With `most` below 3, an ascending run is shortened to the first and the last: `5..2`. The first two of a descending
+    run show its direction.
     """
     terms: list[Order] = []
     while isinstance(order, tuple):
@@ -128,13 +128,13 @@ def brief(order: Order, world_size: int, most: int) -> str:
 
 
 def shortened(world_size: int) -> str:
-    """Return what a run of neighbours in its shortest form means, by an example."""
+    """Return an example that explains the shortest form of a run of neighbours."""
     last = world_size - 1
     return f"{last - 1}..1 is {last - 1}+{last}+0+1"
 
 
 def _runs(terms: Sequence[Order], world_size: int) -> Iterator[list[Order]]:
-    """Split a sum into runs of neighbouring ranks, in one direction."""
+    """Split a sum into runs of neighbouring ranks, each ascending or descending."""
     run, ways = [terms[0]], {1, world_size - 1}
     for term in terms[1:]:
         before = run[-1]
@@ -153,55 +153,46 @@ def _fitting(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str]
     if len(told) * schedule.world_size * schedule.parts > HEIGHT:
         return None
     for most in (schedule.world_size, _MOST):
-        lines = _tables(schedule, told, most, width)
-        if max(map(len, lines)) <= width:
-            return lines
-        # Sums at the end are the longest.
-        lines = [*_tables(schedule, told[:-1], most, width), "", "end: see the sums below"]
-        if max(map(len, lines)) <= width:
-            return lines
+        # The end has the longest sums.
+        for shown, rest in ((told, []), (told[:-1], ["", "end: see the sums below"])):
+            lines = [*_tables(schedule, shown, most, width), *rest]
+            if max(map(len, lines)) <= width:
+                return lines
     return None
 
 
 def _tables(schedule: Schedule, told: Sequence[Frame], most: int, width: int) -> list[str]:
     """Return a table per step, with one row per rank (two for segments of two parts) and one column per segment."""
-    world, parts = range(schedule.world_size), range(schedule.parts)
-    cells = [[[_cells(frame, r, part, schedule, most) for part in parts] for r in world] for frame in told]
-    rows = list(chain(*chain(*cells)))
-    widths = [max(len(row[k]) for row in rows) for k in world]
-    margin = max(len(_row_name(r, part, schedule)) for r in world for part in parts)
+    places = [(r, part) for r in range(schedule.world_size) for part in range(schedule.parts)]
+    names = [name for r in range(schedule.world_size) for name in _row_names(f"rank {r}", schedule)]
+    tables = [[_cells(frame, r, part, schedule, most) for r, part in places] for frame in told]
+    widths = [max(map(len, column)) for column in zip(*chain(*tables), strict=True)]
+    margin = max(map(len, names))
     ruler = " ".join(f"{k}".center(width) for k, width in enumerate(widths))
     legend = "Columns are segments; [ ] is sent in this step, . is not there"
-    if any(".." in cell for row in rows for cell in row):
+    if any(".." in cell for cell in chain(*chain(*tables))):
         legend += f", {shortened(schedule.world_size)}"
     lines = wrap(f"{legend}.", width)
-    for t, frame in enumerate(told):
+    for t, (frame, rows) in enumerate(zip(told, tables, strict=True)):
         title = f"step {t}" if frame.sent else "end"
         lines += ["", f"{title.ljust(margin)}  {ruler}".rstrip()]
-        for r in world:
-            for part in parts:
-                row = "|".join(cell.center(width) for cell, width in zip(cells[t][r][part], widths, strict=True))
-                note = f"  {_note(frame.sent_by(r), schedule)}" if part == 0 and frame.sent else ""
-                lines.append(f"{_row_name(r, part, schedule).ljust(margin)} |{row}|{note}")
+        for (r, part), name, row in zip(places, names, rows, strict=True):
+            note = f"  {_note(frame.sent_by(r), schedule)}" if part == 0 and frame.sent else ""
+            lines.append(f"{name.ljust(margin)} |{'|'.join(map(str.center, row, widths))}|{note}")
     return lines
 
 
 def _cells(frame: Frame, rank: int, part: int, schedule: Schedule, most: int) -> list[str]:
-    """Return what a rank holds of this part of each segment. Sent pieces are in brackets."""
+    """Return the content of this part of each segment on a rank. Sent pieces are in brackets."""
     sent = {each.segment for each in frame.sent_by(rank) if each.part == part}
-    shown = []
-    for k in range(schedule.world_size):
-        order = frame.held[rank].get((k, part))
-        name = "." if order is None else brief(order, schedule.world_size, most)
-        shown.append(f"[{name}]" if k in sent else f" {name} ")
-    return shown
+    orders = [frame.held[rank].get((k, part)) for k in range(schedule.world_size)]
+    names = ["." if order is None else brief(order, schedule.world_size, most) for order in orders]
+    return [f"[{name}]" if k in sent else f" {name} " for k, name in enumerate(names)]
 
 
-def _row_name(rank: int, part: int, schedule: Schedule) -> str:
-    name = f"rank {rank}"
-    if schedule.parts == 1:
-        return name
-    return f"{name} a" if part == 0 else f"{' ' * len(name)} b"
+def _row_names(title: str, schedule: Schedule) -> list[str]:
+    """Return the names of the rows of a rank or a step: two for segments of two parts."""
+    return [title] if schedule.parts == 1 else [f"{title} a", f"{'':{len(title)}} b"]
 
 
 def _note(sent: Sequence[Transfer], schedule: Schedule) -> str:
@@ -210,20 +201,20 @@ def _note(sent: Sequence[Transfer], schedule: Schedule) -> str:
     for each in sent:
         name = f"{each.segment}" + ("ab"[each.part] if schedule.parts == 2 else "")
         pieces.setdefault(each.target, []).append(name)
-    alike = len(pieces) > 1 and len({*map(tuple, pieces.values())}) == 1
-    if alike:
-        note = f"{' '.join(next(iter(pieces.values())))} -> ranks {', '.join(map(str, pieces))}"
-    else:
-        note = ", ".join(f"{' '.join(names)} -> rank {target}" for target, names in pieces.items())
-    if len(note) <= _LONGEST_NOTE:
-        return note
-    return f"{len(sent)} messages -> {len(pieces)} rank{'s' if len(pieces) > 1 else ''}"
+    targets: dict[str, list[str]] = {}
+    for target, names in pieces.items():
+        targets.setdefault(" ".join(names), []).append(f"{target}")
+    note = ", ".join(f"{names} -> {_ranks(len(to))} {', '.join(to)}" for names, to in targets.items())
+    return note if len(note) <= _LONGEST_NOTE else f"{len(sent)} messages -> {len(pieces)} {_ranks(len(pieces))}"
+
+
+def _ranks(count: int) -> str:
+    return "rank" if count == 1 else "ranks"
 
 
 def _one_rank(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str]:
     """Return one line (or two) per step about rank 0, with a letter per segment."""
-    world, parts = range(schedule.world_size), range(schedule.parts)
-    adds = schedule.operation == "reduce-scatter"
+    world, adds = range(schedule.world_size), schedule.operation == "reduce-scatter"
     legend = "o own numbers, + a sum, # the sum of all" if adds else "o there"
     lines = [
         *wrap("Not all ranks fit here. This is what rank 0 does; the others do the same from their places.", width),
@@ -231,15 +222,13 @@ def _one_rank(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str
         "",
     ]
     titles = [f"step {t}" if frame.sent else "end" for t, frame in enumerate(told)]
-    margin = max(map(len, titles)) + (2 if schedule.parts == 2 else 0)
+    longest = max(map(len, titles))
+    margin = len(_row_names(" " * longest, schedule)[0])
     tens = "".join(f"{k // 10}" if k % 10 == 0 and k else " " for k in world)
-    lines += [
-        f"{'':{margin}}  {ruler}".rstrip() for ruler in (tens, "".join(f"{k % 10}" for k in world)) if ruler.strip()
-    ]
+    ones = "".join(f"{k % 10}" for k in world)
+    lines += [f"{'':{margin}}  {ruler}".rstrip() for ruler in (tens, ones) if ruler.strip()]
     for title, frame in zip(titles, told, strict=True):
-        for part in parts:
-            name = title if part == 0 else ""
-            name = f"{name:{margin - 2}} {'ab'[part]}" if schedule.parts == 2 else f"{name:{margin}}"
+        for part, name in enumerate(_row_names(f"{title:{longest}}", schedule)):
             letters = "".join(_letter(frame, (k, part), schedule) for k in world)
             note = _note(frame.sent_by(0), schedule) if part == 0 else ""
             line = f"{name}  {letters}   {note}".rstrip()
@@ -248,7 +237,7 @@ def _one_rank(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str
 
 
 def _letter(frame: Frame, piece: tuple[int, int], schedule: Schedule) -> str:
-    """Return the letter for rank 0's content of a piece."""
+    """Return the letter for a piece on rank 0."""
     if any((each.segment, each.part) == piece for each in frame.sent_by(0)):
         return ">"
     order = frame.held[0].get(piece)
@@ -258,7 +247,7 @@ def _letter(frame: Frame, piece: tuple[int, int], schedule: Schedule) -> str:
 
 
 def addends(order: Order) -> int:
-    """Return the number of ranks in a sum."""
+    """Return the number of summands."""
     return 1 if isinstance(order, int) else addends(order[0]) + addends(order[1])
 
 
@@ -284,5 +273,5 @@ def _orders(schedule: Schedule, width: int) -> list[str]:
 
 
 def _bits(order: Order) -> object:
-    """Return a key of a sum's bits: the tree of additions without the order of operands."""
+    """Return a key that is equal for sums with equal bits: the tree of additions without the order of operands."""
     return order if isinstance(order, int) else frozenset(_bits(each) for each in order)
