@@ -116,7 +116,7 @@ def test_a_file_is_read_as_utf_8(file, monkeypatch):
         ("save_every = 3", "unknown option 'save_every'; did you mean 'save-every'?"),
         ("no-in-backward = true", "unknown option 'no-in-backward'"),
         ('config = "other.toml"', "unknown option 'config'"),
-        ("[train]\nsteps = 3", "unknown option 'train'"),
+        ("[train]\nsteps = 3", "unknown option 'train'; options must be at the top level"),
         ('steps = "three"', "argument --steps: invalid int value: 'three'"),
         ("steps = 3.5", "argument --steps: invalid int value: '3.5'"),
         ("steps = true", "argument --steps: invalid int value: 'True'"),

@@ -80,8 +80,9 @@ def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
     arguments = []
     for key, value in content.items():
         if key not in known:
-            near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(key, known, n=1))
-            raise ValueError(f"{path}: unknown option {key!r}{near}")
+            remedies = [f"; did you mean {name!r}?" for name in get_close_matches(key, known, n=1)] or [""]
+            remedy = "; options must be at the top level" if isinstance(value, dict) else remedies[0]
+            raise ValueError(f"{path}: unknown option {key!r}{remedy}")
         is_switch = isinstance(value, bool) and f"no-{key}" in options
         arguments.append(f"--{'' if value else 'no-'}{key}" if is_switch else f"--{key}={value}")
     parser.exit_on_error = False
