@@ -62,8 +62,8 @@ def dtype_of(name: str) -> "torch.dtype":
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
 
 
-def precision_of(options: Namespace) -> "Precision":
-    """Return the precision that a command line chooses.
+def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
+    """Return the precision that options choose. Without a `compute` dtype, forward and backward cast nothing.
 
     Raises:
         ValueError: the dtypes cannot be combined.
@@ -71,9 +71,9 @@ def precision_of(options: Namespace) -> "Precision":
     from shardlite.config import Precision
 
     return Precision(
-        compute=None if options.compute is None else dtype_of(options.compute),
-        reduce=dtype_of(options.reduce),
-        master="split24" if options.master == "split24" else dtype_of("fp32"),
+        compute=None if compute is None else dtype_of(compute),
+        reduce=dtype_of(reduce),
+        master="split24" if master == "split24" else dtype_of(master),
     )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from shardlite.apps import cli, launch
 from shardlite.apps.doctor import trials
-from shardlite.apps.doctor.trials import Finding, machine, report
+from shardlite.apps.doctor.trials import machine, report
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Route
 from tests.support.ranks.scripts import run_command, run_process
@@ -135,7 +135,7 @@ def test_right_numbers_are_seen(cluster):
 
 
 def test_the_report_is_text_by_device():
-    findings = [Finding("auto", "cpu", "A, algorithm ring: b", "tried"), Finding("p2p", "cuda:0", "not available: c")]
+    findings = {"cpu": {"auto": ["A, algorithm ring: b", "tried"]}, "cuda:0": {"p2p": ["not available: c"]}}
     assert report([("system", "x"), ("GPUs", "none")], findings, 3).splitlines() == [
         "This machine",
         "  system  x",

@@ -172,8 +172,8 @@ def test_settings_reach_the_model_and_the_optimizer():
     assert (precision.compute, precision.reduce, precision.master) == (torch.bfloat16, torch.bfloat16, "split24")
     assert precision.output == torch.float32  # the loss is computed in it
     assert train.precision_of_run(Settings()) == config.Precision()
-    assert train._make_gpt(compact).recomputes
-    assert not train._make_gpt(Settings()).recomputes
+    assert train._make_gpt(compact).recompute
+    assert not train._make_gpt(Settings()).recompute
     model = torch.nn.Linear(2, 2)
     ours = train.make_optimizer(model, Settings(state="int8", in_backward=True, lr=0.5))
     assert (type(ours).__name__, ours.moments, ours.defaults["lr"]) == ("AdamW", "int8", 0.5)
@@ -287,7 +287,7 @@ def test_tensorboard_has_a_curve_for_each_value(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     log = open_log("tensorboard", tmp_path, after=4)
-    log.write(5, {"loss": 2.5, "validation_loss": None})
+    log.write(5, {"loss": 2.5})
     log.close()
     assert made == [(str(tmp_path / "tensorboard"), 5)]  # what came behind step 4 is hidden
     assert points == [("loss", 2.5, 5), "closed"]

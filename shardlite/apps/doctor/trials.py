@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -43,17 +43,11 @@ _AHEAD = 300e-6  # seconds between agreeing on a start and the start
 _FAILED = "FAILED"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Result for one transport."""
+Findings = Mapping[str, Mapping[str, Sequence[str]]]
+"""By device and transport: the transport, its algorithm and the reason, and the result of the trial.
 
-    name: str
-    device: str
-    words: str
-    """Transport, algorithm and reason; or why the transport is not available."""
-
-    trial: str = ""
-    """Result of the trial. Empty if the transport is not available."""
+If a transport is not available, there is only the reason.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,10 +69,11 @@ def run_trials() -> bool:
     """Examine this machine as one of the ranks. Rank 0 prints. Return whether no trial has failed."""
     with launch.process_group() as device:
         devices = dict.fromkeys((torch.device("cpu"), device))
-        findings = [_examine(name, each) for each in devices for name in get_args(TransportName)]
+        findings = {str(each): {name: _examine(name, each) for name in get_args(TransportName)} for each in devices}
         if dist.get_rank() == 0:
             print(report(machine(), findings, dist.get_world_size()))
-        return not any(finding.trial.startswith(_FAILED) for finding in findings)
+        lines = [line for of_device in findings.values() for found in of_device.values() for line in found]
+        return not any(line.startswith(_FAILED) for line in lines)
 
 
 def machine() -> list[tuple[str, str]]:
@@ -106,18 +101,16 @@ def machine() -> list[tuple[str, str]]:
     ]
 
 
-def report(facts: Sequence[tuple[str, str]], findings: Sequence[Finding], ranks: int) -> str:
+def report(facts: Sequence[tuple[str, str]], findings: Findings, ranks: int) -> str:
     """Format facts and findings for a terminal, in lines of at most 80 columns."""
     width = max(len(name) for name, _ in facts) + 2
     lines = ["This machine"]
     for name, value in facts:
         lines += _wrapped(f"  {name:<{width}}", value)
-    for device in dict.fromkeys(finding.device for finding in findings):
+    for device, transports in findings.items():
         lines += ["", f"Messages between {ranks} ranks: {device} tensors"]
-        for finding in findings:
-            if finding.device == device:
-                lines += [f'  transport="{finding.name}"', *_wrapped("      ", finding.words)]
-                lines += _wrapped("      ", finding.trial)
+        for name, found in transports.items():
+            lines += [f'  transport="{name}"', *(line for text in found for line in _wrapped("      ", text))]
     return "\n".join(lines)
 
 
@@ -125,18 +118,17 @@ def _wrapped(start: str, text: str) -> list[str]:
     return wrap(text, 80, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
-def _examine(name: TransportName, device: torch.device) -> Finding:
+def _examine(name: TransportName, device: torch.device) -> list[str]:
     """Select a transport as the library does, check its results, and time it. Collective."""
     try:
         choice = choose(None, device, _TIMEOUT, route=Route(transport=name))
     except LayoutError as error:
-        return Finding(name, str(device), f"not available: {error}")
+        return [f"not available: {error}"]
     calls = _calls(choice.transport, device, name)
-    trial = failure(calls)
-    if not trial:
-        words = "correct results with 1 MiB: all-gather {:.2f} ms, reduce-scatter {:.2f} ms"
-        trial = words.format(*map(milliseconds, calls))
-    return Finding(name, str(device), choice.words, trial)
+    if failed := failure(calls):
+        return [choice.words, failed]
+    words = "correct results with 1 MiB: all-gather {:.2f} ms, reduce-scatter {:.2f} ms"
+    return [choice.words, words.format(*map(milliseconds, calls))]
 
 
 def _calls(transport: Transport, device: torch.device, name: str) -> list[Call]:

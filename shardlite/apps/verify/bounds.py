@@ -55,14 +55,8 @@ Judge: TypeAlias = Callable[[str, Tensor, Tensor], Judgement]
 """Function of the name of a tensor, our values, and their values."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """The judge of each quantity; `None` if the quantity is not judged."""
-
-    first_loss: Judge | None = None
-    later_losses: Judge | None = None
-    gradients: Judge | None = None
-    weights: Judge | None = None
+Bounds: TypeAlias = Mapping[str, Judge]
+"""The judges of quantities: "first loss", "later losses", "gradients" and "weights". Others are not judged."""
 
 
 def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:
@@ -75,7 +69,7 @@ def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:
     return Judgement(math.inf if bool(wrong.any()) else 0.0, _describe(ours, theirs, allowed, int(worst)))
 
 
-SAME = Bounds(first_loss=same_bits, later_losses=same_bits, gradients=same_bits, weights=same_bits)
+SAME: Bounds = dict.fromkeys(("first loss", "later losses", "gradients", "weights"), same_bits)
 
 
 def rounding(magnitude: Tensor, count: int, dtype: torch.dtype) -> Tensor:

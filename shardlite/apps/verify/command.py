@@ -16,7 +16,8 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
     """Check the options, then start the ranks, or run as one of them. Return 1 if a tensor exceeds its bound."""
     started = started_ranks(parser, options)
     with usage_errors(parser):
-        settings, precision = settings_of(options), precision_of(options)
+        settings = settings_of(options)
+        precision = precision_of(options.compute, settings.reduce, settings.master)
     if started is None:
         return launch.launch(options.ranks or 2, arguments)
 

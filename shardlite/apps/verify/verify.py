@@ -173,12 +173,12 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
     survey = twins.survey(task)
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
     # A sum of two terms commutes. The ring adds more terms in another order.
-    bounds = SAME if world_size <= 2 else Bounds(first_loss=same_bits, gradients=summed.simple)
+    bounds = SAME if world_size <= 2 else {"first loss": same_bits, "gradients": summed.simple}
     simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)
     if world_size > 2:
         yield from _compare(ours, "twin in ring order", twins.replicated(task, ring_mean)[0], SAME)
-    bounds = Bounds(first_loss=None if task.casts else same_bits, gradients=summed.data_parallel)
+    bounds = {"gradients": summed.data_parallel} | ({} if task.casts else {"first loss": same_bits})
     opponent = f"DistributedDataParallel{_plain(task)}"
     yield from _compare(ours, opponent, twins.data_parallel(task, unused=unused), bounds)
     ours = replace(ours, losses=_mean_losses(task, ours))
@@ -188,11 +188,12 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
 
 def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: twins.Survey) -> Iterator[ReportRow]:
     exact = twins.exact(task, task.model(), range(task.world_size))
-    join, bounds, way = False, Bounds(), " (no fp64)"
+    bounds: Bounds = {}
+    join, way = False, " (no fp64)"
     if survey.errors is not None and exact is not None:
         join = joins(task, exact.loss)
         batching = Batching(summed, survey.magnitudes.loss, survey.errors, exact)
-        bounds = Bounds(first_loss=batching.loss, gradients=batching.gradient)
+        bounds = {"first loss": batching.loss, "gradients": batching.gradient}
         way = ", one batch" if join else ", batch by batch"
     opponent = f"one process{way}{_plain(task)}"
     yield from _compare(ours, opponent, twins.one_process(task, join=join), bounds)
@@ -247,13 +248,15 @@ def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bo
     steps = len(ours.losses)
     first = [{"1": record.losses[0]} for record in (ours, theirs)]
     later = [{str(i): loss for i, loss in enumerate(record.losses[1:], 2)} for record in (ours, theirs)]
-    yield _row(opponent, "loss of step 1", "loss of step {}", first, bounds.first_loss)
+    yield _row(opponent, "loss of step 1", "loss of step {}", first, bounds.get("first loss"))
     gradients = [ours.gradients, theirs.gradients]
-    yield _row(opponent, "gradients of step 1", "gradient of {!r} in step 1", gradients, bounds.gradients)
+    yield _row(opponent, "gradients of step 1", "gradient of {!r} in step 1", gradients, bounds.get("gradients"))
     if steps > 1:
-        yield _row(opponent, "later losses", "loss of step {}", later, bounds.later_losses)
+        yield _row(opponent, "later losses", "loss of step {}", later, bounds.get("later losses"))
     weights = [ours.weights, theirs.weights]
-    yield _row(opponent, f"weights after step {steps}", f"weight {{!r}} after step {steps}", weights, bounds.weights)
+    yield _row(
+        opponent, f"weights after step {steps}", f"weight {{!r}} after step {steps}", weights, bounds.get("weights")
+    )
 
 
 def _row(
