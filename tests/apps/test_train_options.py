@@ -9,13 +9,14 @@ from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
 
 from shardlite import config
 from shardlite.apps import cli, launch
-from shardlite.apps.demo import command, train
+from shardlite.apps.demo import command, report, train
 from shardlite.apps.demo.log import COLUMNS, CSVLog, open_log
 from shardlite.apps.demo.report import Point, Progress, duration
 from shardlite.apps.demo.settings import SIZES, Settings
@@ -305,16 +306,6 @@ def test_without_tensorboard_nothing_begins(refused, monkeypatch, tmp_path):
 # ---- progress -------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Moves on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -322,12 +313,12 @@ class Terminal(io.StringIO):
 
 def shown(out: io.StringIO, *, first: int = 0, seconds: float = 2.0, steps: int = 100, stop: int = 100) -> list[str]:
     """Show steps that take some seconds each; return what is printed."""
-    clock = Clock()
-    progress = Progress(steps, 512, out, first=first, clock=clock)
-    for step in range(first + 1, stop + 1):
-        clock.now += seconds
-        progress.show(Point(step, 3.0, 2.5 if step == 50 else None), held=1 << 20)
-    progress.end()
+    with mock.patch.object(report, "perf_counter", return_value=100.0) as clock:
+        progress = Progress(steps, 512, out, first=first)
+        for step in range(first + 1, stop + 1):
+            clock.return_value += seconds
+            progress.show(Point(step, 3.0, 2.5 if step == 50 else None), held=1 << 20)
+        progress.end()
     return out.getvalue().splitlines()
 
 

@@ -6,10 +6,10 @@ import csv
 import math
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TextIO
 
 from shardlite.apps.memory.peak import Footprint
@@ -39,21 +39,11 @@ class Progress:
         bytes_per_step: number of bytes of text in a step.
         out: the file to which lines are printed.
         first: number of steps that earlier processes have taken.
-        clock: function that returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        bytes_per_step: int,
-        out: TextIO = sys.stdout,
-        *,
-        first: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._steps, self._bytes_per_step, self._out = steps, bytes_per_step, out
-        self._first, self._clock = first, clock
-        self._begin = self._printed = clock()
+    def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout, *, first: int = 0) -> None:
+        self._steps, self._bytes_per_step, self._out, self._first = steps, bytes_per_step, out, first
+        self._begin = self._printed = perf_counter()
         self._validation: str | None = None
         self._is_open = False
 
@@ -67,9 +57,7 @@ class Progress:
             self._is_open = True
         elif self._is_due(point.step):
             print(self._line(point, held), file=self._out, flush=True)
-            self._printed = self._clock()
-        if point.step == self._steps:
-            self.end()
+            self._printed = perf_counter()
 
     def end(self) -> None:
         """End the line on a terminal, so that later output starts on a new line."""
@@ -80,11 +68,11 @@ class Progress:
     def _is_due(self, step: int) -> bool:
         """Return whether to print a line: after the first step, each tenth of the run, and a minute of silence."""
         tenth = step % max(1, self._steps // 10) == 0
-        return step in (1, self._steps) or tenth or self._clock() - self._printed >= _SILENCE
+        return step in (1, self._steps) or tenth or perf_counter() - self._printed >= _SILENCE
 
     def _line(self, point: Point, held: int, width: int | None = None) -> str:
         """Return the line, without the less important parts that do not fit into `width` characters."""
-        passed, taken = self._clock() - self._begin, point.step - self._first
+        passed, taken = perf_counter() - self._begin, point.step - self._first
         left = passed / taken * (self._steps - point.step)
         parts = [
             f"step {point.step:>{len(str(self._steps))}}/{self._steps}",

@@ -43,6 +43,11 @@ def texts(key: str, values: Sequence[Any]) -> list[str]:
     return [_text(key, value, scale) for value in values]
 
 
+def quantity(key: str, value: Any) -> str:
+    """Return a value with its unit."""
+    return f"{texts(key, [value])[0]} {unit(key, [value])[1]}".strip()
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is a number; `True` and `False` are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

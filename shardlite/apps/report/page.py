@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps.options import check_file
-from shardlite.apps.report.cells import heading, is_number, texts, title, unit
+from shardlite.apps.report.cells import heading, is_number, quantity, texts, title
 from shardlite.apps.report.plots import plot
 from shardlite.apps.report.rows import SETTINGS, Bench, Row, Run, bench_of, by_bench, by_setting, flat, read_rows
 
@@ -88,11 +88,9 @@ def _differ(rows: Sequence[Row], key: str) -> bool:
 
 
 def _phrases(row: Row, keys: Sequence[str]) -> list[str]:
-    """Return the values of keys in words, without those that are empty."""
-    shown = [
-        (key, texts(key, [row[key]])[0], unit(key, [row[key]])[1]) for key in keys if row.get(key) not in (None, "")
-    ]
-    return [f"{'' if key in _PLAIN else f'{title(key)}: '}{text} {name}".strip() for key, text, name in shown]
+    """Return the values of keys as text. Skip empty values."""
+    shown = [key for key in keys if row.get(key) not in (None, "")]
+    return [f"{'' if key in _PLAIN else f'{title(key)}: '}{quantity(key, row[key])}" for key in shown]
 
 
 def _column(rows: Sequence[Row], key: str) -> dict[str, Any]:

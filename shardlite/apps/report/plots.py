@@ -9,7 +9,7 @@ from base64 import b64encode
 from io import BytesIO
 from typing import Any
 
-from shardlite.apps.report.cells import heading, is_number, texts, title, unit
+from shardlite.apps.report.cells import heading, is_number, quantity, texts, title, unit
 from shardlite.apps.report.rows import Bench, Row, Run
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"
@@ -67,7 +67,7 @@ def _lines(axes: Any, rows: Run, bench: Bench, key: str) -> None:
         axes.set_yscale("log")
     if few:
         axes.set_xscale("log" if min(places) > 0 else "linear")
-        axes.set_xticks(places, [" ".join([*texts(bench.axis, [x]), unit(bench.axis, [x])[1]]) for x in places])
+        axes.set_xticks(places, [quantity(bench.axis, x) for x in places])
         axes.minorticks_off()
     axes.set_xlabel(title(bench.axis))
     axes.set_ylabel(heading(key, heights))

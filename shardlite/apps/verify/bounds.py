@@ -65,8 +65,7 @@ def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:
         return Judgement(math.inf, f"{ours.dtype} and {theirs.dtype}")
     wrong = unlike(ours, theirs)
     worst = torch.where(wrong, difference(ours, theirs), -1.0).argmax()
-    allowed = torch.zeros((), dtype=torch.float64).expand(ours.shape)
-    return Judgement(math.inf if bool(wrong.any()) else 0.0, _describe(ours, theirs, allowed, int(worst)))
+    return Judgement(math.inf if bool(wrong.any()) else 0.0, _describe(ours, theirs, 0.0, int(worst)))
 
 
 SAME: Bounds = dict.fromkeys(("first loss", "later losses", "gradients", "weights"), same_bits)
@@ -163,12 +162,12 @@ def _within(ours: Tensor, theirs: Tensor, allowed: Tensor) -> Judgement:
     apart = difference(ours, theirs)
     shares = torch.where(apart == 0, 0.0, apart / allowed)
     worst = int(shares.argmax())
-    return Judgement(float(shares.flatten()[worst]), _describe(ours, theirs, allowed, worst))
+    return Judgement(float(shares.flatten()[worst]), _describe(ours, theirs, float(allowed.flatten()[worst]), worst))
 
 
-def _describe(ours: Tensor, theirs: Tensor, allowed: Tensor, worst: int) -> str:
+def _describe(ours: Tensor, theirs: Tensor, allowed: float, worst: int) -> str:
     """Describe the element with flat index `worst`."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(worst), ours.shape)] if ours.dim() else []
     a, b = ours.flatten()[worst].item(), theirs.flatten()[worst].item()
     place = f"at {index} " if index else ""
-    return f"{place}{a:.9g} and {b:.9g}, {abs(a - b):.3g} apart, allowed are {float(allowed.flatten()[worst]):.3g}"
+    return f"{place}{a:.9g} and {b:.9g}, {abs(a - b):.3g} apart, allowed are {allowed:.3g}"

@@ -19,12 +19,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from shardlite.build import UnitPolicy, partition_module, plan_flats
 from shardlite.config import Precision
 from shardlite.engine import cast_floats
-from shardlite.params import ALIGN, Layout, round_up
+from shardlite.params import ALIGN, Layout
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,7 @@ class PaddedAdamW(torch.optim.AdamW):
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    flat = tensor.new_zeros(round_up(tensor.numel(), ALIGN))
-    flat[: tensor.numel()] = tensor.reshape(-1)
-    return flat
+    return F.pad(tensor.reshape(-1), (0, -tensor.numel() % ALIGN))
 
 
 def flattened(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

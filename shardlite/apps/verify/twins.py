@@ -15,7 +15,7 @@ Legend: `W` ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -111,8 +111,7 @@ def replicated(task: Task, mean: Mean) -> tuple[Record, bool]:
         loss: Tensor = twin.backward(lambda: _backward(twin(*task.batch(step, task.rank))))
         return loss
 
-    trained = {name: master for name, master in twin.masters.items() if master.requires_grad}
-    return _train(task, optimizer, run, lambda: _gradients(trained), twin.state_dict), twin.unused
+    return _train(task, optimizer, run, lambda: _gradients(twin.masters.items()), twin.state_dict), twin.unused
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
@@ -221,7 +220,7 @@ def _train_in_torch(task: Task, module: nn.Module, loss: Callable[[int], Tensor]
         _densify(module)
         return value
 
-    return _train(task, optimizer, run, lambda: _gradients(_trainable(module)), module.state_dict)
+    return _train(task, optimizer, run, lambda: _gradients(module.named_parameters()), module.state_dict)
 
 
 def _train_parts(task: Task, group: dist.ProcessGroup | None, steps: range, folder: Path | None) -> Weights:
@@ -260,8 +259,7 @@ def _first_step(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step:
     """Run forward and backward on the batches of `ranks`."""
     loss = _backward(mean_loss(task, module, 0, ranks))
     _densify(module)
-    params = _trainable(module)
-    return _step(loss, _gradients(params), params)
+    return _step(loss, _gradients(module.named_parameters()), dict(module.named_parameters()))
 
 
 def _step(loss: Tensor, gradients: Gradients, params: Mapping[str, nn.Parameter]) -> Step:
@@ -286,19 +284,15 @@ def _replicated(task: Task) -> nn.Module:
 
 
 def _twin(task: Task, mean: Mean) -> Twin:
-    group = dist.group.WORLD if task.group is None else task.group
-    return Twin(_replicated(task), task.world_size, task.units, mean, precision=task.precision, group=group)
+    return Twin(_replicated(task), task.world_size, task.units, mean, precision=task.precision, group=task.group)
 
 
 # ---- what a model holds ---------------------------------------------------------------------------------------------
 
 
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in module.named_parameters() if param.requires_grad}
-
-
-def _gradients(params: Mapping[str, nn.Parameter]) -> Gradients:
-    return {name: None if param.grad is None else param.grad.clone() for name, param in params.items()}
+def _gradients(params: Iterable[tuple[str, nn.Parameter]]) -> Gradients:
+    """Copy the gradients of the trainable parameters."""
+    return {name: None if param.grad is None else param.grad.clone() for name, param in params if param.requires_grad}
 
 
 def _densify(module: nn.Module) -> None:
@@ -323,7 +317,7 @@ def _apart(one: Step, other: Step) -> Step:
 
 def _whole_gradients(task: Task, model: ShardLite, shapes: Mapping[str, torch.Size], stage: int) -> Gradients:
     """Return the whole gradients. From stage 2 on, assemble each gradient from the consecutive shards of all ranks."""
-    params = _trainable(model)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with as_they_are():  # gradients of placeholders and shards, without unsharding them
         own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).flatten().clone() for n, p in params.items()}
     ranks: list[Any] = [own]

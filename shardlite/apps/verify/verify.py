@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from shardlite.config import Precision
 from shardlite.errors import LayoutError
 
 _OURS = f"stage {STAGES[-1]}"
+
+Tensors: TypeAlias = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,22 +249,24 @@ def _plain(task: Task) -> str:
 def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bounds) -> Iterator[ReportRow]:
     """Compare the records of two systems in order of time: the first difference may cause the others."""
     steps = len(ours.losses)
-    first = [{"1": record.losses[0]} for record in (ours, theirs)]
-    later = [{str(i): loss for i, loss in enumerate(record.losses[1:], 2)} for record in (ours, theirs)]
-    yield _row(opponent, "loss of step 1", "loss of step {}", first, bounds.get("first loss"))
-    gradients = [ours.gradients, theirs.gradients]
-    yield _row(opponent, "gradients of step 1", "gradient of {!r} in step 1", gradients, bounds.get("gradients"))
+
+    def row(quantity: str, label: str, judged: str, of: Callable[[twins.Record], Tensors]) -> ReportRow:
+        return _row(opponent, quantity, label, [of(ours), of(theirs)], bounds.get(judged))
+
+    yield row("loss of step 1", "loss of step {}", "first loss", lambda record: {"1": record.losses[0]})
+    yield row("gradients of step 1", "gradient of {!r} in step 1", "gradients", lambda record: record.gradients)
     if steps > 1:
-        yield _row(opponent, "later losses", "loss of step {}", later, bounds.get("later losses"))
-    weights = [ours.weights, theirs.weights]
-    yield _row(
-        opponent, f"weights after step {steps}", f"weight {{!r}} after step {steps}", weights, bounds.get("weights")
+        yield row("later losses", "loss of step {}", "later losses", _later_losses)
+    yield row(
+        f"weights after step {steps}", f"weight {{!r}} after step {steps}", "weights", lambda record: record.weights
     )
 
 
-def _row(
-    opponent: str, quantity: str, label: str, tensors: Sequence[Mapping[str, Tensor | None]], judge: Judge | None
-) -> ReportRow:
+def _later_losses(record: twins.Record) -> Tensors:
+    return {str(step): loss for step, loss in enumerate(record.losses[1:], 2)}
+
+
+def _row(opponent: str, quantity: str, label: str, tensors: Sequence[Tensors], judge: Judge | None) -> ReportRow:
     """Compare one quantity, tensor by tensor."""
     equal = ReportRow(opponent=opponent, quantity=quantity, share=None if judge is None else 0.0)
     ours, theirs = tensors
