@@ -1,6 +1,6 @@
-"""The page: for each bench a question, and for each run its provenance, a plot, a table and the command.
+"""The page: a question for each bench; and for each run its provenance, a plot, a table and the command.
 
-The template `page.html` has the layout. The page refers to no other file. Needs Jinja2 and matplotlib.
+The template `page.html` has the layout. The page is self-contained. Jinja2 and matplotlib are required.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from shardlite.apps.report.plots import plot
 from shardlite.apps.report.rows import SETTINGS, Bench, Row, Run, bench_of, by_bench, by_setting, flat, read_rows
 
 _PROVENANCE = ("machine", "torch", "python", "triton", "cuda", "date", "file")
-_IN_WORDS = ("model", "parameters", "optimizer")  # `words` name the model
-_PLAIN = ("words", "machine", "date", "file", "operation", "optimizer", "training")  # values that need no name
+_IN_WORDS = ("model", "parameters", "optimizer")  # settings that the value of `words` includes
+_PLAIN = (
+    "words",
+    "machine",
+    "date",
+    "file",
+    "operation",
+    "optimizer",
+    "training",
+)  # keys whose values are shown without the key
 
 
 def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], None] = lambda words: None) -> int:
@@ -45,7 +53,7 @@ def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], 
 
 
 def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words: None) -> str:
-    """Return the page of some rows, known benches first."""
+    """Return the page of rows. Known benches come first."""
     from jinja2 import Template  # optional
 
     sections = []
@@ -57,7 +65,7 @@ def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words:
 
 
 def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the section of one bench: the runs of each setting, under what tells it from the others."""
+    """Return the section of one bench: the runs of each setting. The title of a setting has the keys that differ."""
     bench = bench_of(name, rows)
     settings = by_setting(rows, bench.labels)
     firsts = [runs[0][0] for runs in settings]
@@ -68,7 +76,7 @@ def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _run(run: Run, bench: Bench) -> dict[str, Any]:
-    """Return a run: keys that differ between its rows are columns of a table, the others stand above it."""
+    """Return a run. Keys that differ between its rows are columns of the table. Other keys are listed above it."""
     rows = [flat(row) for row in run]
     hidden = {"bench", "command", "suite", *bench.hidden}
     found = dict.fromkeys([*_PROVENANCE, *(key for row in rows for key in row)])
@@ -94,14 +102,14 @@ def _phrases(row: Row, keys: Sequence[str]) -> list[str]:
 
 
 def _column(rows: Sequence[Row], key: str) -> dict[str, Any]:
-    """Return title and cells of a column."""
+    """Return the title and the cells of a column."""
     values = [row.get(key) for row in rows]
     numeric = all(value is None or is_number(value) for value in values)
     return {"title": heading(key, values), "cells": texts(key, values), "numeric": numeric}
 
 
 def _command(bench: Bench, run: Run) -> str:
-    """Return the command with the values of the run's rows, without options that no row has a value for."""
+    """Return the command with the values of the run's rows. Omit options for which no row has a value."""
 
     def option(found: re.Match[str]) -> str:
         rows = [row for row in run if found["key"] in row]
