@@ -8,7 +8,7 @@ Legend: `b` sequences, `t` bytes in a sequence.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,8 +55,7 @@ def read_corpus(source: Path | None, *, context: int, limit: int = TEXT_LIMIT) -
     Raises:
         ValueError: `source` does not exist, has no text, or has too little text for a sequence of `context` bytes.
     """
-    files = list(_standard_library() if source is None else _text_files(source))
-    text = _read(files, limit)
+    text = _read(_files(source), limit)
     if not len(text):
         raise ValueError(f"no text in {source or 'the standard library'}: give a text file or a folder with text files")
     stretches = rearrange(text[: len(text) // _STRETCHES * _STRETCHES], "(s n) -> s n", s=_STRETCHES)
@@ -105,30 +104,24 @@ def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tenso
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _standard_library() -> Iterator[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        if not _NOT_PYTHON_CODE & set(path.relative_to(root).parts):
-            yield path
-
-
-def _text_files(source: Path) -> Iterator[Path]:
-    """Yield `source` if it is a file, or else the text files in the folder `source`, in the order of their names.
+def _files(source: Path | None) -> Iterator[Path]:
+    """Yield `source` if it is a file, or else the text files in a folder or the standard library, sorted by name.
 
     Hidden files are skipped.
     """
-    if source.is_file():
-        yield source
-    elif source.is_dir():
-        for path in sorted(source.rglob("*")):
-            hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
-            if path.is_file() and not hidden and 0 not in _read([path], 8192):  # a zero byte is not text
-                yield path
-    else:
+    root = source or Path(sysconfig.get_paths()["stdlib"])
+    if root.is_file():
+        yield root
+    elif not root.is_dir():
         raise ValueError(f"{source} does not exist: give a text file or a folder with text files")
+    for path in sorted(root.rglob("*" if source else "*.py")):
+        parts = path.relative_to(root).parts
+        skipped = any(part.startswith(".") for part in parts) if source else not _NOT_PYTHON_CODE.isdisjoint(parts)
+        if not skipped and path.is_file() and 0 not in _read([path], 8192):  # text has no zero bytes
+            yield path
 
 
-def _read(files: list[Path], limit: int) -> Bytes:
+def _read(files: Iterable[Path], limit: int) -> Bytes:
     text = bytearray()
     for path in files:
         with path.open("rb") as file:

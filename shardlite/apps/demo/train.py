@@ -50,7 +50,7 @@ class Run:
     model: ShardLite
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    """Scales gradients if forward and backward run in fp16; otherwise it changes nothing."""
+    """Gradient scaler, which is enabled if forward and backward run in fp16."""
 
     rank: int
     ranks: int
@@ -76,7 +76,7 @@ def train(settings: Settings, corpus: Corpus) -> None:
 
 
 def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.device) -> Footprint:
-    """Return this rank's footprint without sharding; all its memory is freed on return."""
+    """Return this rank's footprint without sharding. All memory of the model is freed on return."""
     batches = [_draw(settings, corpus.train, device, _TRAIN, first) for first in _firsts(settings, 0, 0, ranks=1)]
     return measure_plain(_make_gpt(settings).to(device), batches, MAX_NORM)
 
@@ -214,18 +214,15 @@ def _step(run: Run, step: int, drawn: int) -> dict[str, float]:
             part = _loss(model, *_draw(settings, run.corpus.train, run.device, _TRAIN, first)) / settings.accumulate
             scaler.scale(part).backward()  # type: ignore[no-untyped-call]
         loss += part.item()
-    values = {} if settings.in_backward else {"gradient_norm": _clip(run)}
+    values = {}
+    if not settings.in_backward:
+        scaler.unscale_(run.optimizer)
+        values["gradient_norm"] = model.clip_grad_norm_(MAX_NORM).item()
     scaler.step(run.optimizer)
     scaler.update()
     run.optimizer.zero_grad()
     loss = _mean_over_ranks(loss)
     return {**values, "loss": loss, "learning_rate": rate, "step_ms": 1e3 * (time.perf_counter() - begin)}
-
-
-def _clip(run: Run) -> float:
-    """Clip the gradients, and return their norm before clipping."""
-    run.scaler.unscale_(run.optimizer)
-    return run.model.clip_grad_norm_(MAX_NORM).item()
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -274,7 +271,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, 
 
 
 def _show_sample(run: Run) -> None:
-    """Generate text on rank 0 with the full model, which fits on one rank."""
+    """Generate text on rank 0 with the full model, which fits into the memory of one rank."""
     weights = run.model.full_state_dict(rank=0)
     if run.rank != 0:
         return

@@ -18,15 +18,8 @@ from shardlite.apps.report.rows import SETTINGS, Bench, Row, Run, bench_of, by_b
 
 _PROVENANCE = ("machine", "torch", "python", "triton", "cuda", "date", "file")
 _IN_WORDS = ("model", "parameters", "optimizer")  # settings that the value of `words` includes
-_PLAIN = (
-    "words",
-    "machine",
-    "date",
-    "file",
-    "operation",
-    "optimizer",
-    "training",
-)  # keys whose values are shown without the key
+# Keys whose values are shown without the key.
+_PLAIN = ("words", "machine", "date", "file", "operation", "optimizer", "training")
 
 
 def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], None] = lambda words: None) -> int:
