@@ -27,12 +27,12 @@ def inspect(path: str | os.PathLike[str], *, check: bool = True, every: bool = F
     """Yield lines that describe a checkpoint.
 
     Args:
-        path: the folder of a checkpoint, or of a run, whose newest checkpoint is described.
+        path: the folder of a checkpoint, or the folder of a run for its newest checkpoint.
         check: whether to read all files and compare their checksums.
         every: whether to list each tensor instead of the parts of the model.
 
     Raises:
-        CheckpointError: there is no checkpoint; or a file is missing or damaged, after the description.
+        CheckpointError: there is no checkpoint, or a file is missing or damaged. Files are checked last.
     """
     checkpoint = Checkpoint(find(Path(path)))
     yield f"{checkpoint.folder}"
@@ -185,7 +185,7 @@ def _value(value: object) -> str:
 
 
 def _state_of(checkpoint: Checkpoint, name: str) -> str | None:
-    """Return the parameter to whose optimizer state a tensor belongs, or `None`."""
+    """Return the name of the parameter to which a tensor of the optimizer state belongs. `None` for other tensors."""
     keys = checkpoint.path_of(name)
     return ".".join(map(str, keys[2:-1])) if keys[:2] == ("optimizer", "state") else None
 

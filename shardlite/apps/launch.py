@@ -94,7 +94,7 @@ def run_agent(command: Sequence[str], environment: Mapping[str, str], output: IO
 
 @contextmanager
 def on_signals(names: Sequence[str], act: Callable[[int], object]) -> Iterator[None]:
-    """Call `act` with the number of each of some signals that this process receives. Only the main thread can do so."""
+    """Context in which `act` is called with the number of each received signal. No effect outside the main thread."""
     known = [getattr(signal, name) for name in names if hasattr(signal, name)]
     in_main = threading.current_thread() is threading.main_thread()
     before = {each: signal.signal(each, lambda number, _: act(number)) for each in known if in_main}

@@ -1,4 +1,4 @@
-"""Options that commands share, their checks, and how wrong usage ends a command.
+"""Parsers of the commands, checks of options, and errors of usage.
 
 `options.json` describes the commands and their options. `run` is the function that runs a command, as `module:name`
 below `shardlite.apps`.
@@ -29,11 +29,11 @@ COMMANDS: Mapping[str, Mapping[str, Any]] = _DESCRIBED["commands"]
 """Descriptions of the commands, in the order of `shardlite --help`."""
 
 _NAMED = {"int": int, "float": float, "path": Path, "switch": BooleanOptionalAction, "hidden": SUPPRESS}
-"""Values that `options.json` contains by name."""
+"""Python objects that `options.json` names."""
 
 
 def add_command(commands: Any, name: str) -> None:
-    """Add a command to the subparsers of the program. Its parsed options include its parser and `run`."""
+    """Add a command to the subparsers of the program. The parsed options include `parser` and `run` of the command."""
     described = COMMANDS[name]
     parser: ArgumentParser = commands.add_parser(name, help=described["help"], description=described["description"])
     if "settings" in described:  # a command that trains the GPT of the demo
@@ -45,7 +45,7 @@ def add_command(commands: Any, name: str) -> None:
 
 
 def _add_options(group: Any, described: Mapping[str, Any]) -> None:
-    """Add options to a parser or a group. `@name` stands for shared options, with changes to some of them."""
+    """Add options to a parser or a group. `@name` stands for shared options, and may override some of their values."""
     for name, each in described.items():
         if name.startswith("@"):
             shared = _DESCRIBED["shared"][name[1:]]
@@ -56,14 +56,14 @@ def _add_options(group: Any, described: Mapping[str, Any]) -> None:
 
 
 def dtype_of(name: str) -> "torch.dtype":
-    """Return the dtype that an option chooses."""
+    """Return the dtype of a value of an option."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
 
 
 def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
-    """Return the precision that options choose. Without a `compute` dtype, forward and backward cast nothing.
+    """Return the precision of the values of three options. Without `compute`, forward and backward cast nothing.
 
     Raises:
         ValueError: the dtypes cannot be combined.

@@ -55,7 +55,7 @@ def settings_of(options: Namespace) -> Settings:
 
 
 def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
-    """Return the arguments of a command that a TOML file contains. Its keys are the names of the options.
+    """Return the options in a TOML file as command-line arguments. The keys of the file are the names of the options.
 
     Raises:
         ValueError: the file is not TOML, or has an unknown key or an invalid value.
@@ -96,10 +96,10 @@ def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
 def _check_checkpoints(settings: Settings, options: Namespace) -> None:
     """Check that `--resume` finds a checkpoint, and that a new run does not overwrite another one.
 
-    With `--checkpoints` the folder may be empty or not. Ranks that torchrun restarts after a failure always resume.
+    With `--checkpoints`, both are allowed. Ranks that torchrun restarts after a failure always resume.
 
     Raises:
-        ValueError: the message says which option to give or to omit.
+        ValueError: the message names the option to give or to omit.
     """
     if settings.checkpoints is None or launch.is_restart():
         return

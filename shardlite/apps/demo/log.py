@@ -17,12 +17,12 @@ COLUMNS = (
 """Values of a step.
 
 Losses are means over the ranks, in nats per byte. The gradient norm is the norm before clipping. The last four values
-are from rank 0: milliseconds of the step; milliseconds that computation waited for messages, and MiB sent, both since
-the previous step (including a validation); and MiB held by the library after the step.
+belong to rank 0: duration of the step, time that computation waited for messages, bytes sent, and bytes held by the
+library after the step. Waiting and sending are counted since the previous row, so they include a validation.
 """
 
 Values = Mapping[str, float]
-"""By column. Columns without a value are missing."""
+"""Values of a step by column. Columns without a value are missing."""
 
 
 def open_log(kind: str, folder: Path, *, after: int) -> CSVLog | TensorBoardLog:
@@ -75,14 +75,14 @@ class TensorBoardLog:
 
 
 class Reporter:
-    """Prints and logs the steps of a run, on rank 0."""
+    """Prints and logs the steps of a run. Only rank 0 has a reporter."""
 
     def __init__(self, model: ShardLite, progress: Progress, log: CSVLog | TensorBoardLog | None) -> None:
         self._model, self._progress, self._log = model, progress, log
         self._before = totals(model.traffic())
 
     def show(self, point: Point, values: Values) -> None:
-        """Print and log a finished step: its point of the loss curve, and all values except those of rank 0."""
+        """Print and log a finished step. The log also gets the traffic and the memory of this rank."""
         held = sum(each.now for each in self._model.memory().values())
         self._progress.show(point, held)
         if self._log is not None:

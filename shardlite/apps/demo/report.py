@@ -111,7 +111,7 @@ def printable(text: bytes) -> str:
 
 
 def totals(traffic: Mapping[str, Mapping[str, Sent]]) -> tuple[int, float, float]:
-    """Return the bytes that this rank sent, the seconds of its collectives, and the seconds computation waited."""
+    """Return the bytes sent by this rank, the duration of its collectives, and the time that computation waited."""
     sent = [each for purposes in traffic.values() for each in purposes.values()]
     return sum(each.nbytes for each in sent), sum(each.seconds for each in sent), sum(each.exposed for each in sent)
 
@@ -137,7 +137,7 @@ def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
 
 
 def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[str]:
-    """Write `loss.csv` and, if matplotlib is installed, `loss.png`. Return lines that report the files."""
+    """Write `loss.csv` and, if matplotlib is installed, `loss.png`. Return a line about each file."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "loss.csv").open("w", newline="") as file:
         writer = csv.writer(file)

@@ -47,7 +47,7 @@ class Settings:
     """One run of the demo.
 
     Raises:
-        ValueError: a number is out of its range, or options do not go together.
+        ValueError: a number is out of its range, or options cannot be combined.
     """
 
     gpt: GPTConfig = field(default_factory=GPTConfig)

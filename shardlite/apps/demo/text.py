@@ -79,7 +79,7 @@ def unigram_entropy(text: Bytes) -> float:
 
 
 def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Draw `shape` = (b, t) bytes x [b t] from `text`, and the byte after each of them, y [b t].
+    """Draw a batch of `shape` (b, t) from `text`: bytes x [b t] and the byte after each of them, y [b t].
 
     `key`, such as (seed, rank, step), is the seed.
     """

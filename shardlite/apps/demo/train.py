@@ -36,9 +36,9 @@ MAX_NORM = 1.0
 SAMPLE_BYTES = 240
 
 _MEASURED_STEP = 2  # the earlier steps allocate the optimizer state and all buffers
-_VALIDATIONS = 8  # in a run, at equal intervals, the last one at its end
+_VALIDATIONS = 8  # at equal intervals; the last validation is at the end of the run
 _VALIDATION_BATCHES = 8
-_TRAIN, _VALIDATION = 0, 1  # part of the key of a sequence
+_TRAIN, _VALIDATION = 0, 1  # parts of the text, in the key of a sequence
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _firsts(settings: Settings, drawn: int, rank: int, *, ranks: int, batches: i
 
 
 def _draw(settings: Settings, text: Bytes, device: torch.device, part: int, first: int) -> Batch:
-    """Draw a batch of consecutive sequences of a part of the text. Its first sequence has the number `first`."""
+    """Draw a batch from a part of the text: the sequences from number `first` on."""
     numbers = range(first, first + settings.batch)
     x, y = draw_sequences(text, settings.gpt.context, [(settings.seed, part, number) for number in numbers])
     return x.to(device), y.to(device)

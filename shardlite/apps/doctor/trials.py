@@ -44,7 +44,7 @@ _FAILED = "FAILED"
 
 
 Findings = Mapping[str, Mapping[str, Sequence[str]]]
-"""By device and transport: the transport, its algorithm and the reason, and the result of the trial.
+"""By device and transport: a text with the selected transport and the reason, and a text with the result of the trial.
 
 If a transport is not available, there is only the reason.
 """

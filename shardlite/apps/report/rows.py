@@ -47,7 +47,7 @@ class Bench:
     """Keys that are plotted."""
 
     axis: str = ""
-    """The key on the horizontal axis of a line plot. Without a key, bars are drawn. Its values may be lists."""
+    """The key on the horizontal axis of a line plot. Without a key, bars are drawn. Values of this key may be lists."""
 
     hidden: Collection[str] = ()
     """Keys that the table omits."""

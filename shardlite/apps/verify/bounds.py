@@ -28,7 +28,7 @@ def difference(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def unlike(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the elements whose bits differ, or of which a value is NaN. Bits of different dtypes always differ."""
+    """Return a mask of the elements whose bits differ or that are NaN. Elements of different dtypes always differ."""
     return (ours != theirs) | (torch.signbit(ours) != torch.signbit(theirs)) | (ours.dtype != theirs.dtype)
 
 
@@ -52,11 +52,11 @@ class Judgement:
 
 
 Judge: TypeAlias = Callable[[str, Tensor, Tensor], Judgement]
-"""Function of the name of a tensor, our values, and their values."""
+"""Function of the name of a tensor, our values and their values."""
 
 
 Bounds: TypeAlias = Mapping[str, Judge]
-"""The judges of quantities: "first loss", "later losses", "gradients" and "weights". Others are not judged."""
+"""Judges of "first loss", "later losses", "gradients" and "weights". A quantity without a judge is only reported."""
 
 
 def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:

@@ -33,7 +33,7 @@ class Sum:
     """The gradient sums of one flat on all ranks, to be averaged."""
 
     flats: Sequence[Tensor]
-    """By rank: [W*S], in the dtype of the sum. Zero where a rank used no parameter."""
+    """The sum of each rank, [W*S], in the dtype of the sum. Zero where a rank used no parameter."""
 
     layout: Layout
     """Layout of the weights. The mean has its dtype."""
@@ -117,7 +117,7 @@ class Twin:
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
         casts = any(flat.layout.dtype != flat.compute for flat in self._flats)
         self.rounds = casts or world_size > 1
-        """Whether gradients are summed in the reduce dtype: a single rank that casts no weights sums nothing."""
+        """Whether sums have the reduce dtype. On a single rank that casts no weights, they have the compute dtype."""
 
         self._sum_dtypes = {name: flat.reduce if self.rounds else flat.compute for name, flat in kinds.items()}
         self.masters = {
@@ -132,7 +132,7 @@ class Twin:
             param.data = param.data.to(kinds[name].compute)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module, with floating-point tensors of the inputs and the output cast as `precision` says."""
+        """Run the module, with floating-point tensors of the inputs and the output cast as `precision` specifies."""
         compute, output = self._precision.compute, self._precision.output
         result = self.module(*(inputs if compute is None else cast_floats(inputs, compute)), **options)
         return result if output is None else cast_floats(result, output)

@@ -60,7 +60,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Step:
-    """A value for the loss [] of the first step, and a value for each element of its gradients."""
+    """Values of the first step: one for the loss, [], and one for each element of the gradients."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -80,7 +80,7 @@ class Survey:
     """
 
     errors: Step | None
-    """Distances to the results of plain PyTorch in fp64, or `None` as for `exact`."""
+    """Distances to the results of plain PyTorch in fp64. `None` if `exact` returns `None` on any rank."""
 
 
 # ---- the systems ----------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def sharded(task: Task, stage: int) -> Record:
 def replicated(task: Task, mean: Mean) -> tuple[Record, bool]:
     """Train plain twins whose gradients are averaged by `mean`.
 
-    Also return whether any rank did not use a parameter in any step.
+    Also return whether, in any step, a rank did not use a parameter.
     """
     twin = _twin(task, mean)
     optimizer = PaddedAdamW(twin.masters.values(), lr=task.lr, weight_decay=task.weight_decay)
@@ -138,13 +138,13 @@ def one_process(task: Task, *, join: bool) -> Record:
 
 
 def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
-    """Train with order="tree": once on each of 1, 2, 4, ... ranks, and once on fewer and fewer ranks. Collective.
+    """Train with order="tree": on each of 1, 2, 4, ... ranks, and once on a decreasing number of ranks. Collective.
 
     A smaller run uses the first ranks. The other ranks wait.
 
     Returns:
-        The whole parameters of the runs by their numbers of ranks, the whole parameters of the run on fewer and fewer
-        ranks, and the numbers of ranks of that run. On other ranks than rank 0, the parameters are empty dicts.
+        The whole parameters of the runs by their numbers of ranks; the whole parameters of the run on a decreasing
+        number of ranks; and the numbers of ranks of the latter run. Only rank 0 gets parameters.
     """
     counts = [1 << i for i in range(task.world_size.bit_length())]
     made = {count: dist.new_group(range(count)) for count in counts}  # ranks outside the group must also call this

@@ -133,8 +133,8 @@ def verify(
         group: the ranks; `None` is the default group.
         elastic: also train with `order="tree"` on 1, 2, 4, ... ranks, and once on a decreasing number of ranks, from
             all to one. The latter run uses checkpoints in a temporary folder, which all ranks must be able to access.
-            Parameters must be equal to the bit. `make_batch` gets step and part instead of step and rank, and must
-            depend only on them.
+            Parameters must be equal to the bit. In these runs, `make_batch` gets step and part, and its result must
+            depend only on step and part.
 
     Returns:
         All comparisons. Every rank gets the same report.
