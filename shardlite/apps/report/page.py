@@ -58,7 +58,7 @@ def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words:
 
 
 def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the section of one bench: the runs of each setting, with the keys that differ between settings as title."""
+    """Return the section of one bench: the runs of each setting. Keys that differ between settings are titles."""
     bench = bench_of(name, rows)
     settings = by_setting(rows, bench.labels)
     firsts = [runs[0][0] for runs in settings]
