@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from shardlite.build import UnitPolicy
 from shardlite.config import Precision
@@ -83,14 +83,20 @@ def joined_batch(batches: Sequence[Batch]) -> Batch | None:
 
     Return `None` if some tensors cannot be concatenated, or if other arguments differ.
     """
-    (first, structure), *others = [tree_flatten(batch) for batch in batches]
-    if any(other != structure for _, other in others):
+
+    def join(first: Any, *others: Any) -> Any:
+        column = [first, *others]
+        if all(isinstance(each, Tensor) for each in column):
+            if all(each.dim() > 0 and (each.shape, each.dtype) == (first.shape, first.dtype) for each in column):
+                return torch.cat(column)
+        elif not any(isinstance(each, Tensor) or each != first for each in column):
+            return first
+        raise ValueError("arguments cannot be joined")
+
+    try:
+        whole: Batch = tree_map(join, *batches)
+    except ValueError:  # also if the structures of the batches differ
         return None
-    columns = list(zip(first, *(leaves for leaves, _ in others), strict=True))
-    if not all(_joinable(column) for column in columns):
-        return None
-    leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    whole: Batch = tree_unflatten(leaves, structure)
     return whole
 
 
@@ -118,11 +124,3 @@ def doubled(module: nn.Module) -> nn.Module:
 
     module.register_forward_pre_hook(lambda _, batch: tree_map(double, batch))
     return module.double()
-
-
-def _joinable(column: Sequence[Any]) -> bool:
-    """Return whether one argument of all ranks can be one argument of one process."""
-    first = column[0]
-    if all(isinstance(each, Tensor) for each in column):
-        return all(each.dim() > 0 and (each.shape, each.dtype) == (first.shape, first.dtype) for each in column)
-    return not any(isinstance(each, Tensor) for each in column) and all(each == first for each in column)
