@@ -67,7 +67,7 @@ def alters(group, what):
                 loan.look = lambda: look() + 1
             return loan
 
-    choice = trials.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
+    choice = trials.comm.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
     wrong = Wrong(choice.transport._neighbours, trials._TIMEOUT)
     return trials.failure(trials._calls(wrong, torch.device("cpu"), what))
 
@@ -75,7 +75,7 @@ def alters(group, what):
 @pytest.fixture
 def one_rank(monkeypatch):
     """Pretend that another rank has the same results."""
-    monkeypatch.setattr(trials, "all_gather_json", lambda group, own, *_: [own, own])
+    monkeypatch.setattr(trials.comm, "all_gather_json", lambda group, own, *_: [own, own])
 
 
 def recorded(events, right=True):

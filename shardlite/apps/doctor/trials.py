@@ -19,17 +19,8 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
+from shardlite import comm
 from shardlite.apps import launch
-from shardlite.comm import (
-    Operation,
-    StoreMean,
-    Transport,
-    all_gather,
-    all_gather_json,
-    choose,
-    reduce_scatter,
-    staging_numel,
-)
 from shardlite.config import Route, TransportName
 from shardlite.errors import LayoutError, ShardLiteError
 
@@ -121,7 +112,7 @@ def _wrapped(start: str, text: str) -> list[str]:
 def _examine(name: TransportName, device: torch.device) -> list[str]:
     """Select a transport as the library does, check its results, and time it. Collective."""
     try:
-        choice = choose(None, device, _TIMEOUT, route=Route(transport=name))
+        choice = comm.choose(None, device, _TIMEOUT, route=Route(transport=name))
     except LayoutError as error:
         return [f"not available: {error}"]
     calls = _calls(choice.transport, device, name)
@@ -131,24 +122,24 @@ def _examine(name: TransportName, device: torch.device) -> list[str]:
     return [choice.words, words.format(*map(milliseconds, calls))]
 
 
-def _calls(transport: Transport, device: torch.device, name: str) -> list[Call]:
+def _calls(transport: comm.Transport, device: torch.device, name: str) -> list[Call]:
     """Return an all-gather and a reduce-scatter of 1 MiB."""
     world_size, rank = transport.world_size, transport.rank
     numel = _NBYTES // 4 // world_size * world_size
     mine = torch.arange(numel, device=device, dtype=torch.float32) % 97 + rank
     full = transport.empty(numel * 4, device).view(torch.float32)
     shard = torch.empty(numel // world_size, device=device)
-    staging = full.new_empty(staging_numel(numel, transport, full.dtype))
+    staging = full.new_empty(comm.staging_numel(numel, transport, full.dtype))
     own = slice(rank * len(shard), (rank + 1) * len(shard))
     owners = torch.arange(world_size, device=device).repeat_interleave(len(shard))
     total = (mine[own] - rank) * world_size + sum(range(world_size))
 
     def gather(i: int) -> None:
-        all_gather(full, transport, operation=Operation(f"trial of {name}, gather", i))
+        comm.all_gather(full, transport, operation=comm.Operation(f"trial of {name}, gather", i))
 
     def reduce(i: int) -> None:
-        operation = Operation(f"trial of {name}, reduction", i)
-        reduce_scatter(full, transport, last=StoreMean(shard), staging=staging, operation=operation)
+        operation = comm.Operation(f"trial of {name}, reduction", i)
+        comm.reduce_scatter(full, transport, last=comm.StoreMean(shard), staging=staging, operation=operation)
 
     return [
         Call(device, lambda: full.fill_(-1.0)[own].fill_(rank), gather, lambda: bool((full == owners).all())),
@@ -167,7 +158,7 @@ def failure(calls: Sequence[Call]) -> str:
             own = own if call.is_right() else "the result has wrong numbers"
     except ShardLiteError as error:
         own = str(error)
-    of_ranks = all_gather_json(None, own, "results of a trial", 2 * _TIMEOUT)  # other ranks may time out first
+    of_ranks = comm.all_gather_json(None, own, "results of a trial", 2 * _TIMEOUT)  # other ranks may time out first
     return next((f"{_FAILED}: {each}" for each in of_ranks if each), "")
 
 
@@ -185,7 +176,7 @@ def milliseconds(call: Call) -> float:
         call.make(i)
         _synchronize(call.device)
         times.append(time.perf_counter() - start)
-    of_ranks = all_gather_json(None, times, "durations of a trial", _TIMEOUT)
+    of_ranks = comm.all_gather_json(None, times, "durations of a trial", _TIMEOUT)
     return 1e3 * statistics.median(map(max, zip(*of_ranks, strict=True)))
 
 
