@@ -177,7 +177,8 @@ def milliseconds(call: Call) -> float:
         _synchronize(call.device)
         times.append(time.perf_counter() - start)
     of_ranks = comm.all_gather_json(None, times, "durations of a trial", _TIMEOUT)
-    return 1e3 * statistics.median(map(max, zip(*of_ranks, strict=True)))
+    slowest: list[float] = [max(each) for each in zip(*of_ranks, strict=True)]
+    return 1e3 * statistics.median(slowest)
 
 
 def start_together(group: dist.ProcessGroup | None = None) -> None:
