@@ -316,12 +316,12 @@ def _apart(one: Step, other: Step) -> Step:
 
 
 def _whole_gradients(task: Task, model: ShardLite, shapes: Mapping[str, torch.Size], stage: int) -> Gradients:
-    """Return the whole gradients. From stage 2 on, assemble each gradient from the consecutive shards of all ranks."""
+    """Return the whole gradients. From stage 1 on, assemble each gradient from the consecutive shards of all ranks."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with as_they_are():  # gradients of placeholders and shards, without unsharding them
         own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).flatten().clone() for n, p in params.items()}
     ranks: list[Any] = [own]
-    if stage > 1:
+    if stage > 0:
         ranks = [None] * task.world_size
         dist.all_gather_object(ranks, own, group=task.group)
     pieces = {name: [grads[name] for grads in ranks if grads[name] is not None] for name in own}
