@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.support.table import RESULTS, Row, markdown_table
-from shardlite.apps.report.cells import system_name, texts, unit
+from shardlite.apps.report.cells import quantity, system_name, unit
 from shardlite.apps.report.rows import bench_of, by_bench, by_setting, read_rows
 
 Where = Mapping[str, str]
@@ -72,7 +72,7 @@ def _line(loss: Loss, rows: Sequence[Row]) -> list[str]:
     if worst is None:
         return []
     ours, its = (row[loss.key] for row in worst)
-    cells = [f"{texts(loss.key, [each])[0]} {unit(loss.key, [each])[1]}" for each in (its, ours)]
+    cells = [quantity(loss.key, each) for each in (its, ours)]
     name = loss.name or system_name(worst[1]["system"])
     return [loss.what, _place(worst[0]), name, *cells, f"{ours / its:.2f}"]
 

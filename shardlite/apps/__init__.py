@@ -1,6 +1,6 @@
-"""Applications of the library: the command line, the demo, `verify`, the adapter for FSDP2.
+"""Applications of the library: the command line and its commands.
 
-In: the public API. Out: programs to run; no room imports from here. Read `cli.py` first: it lists the commands.
-What each does, and its options, stand in the room of its subject, in `command.py`; those of checkpoints stand in
-`checkpoint_commands.py`, because entering their room imports PyTorch.
+In: the public API. Out: programs to run; no other room imports this room. Read `cli.py` first. `options.json` describes
+the commands and their options. Each command is run by `command.py` in its own room. Commands for checkpoints are in
+`checkpoint_commands.py`, because importing the room `checkpoint` imports PyTorch.
 """

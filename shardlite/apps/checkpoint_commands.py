@@ -4,41 +4,28 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from shardlite.apps.options import add_command, dtype_of
+from shardlite.apps.options import dtype_of
 from shardlite.errors import CheckpointError
 
 
-def add_inspect(commands: Any) -> None:
-    """Add `shardlite inspect` to the commands."""
-    add_command(commands, "inspect", _inspect)
-
-
-def add_export(commands: Any) -> None:
-    """Add `shardlite export` to the commands."""
-    add_command(commands, "export", _export)
-
-
-def add_import(commands: Any) -> None:
-    """Add `shardlite import` to the commands."""
-    add_command(commands, "import", _import)
-
-
-def _inspect(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
+def run_inspect(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
+    """Print a summary of a checkpoint, and check its files."""
     from shardlite.apps.inspect_checkpoint import inspect
 
     return _print_lines(lambda: inspect(options.path, check=not options.no_check, every=options.all))
 
 
-def _export(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
+def run_export(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
+    """Write the weights of a checkpoint as safetensors files, and print the paths of the files."""
     from shardlite.checkpoint import export_weights
 
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     return _print_lines(lambda: export_weights(options.path, options.out, dtype=dtype))
 
 
-def _import(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
+def run_import(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
+    """Write a checkpoint of safetensors files, and print its path."""
     from shardlite.checkpoint import import_weights
 
     return _print_lines(lambda: [import_weights(options.path, options.out)])

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
@@ -36,8 +36,8 @@ def default_ranks() -> int:
 def process_group() -> Iterator[torch.device]:
     """Initialize the process group of the launched ranks, and yield this rank's device.
 
-    NCCL is used if this machine has a GPU for each rank. Otherwise gloo is used, because NCCL does not allow ranks to
-    share a GPU.
+    The backend for GPUs is NCCL if this machine has a GPU for each rank. Otherwise it is gloo, because NCCL does not
+    allow ranks to share a GPU.
     """
     import torch
     import torch.distributed as dist
@@ -64,7 +64,7 @@ def place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, 
 def launch(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
     """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status.
 
-    If one of them fails, all are restarted, at most `restarts` times. See `run_agent` for signals.
+    If a process fails, all processes are restarted, at most `restarts` times. See `run_agent` for signals.
     """
     return run_agent(torchrun(ranks, arguments, restarts=restarts), environment_for(ranks))
 
@@ -72,63 +72,62 @@ def launch(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
 def run_agent(command: Sequence[str], environment: Mapping[str, str], output: IO[str] | None = None) -> int:
     """Run a `torchrun` command, wait for all of its processes, and return its exit status.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks. The status is then 128 plus the number of the signal.
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP are passed on to the ranks. The exit status is then 128 plus the signal number.
 
     Args:
-        command: the command, as `torchrun` returns it.
+        command: the command, as returned by `torchrun`.
         environment: environment variables of all processes.
-        output: the file to which they print; `None` prints where this process does.
+        output: the file for the output of the processes. `None` is the output of this process.
     """
-    # In its own session it gets each signal once, from here: a second one would interrupt the shutdown of the ranks.
+    # In its own session, the agent gets each signal once, from here: a second signal would interrupt its shutdown.
     agent = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    with _passed_on_to(agent) as signals:
-        status = agent.wait()
-    return 128 + signals[-1] if signals else status
-
-
-@contextmanager
-def _passed_on_to(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Forward signals that terminate this process to `agent`. Yields the list of those that were received."""
     received: list[int] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def pass_on(number: int) -> None:
         received.append(number)
         agent.send_signal(number)
 
-    here = threading.current_thread() is threading.main_thread()  # another thread cannot have handlers
-    before = {each: signal.signal(each, pass_on) for each in _ENDS} if here else {}
+    with on_signals(("SIGINT", "SIGTERM", "SIGHUP"), pass_on):
+        status = agent.wait()
+    return 128 + received[-1] if received else status
+
+
+@contextmanager
+def on_signals(names: Sequence[str], act: Callable[[int], object]) -> Iterator[None]:
+    """Context in which `act` is called with the number of each received signal. No effect outside the main thread."""
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {each: signal.signal(each, lambda number, _: act(number)) for each in known if in_main}
     try:
-        yield received
+        yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-_ENDS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite", restarts: int = 0) -> list[str]:
     """Return the command that starts `python -m MODULE ARGUMENTS` on `ranks` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts)] if restarts else []
-    # without "--", torchrun would read our `--master` as an abbreviation of its own options
+    # Without "--", torchrun would interpret `--master` as an abbreviation of its own options.
     return [*launcher, "-m", "--", module, *arguments]
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Environment variable of `torchrun`. Unless it is 1, all attempts of `--max-restarts` share the agent's store, where
-gloo finds the addresses of dead processes (PyTorch 2.13).
+"""Environment variable of `torchrun`. Unless it is 1, all attempts of `--max-restarts` share the store of the agent.
+
+In a shared store, gloo finds the addresses of dead processes (PyTorch 2.13).
 """
 
 
 def environment_for(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environment` with cores divided among ranks and a store per attempt. Values that are set stay."""
+    """Return `environment` with cores divided among the ranks and a store per attempt. Existing values are kept."""
     threads = max(1, usable_cores() // ranks)
     return {"OMP_NUM_THREADS": str(threads), OWN_STORE: "1", **environment}
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use. In a container it may be less than the machine has."""
+    """Return the number of cores that this process may use. A container may have fewer cores than the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,14 +1,19 @@
-"""What commands share: options, their checks, and how wrong usage ends a command."""
+"""Parsers of the commands, checks of options, and errors of usage.
+
+`options.json` describes the commands and their options. `run` is the function that runs a command, as `module:name`
+below `shardlite.apps`.
+"""
 
 import json
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlite.apps.demo.settings import LOGS, OPTIMIZERS, PRECISIONS, SIZES, TRANSPORTS
+from shardlite.apps.demo.settings import Settings
 from shardlite.apps.launch import world_size
 
 if TYPE_CHECKING:
@@ -16,81 +21,59 @@ if TYPE_CHECKING:
 
     from shardlite.config import Precision
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Values of options that choose a dtype, and the dtype's name in PyTorch."""
-
-# Repeated here, because the modules that define them import PyTorch. A test compares both.
-STATES = ("fp32", "bf16", "int8")
-ALGORITHMS = ("ring", "bidirectional", "direct", "hierarchical", "halving")
-MOST_RANKS = 4096  # of a plan
-
+MOST_RANKS = 4096
+"""Maximum number of ranks of a plan. Repeated here because the module that defines it imports PyTorch."""
 
 _DESCRIBED = json.loads(Path(__file__).with_name("options.json").read_text())
-_NAMED: Mapping[str, Mapping[str, Any]] = {
-    "type": {"int": int, "float": float, "path": Path},
-    "action": {"switch": BooleanOptionalAction, "store_true": "store_true"},
-    "choices": {
-        **{"DTYPES": DTYPES, "STATES": STATES, "ALGORITHMS": ALGORITHMS},
-        **{"SIZES": SIZES, "OPTIMIZERS": OPTIMIZERS, "PRECISIONS": PRECISIONS, "TRANSPORTS": TRANSPORTS, "LOGS": LOGS},
-    },
-}
-"""Values that `options.json` has by name."""
+COMMANDS: Mapping[str, Mapping[str, Any]] = _DESCRIBED["commands"]
+"""Descriptions of the commands, in the order of `shardlite --help`."""
+
+_NAMED = {"int": int, "float": float, "path": Path, "switch": BooleanOptionalAction, "hidden": SUPPRESS}
+"""Python objects that `options.json` names."""
 
 
-def add_command(
-    commands: Any, name: str, run: Callable[[ArgumentParser, Namespace, Sequence[str]], int], **defaults: Any
-) -> ArgumentParser:
-    """Add a command with the options that `options.json` describes, and return its parser.
-
-    Args:
-        commands: the subparsers of the program.
-        name: name of the command.
-        run: called with the parser, the parsed options and the whole command line; returns the exit status.
-        **defaults: values of options that are not given.
-    """
-    described = _DESCRIBED["commands"][name]
+def add_command(commands: Any, name: str) -> None:
+    """Add a command to the subparsers of the program. The parsed options include `parser` and `run` of the command."""
+    described = COMMANDS[name]
     parser: ArgumentParser = commands.add_parser(name, help=described["help"], description=described["description"])
+    if "settings" in described:  # a command that trains the GPT of the demo
+        kept = [each for each in fields(Settings) if each.name not in ("gpt", "save_every")]
+        parser.set_defaults(**{each.name: each.default for each in kept})
+    parser.set_defaults(parser=parser, run=described["run"])
     for title, group in described["groups"].items():
-        add_options(parser.add_argument_group(title, group.get("about")) if title else parser, group)
-    parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments), **defaults)
-    return parser
+        _add_options(parser.add_argument_group(title, group.get("about")) if title else parser, group)
 
 
-def add_options(group: Any, described: Mapping[str, Any]) -> None:
-    """Add options to a parser or a group. `@name` stands for options that several commands have."""
+def _add_options(group: Any, described: Mapping[str, Any]) -> None:
+    """Add options to a parser or a group. `@name` stands for shared options, and may override some of their values."""
     for name, each in described.items():
         if name.startswith("@"):
-            add_options(group, _DESCRIBED["shared"][name[1:]])
+            shared = _DESCRIBED["shared"][name[1:]]
+            _add_options(group, {key: {**option, **each.get(key, {})} for key, option in shared.items()})
         elif name != "about":  # the description of the group
-            named = {key: known[each[key]] for key, known in _NAMED.items() if isinstance(each.get(key), str)}
+            named = {key: _NAMED.get(each[key], each[key]) for key in ("type", "action", "help") if key in each}
             group.add_argument(name, **{**each, **named})
 
 
-def add_precision(group: Any) -> None:
-    """Add the dtypes of `Precision` that `precision_of` reads."""
-    add_options(group, {"@precision": {}})
-
-
 def dtype_of(name: str) -> "torch.dtype":
-    """Return the dtype that an option chooses."""
+    """Return the dtype of a value of an option."""
     import torch
 
-    dtype: torch.dtype = getattr(torch, DTYPES[name])
-    return dtype
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
 
 
-def precision_of(options: Namespace) -> "Precision":
-    """Return the precision of a command line. `--master` is included if the command has it.
+def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
+    """Return the precision of the values of three options. Without `compute`, forward and backward cast nothing.
 
     Raises:
-        ValueError: the dtypes do not go together.
+        ValueError: the dtypes cannot be combined.
     """
     from shardlite.config import Precision
 
     return Precision(
-        compute=None if options.compute is None else dtype_of(options.compute),
-        reduce=dtype_of(options.reduce),
-        master="split24" if getattr(options, "master", "fp32") == "split24" else dtype_of("fp32"),
+        compute=None if compute is None else dtype_of(compute),
+        reduce=dtype_of(reduce),
+        master="split24" if master == "split24" else dtype_of(master),
     )
 
 
@@ -100,22 +83,22 @@ def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
     if options.ranks is not None and options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}; it must be at least 1")
     if options.ranks is not None and started not in (None, options.ranks):
-        parser.error(f"--ranks is {options.ranks}, but torchrun has started {started}: leave it out")
+        parser.error(f"--ranks is {options.ranks}, but torchrun has started {started} ranks: omit --ranks")
     return started
 
 
 def progress(words: str) -> None:
-    """Print to standard error what begins now."""
+    """Print the name of the next phase to standard error."""
     print(f"{words} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[None]:
-    """Exit with status 2 and one line if the block raises an error of its options.
+    """Exit with status 2 and one line if the block raises an error that its options caused.
 
     Args:
-        parser: prints the line.
-        plots: what needs matplotlib or Jinja2: an option, or the command.
+        parser: the parser of the command, which prints the line.
+        plots: the option or command that requires matplotlib or Jinja2.
     """
     try:
         yield
@@ -129,10 +112,10 @@ def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[N
 
 
 def check_numbers(options: Namespace, **least: int) -> None:
-    """Raise an error if an option is smaller than its least value. `None` means that it was not given.
+    """Check that options have at least their minimum values. An option that was not given is `None`.
 
     Raises:
-        ValueError: the message names the option.
+        ValueError: a value is smaller. The message names the option.
     """
     for name, smallest in least.items():
         value = getattr(options, name)
@@ -141,7 +124,7 @@ def check_numbers(options: Namespace, **least: int) -> None:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Raise an error if `path` cannot be a file. `None` means that the option was not given.
+    """Check that `path` can be a file. `None` means that the option was not given.
 
     Raises:
         OSError: the folder of `path` does not exist, or `path` is a folder.
@@ -155,7 +138,7 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise an error if `path` is a file. A folder that does not exist is created later.
+    """Check that `path` can be a folder. A folder that does not exist is created later.
 
     Raises:
         OSError: `path` is a file.

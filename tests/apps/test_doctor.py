@@ -1,14 +1,11 @@
 """`shardlite doctor`: every transport is asked for, tried, and explained."""
 
-from itertools import count
-from statistics import median
-
 import pytest
 import torch
 
 from shardlite.apps import cli, launch
 from shardlite.apps.doctor import trials
-from shardlite.apps.doctor.trials import Finding, machine, report
+from shardlite.apps.doctor.trials import machine, report
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Route
 from tests.support.ranks.scripts import run_command, run_process
@@ -22,11 +19,11 @@ def assert_says_what_there_is_and_why(out):
     start = lines.index('transport="auto"')
     said = "SharedMemoryTransport between 2 ranks, algorithm direct: all ranks are processes of this host"
     assert " ".join(lines[start + 1 : start + 3]) == said
-    assert lines[start + 3].startswith("right results with 1 MiB: all-gather ")
+    assert lines[start + 3].startswith("correct results with 1 MiB: all-gather ")
     assert max(map(len, out.splitlines())) <= 80
     p2p = lines.index('transport="p2p"')
     assert lines[p2p + 1] == "GlooTransport between 2 ranks, algorithm ring: it was requested"
-    assert lines[p2p + 2].startswith("right results with 1 MiB: all-gather ")
+    assert lines[p2p + 2].startswith("correct results with 1 MiB: all-gather ")
 
 
 def test_it_says_what_there_is_and_why(cluster):
@@ -70,28 +67,24 @@ def alters(group, what):
                 loan.look = lambda: look() + 1
             return loan
 
-    choice = trials.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
+    choice = trials.comm.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
     wrong = Wrong(choice.transport._neighbours, trials._TIMEOUT)
     return trials.failure(trials._calls(wrong, torch.device("cpu"), what))
 
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """Pretend that another rank takes twice as long, and agrees otherwise."""
-
-    def gather(group, mine, *_):
-        return [mine, mine if isinstance(mine, str) else [[2 * each for each in taken] for taken in mine]]
-
-    monkeypatch.setattr(trials, "all_gather_json", gather)
+    """Pretend that another rank has the same results."""
+    monkeypatch.setattr(trials.comm, "all_gather_json", lambda group, own, *_: [own, own])
 
 
-def recorded(events, name="call", right=True, fill=lambda: None, make=lambda i: None):
+def recorded(events, right=True):
     """Return a call that records what is done with it."""
     return trials.Call(
         torch.device("cpu"),
-        lambda: events.append(f"fill {name}") or fill(),
-        lambda i: events.append(f"make {name} {i}") or make(i),
-        lambda: events.append(f"check {name}") or right,
+        lambda: events.append("fill call"),
+        lambda i: events.append(f"make call {i}"),
+        lambda: events.append("check call") or right,
     )
 
 
@@ -101,36 +94,40 @@ def test_a_trial_warms_up_before_it_is_checked(one_rank):
     warm_up = [each for i in range(trials._WARM_UP) for each in ("fill call", f"make call {i}")]
     assert events == [*warm_up, "check call"]
     assert len(warm_up) >= 4
-    assert trials.failure([recorded(events, right=False), recorded(events)]) == "FAILED: wrong numbers have come"
+    assert trials.failure([recorded(events, right=False), recorded(events)]) == "FAILED: the result has wrong numbers"
 
 
-def test_warm_calls_are_timed_in_turn_and_without_filling(one_rank, monkeypatch):
-    """On a clock that only calls and fillings move: each call takes a second more than the one before."""
-    now, events = [0.0], []
-    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+def test_only_calls_lie_between_the_readings_of_the_clock(one_rank, monkeypatch):
+    """Warm calls, without filling and waiting for the start."""
+    events = []
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: events.append("clock") or 0.0)
     monkeypatch.setattr(trials, "start_together", lambda: events.append("start"))
-
-    def work(i=1e6):
-        now[0] += i
-
-    calls = [recorded(events, name, fill=work, make=work) for name in "ab"]
+    trials.milliseconds(recorded(events))
     numbers = range(trials._WARM_UP, trials._WARM_UP + trials._REPEATS)
-    assert trials.milliseconds(calls) == [1e3 * 2 * median(numbers)] * 2
-    assert events == [each for i in numbers for name in "ab" for each in (f"fill {name}", "start", f"make {name} {i}")]
+    assert events == [each for i in numbers for each in ("fill call", "start", "clock", f"make call {i}", "clock")]
+
+
+def test_the_slowest_rank_counts(monkeypatch):
+    """Each call of the other rank is longer, by a number of seconds whose median is known."""
+    monkeypatch.setattr(trials, "start_together", lambda: None)
+    monkeypatch.setattr(
+        trials, "all_gather_json", lambda group, own, *_: [[0.0] * len(own), [*map(float, range(len(own)))]]
+    )
+    assert trials.milliseconds(recorded([])) == 1e3 * (trials._REPEATS // 2)
 
 
 def test_ranks_of_several_machines_start_though_their_clocks_differ(monkeypatch):
-    """A clock that is an hour ahead makes nobody wait for an hour."""
-    ticks = count()
-    monkeypatch.setattr(trials.time, "perf_counter", lambda: 1e-6 * next(ticks))
+    """A clock that is an hour ahead makes nobody wait for an hour: the third reading of the clock is the last one."""
+    readings = [0.0, 0.0, trials._AHEAD]
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: readings.pop(0))
     monkeypatch.setattr(trials.dist, "all_reduce", lambda moment, op, group: moment.add_(3600))
     trials.start_together()
-    assert next(ticks) < 1e6 * 2 * trials._AHEAD
+    assert readings == []
 
 
 @pytest.mark.parametrize("what", ["gather", "reduction"])
 def test_wrong_numbers_are_seen(cluster, what):
-    assert cluster.run(alters, 2, what) == ["FAILED: wrong numbers have come"] * 2
+    assert cluster.run(alters, 2, what) == ["FAILED: the result has wrong numbers"] * 2
 
 
 def test_right_numbers_are_seen(cluster):
@@ -138,7 +135,7 @@ def test_right_numbers_are_seen(cluster):
 
 
 def test_the_report_is_text_by_device():
-    findings = [Finding("auto", "cpu", "A, algorithm ring: b", "tried"), Finding("p2p", "cuda:0", "not here: c")]
+    findings = {"cpu": {"auto": ["A, algorithm ring: b", "tried"]}, "cuda:0": {"p2p": ["not available: c"]}}
     assert report([("system", "x"), ("GPUs", "none")], findings, 3).splitlines() == [
         "This machine",
         "  system  x",
@@ -151,6 +148,6 @@ def test_the_report_is_text_by_device():
         "",
         "Messages between 3 ranks: cuda:0 tensors",
         '  transport="p2p"',
-        "      not here: c",
+        "      not available: c",
     ]
     assert dict(machine())["torch"] == torch.__version__

@@ -139,10 +139,12 @@ def test_resume_needs_a_checkpoint_and_a_new_run_a_new_folder(tmp_path, monkeypa
         assert stop.value.code == 2
         return capsys.readouterr().err.splitlines()[-1]
 
-    assert f"--resume: there is no checkpoint in {tmp_path / 'checkpoints'}; leave it out" in refused("--resume")
+    assert f"--resume: there is no checkpoint in {tmp_path / 'checkpoints'}; omit --resume" in refused("--resume")
     newest.mkdir(parents=True)
     (newest / ".metadata").write_bytes(b"of another program, without a manifest")
-    assert f"{newest} is of an earlier run: give --resume to go on from it, or another" in refused("--save-every", "5")
+    assert f"{newest} belongs to an earlier run: give --resume to resume that run, or another" in refused(
+        "--save-every", "5"
+    )
     assert not started
     assert cli.main([*arguments, "--resume"]) == 0
     assert cli.main([*arguments, "--checkpoints", str(tmp_path / "checkpoints")]) == 0  # which goes on by itself

@@ -9,16 +9,18 @@ from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
 
 from shardlite import config
 from shardlite.apps import cli, launch
-from shardlite.apps.demo import command, config_file, settings, train
+from shardlite.apps.demo import command, report, train
 from shardlite.apps.demo.log import COLUMNS, CSVLog, open_log
 from shardlite.apps.demo.report import Point, Progress, duration
-from shardlite.apps.demo.settings import Settings
+from shardlite.apps.demo.settings import SIZES, Settings
+from shardlite.apps.options import add_command, dtype_of
 from shardlite.engine import WHOLE_MATRICES
 from tests.support.markdown import ROOT, blocks
 from tests.support.ranks.scripts import run_command
@@ -26,6 +28,13 @@ from tests.support.ranks.scripts import run_command
 TINY = [*("--size", "tiny", "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "1")]
 TINY += ["--lr", "0.01", "--data", __file__]
 FORMATS = ["--precision", "bf16", "--reduce", "bf16", "--master", "split24", "--state", "int8", "--in-backward"]
+
+
+def choices(command: str, option: str) -> list[str]:
+    """Return the values that an option of a command accepts."""
+    commands = ArgumentParser().add_subparsers()
+    add_command(commands, command)
+    return list(commands.choices[command]._option_string_actions[option].choices)
 
 
 @pytest.fixture
@@ -98,26 +107,25 @@ def test_a_file_is_read_as_utf_8(file, monkeypatch):
     parser = ArgumentParser()
     parser.add_argument("--out", type=Path)
     file.write_bytes('out = "l\u00e4ufe"'.encode())
-    assert config_file.read_options(file, parser) == {"out": Path("l\u00e4ufe")}
+    assert command.arguments_in(file, parser) == ["--out=l\u00e4ufe"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("step = 3", "unknown option 'step', got 3; did you mean 'steps'?"),
-        ("save_every = 3", "unknown option 'save_every', got 3; did you mean 'save-every'?"),
-        ("no-in-backward = true", "unknown option 'no-in-backward', got true"),
-        ('config = "other.toml"', "unknown option 'config', got \"other.toml\""),
-        ("[train]\nsteps = 3", "unknown option 'train', got a table; options must be at the top level"),
-        ('steps = "3"', 'steps must be a whole number, got "3"'),
-        ("steps = 3.5", "steps must be a whole number, got 3.5"),
-        ("steps = true", "steps must be a whole number, got true"),
-        ('lr = "fast"', 'lr must be a number, got "fast"'),
-        ("in-backward = 1", "in-backward must be true or false, got 1"),
-        ("resume = 'yes'", 'resume must be true or false, got "yes"'),
-        ("out = 3", "out must be a string, got 3"),
-        ('precision = "fp8"', 'precision must be one of fp32, bf16, fp16, fp64; got "fp8"'),
-        ("stage = 4", "stage must be one of 0, 1, 2, 3; got 4"),
+        ("step = 3", "unknown option 'step'; did you mean 'steps'?"),
+        ("save_every = 3", "unknown option 'save_every'; did you mean 'save-every'?"),
+        ("no-in-backward = true", "unknown option 'no-in-backward'"),
+        ('config = "other.toml"', "unknown option 'config'"),
+        ("[train]\nsteps = 3", "unknown option 'train'; options must be at the top level"),
+        ('steps = "three"', "argument --steps: invalid int value: 'three'"),
+        ("steps = 3.5", "argument --steps: invalid int value: '3.5'"),
+        ("steps = true", "argument --steps: invalid int value: 'True'"),
+        ('lr = "fast"', "argument --lr: invalid float value: 'fast'"),
+        ("in-backward = 1", "argument --in-backward/--no-in-backward: ignored explicit argument '1'"),
+        ("resume = 'yes'", "argument --resume/--no-resume: ignored explicit argument 'yes'"),
+        ('precision = "fp8"', "argument --precision: invalid choice: 'fp8'"),
+        ("stage = 4", "argument --stage: invalid choice: 4"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_key_and_what_it_has(refused, file, content, message):
@@ -133,7 +141,7 @@ def test_a_file_that_is_no_toml_or_not_there_is_named(refused, file):
 
 def test_python_3_10_reads_no_file(refused, file, monkeypatch):
     file.write_text("steps = 3\n")
-    monkeypatch.setattr(config_file, "sys", SimpleNamespace(version_info=(3, 10, 2), version="3.10.2 (main)"))
+    monkeypatch.setattr(command, "sys", SimpleNamespace(version_info=(3, 10, 2), version="3.10.2 (main)"))
     assert f"{file}: option files require Python 3.11 or newer, this is 3.10.2" in refused("--config", file)
 
 
@@ -148,11 +156,15 @@ def test_numbers_of_a_file_are_checked_like_others(refused, file):
 
 
 def test_choices_are_those_of_the_library():
-    assert {train._COMPUTE[name] for name in settings.PRECISIONS} == set(config.COMPUTE)
-    assert get_args(config.TransportName) == settings.TRANSPORTS
+    assert {dtype_of(name) for name in choices("train", "--precision")} == set(config.COMPUTE)
+    assert {dtype_of(name) for name in choices("train", "--reduce")} == set(config.WIRE)
+    assert choices("train", "--transport") == list(get_args(config.TransportName))
+    assert choices("train", "--state") == choices("plan", "--state") == list(config.STATES)
+    assert choices("train", "--size") == list(SIZES)
+    assert choices("ring", "--algorithm") == list(config.ALGORITHMS)
     theirs = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
     elementwise = theirs - WHOLE_MATRICES - {"Optimizer", "SparseAdam"}  # the last takes sparse gradients
-    assert set(settings.OPTIMIZERS) == {"adamw", *(f"torch.{name}" for name in elementwise)}
+    assert set(choices("train", "--optimizer")) == {"adamw", *(f"torch.{name}" for name in elementwise)}
 
 
 def test_settings_reach_the_model_and_the_optimizer():
@@ -161,8 +173,8 @@ def test_settings_reach_the_model_and_the_optimizer():
     assert (precision.compute, precision.reduce, precision.master) == (torch.bfloat16, torch.bfloat16, "split24")
     assert precision.output == torch.float32  # the loss is computed in it
     assert train.precision_of_run(Settings()) == config.Precision()
-    assert train._make_gpt(compact).recomputes
-    assert not train._make_gpt(Settings()).recomputes
+    assert train._make_gpt(compact).recompute
+    assert not train._make_gpt(Settings()).recompute
     model = torch.nn.Linear(2, 2)
     ours = train.make_optimizer(model, Settings(state="int8", in_backward=True, lr=0.5))
     assert (type(ours).__name__, ours.moments, ours.defaults["lr"]) == ("AdamW", "int8", 0.5)
@@ -203,7 +215,7 @@ RATES = {"torch.SGD": 0.5, "torch.ASGD": 0.5, "torch.RAdam": 0.5, "torch.Adadelt
     "name",
     [
         pytest.param(name, marks=() if name in ("torch.SGD", "torch.RMSprop") else pytest.mark.slow)
-        for name in settings.OPTIMIZERS
+        for name in choices("train", "--optimizer")
     ],
 )
 def test_each_optimizer_trains(cluster, tmp_path, name):
@@ -276,7 +288,7 @@ def test_tensorboard_has_a_curve_for_each_value(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     log = open_log("tensorboard", tmp_path, after=4)
-    log.write(5, {"loss": 2.5, "validation_loss": None})
+    log.write(5, {"loss": 2.5})
     log.close()
     assert made == [(str(tmp_path / "tensorboard"), 5)]  # what came behind step 4 is hidden
     assert points == [("loss", 2.5, 5), "closed"]
@@ -287,21 +299,11 @@ def test_without_tensorboard_nothing_begins(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "tensorboard" else find(name))
     folder = tmp_path / "new"
     message = refused("--log", "tensorboard", "--out", folder)
-    assert "needs tensorboard, which is not installed: pip install tensorboard, or take --log csv" in message
+    assert "needs tensorboard, which is not installed: pip install tensorboard, or use --log csv" in message
     assert not folder.exists()
 
 
 # ---- progress -------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Moves on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Terminal(io.StringIO):
@@ -311,12 +313,12 @@ class Terminal(io.StringIO):
 
 def shown(out: io.StringIO, *, first: int = 0, seconds: float = 2.0, steps: int = 100, stop: int = 100) -> list[str]:
     """Show steps that take some seconds each; return what is printed."""
-    clock = Clock()
-    progress = Progress(steps, 512, out, first=first, clock=clock)
-    for step in range(first + 1, stop + 1):
-        clock.now += seconds
-        progress.show(Point(step, 3.0, 2.5 if step == 50 else None), held=1 << 20)
-    progress.end()
+    with mock.patch.object(report, "perf_counter", return_value=100.0) as clock:
+        progress = Progress(steps, 512, out, first=first)
+        for step in range(first + 1, stop + 1):
+            clock.return_value += seconds
+            progress.show(Point(step, 3.0, 2.5 if step == 50 else None), held=1 << 20)
+        progress.end()
     return out.getvalue().splitlines()
 
 

@@ -457,7 +457,7 @@ def cannot_be_compared(group: Any, message: str) -> None:
     ("world_size", "message"),
     [
         (3, r"verify\(elastic=True\) compares powers of two of ranks, got 3 ranks"),
-        (1, "PyTorch calls all 2 of the program: leave group=None, instead of a group of 1"),
+        (1, "requires all 2 ranks of the program; got a group of 1: use group=None"),
     ],
 )
 def test_ranks_that_cannot_be_compared_are_refused(cluster, world_size, message):

@@ -3,9 +3,8 @@
 import pytest
 
 from shardlite.apps import launch
-from shardlite.apps.cli import COMMANDS, main
-
-NAMES = [add.__name__.removeprefix("add_") for add in COMMANDS]
+from shardlite.apps.cli import main
+from shardlite.apps.options import COMMANDS
 
 PLAN = ["plan", "--model", "demo-tiny", "--batch", "2"]
 OWN = "tests.apps.test_memory_command"
@@ -80,7 +79,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["train", "--optimizer", "torch.SGD", "--in-backward"],
             "in_backward is true, which requires the optimizer adamw",
         ),
-        (["train", "--precision", "fp16", "--in-backward"], "in_backward does not go with precision fp16"),
+        (["train", "--precision", "fp16", "--in-backward"], "in_backward does not support precision fp16"),
         (["train", "--optimizer", "torch.Muon"], "invalid choice: 'torch.Muon'"),
         (["train", "--save-every", "0"], "save_every must be positive, got 0"),
         (["doctor", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
@@ -91,7 +90,7 @@ def test_wrong_usage_is_one_line_and_starts_no_rank(capsys, monkeypatch, argumen
     assert words in refusal(capsys, *arguments)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_refuses_what_it_does_not_know(capsys, name):
     model = ["--model", "gpt2"] if name in ("plan", "memory") else []
     line = refusal(capsys, name, *model, *["a", "b"][: 2 * (name in ("export", "import"))], "--frob")

@@ -8,7 +8,7 @@ from inspect import getsource, signature
 import pytest
 
 import shardlite
-from shardlite import build, config
+from shardlite import build
 from shardlite.apps import options
 from shardlite.apps.memory import command as memory_command
 from shardlite.apps.memory.systems import SYSTEMS
@@ -173,8 +173,5 @@ def test_a_wrong_option_is_found_without_pytorch(arguments, words):
 
 def test_names_that_the_command_line_knows_without_pytorch_are_those_of_the_library():
     """The modules that have the library's import PyTorch."""
-    assert options.ALGORITHMS == config.ALGORITHMS
-    assert options.STATES == config.STATES
     assert options.MOST_RANKS == build.MOST_RANKS
-    assert {options.dtype_of(name) for name in options.DTYPES} == set(config.WIRE)
     assert tuple(SYSTEMS) == memory_command.SYSTEMS

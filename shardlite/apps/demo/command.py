@@ -1,58 +1,35 @@
-"""`shardlite train` on the command line, and the options of a GPT, which `shardlite verify` shares."""
+"""`shardlite train` on the command line, and the settings of a command that trains the GPT."""
 
-from argparse import ArgumentParser, Namespace
+import sys
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from shardlite.apps import launch
-from shardlite.apps.demo.config_file import read_options
 from shardlite.apps.demo.settings import SIZES, Settings
-from shardlite.apps.options import add_command, add_options, started_ranks, usage_errors
-
-
-def add_train(commands: Any) -> None:
-    """Add `shardlite train` to the commands."""
-    defaults = {each.name: each.default for each in fields(Settings) if each.name not in ("gpt", "save_every")}
-    add_command(commands, "train", run, size="demo", **defaults)
-
-
-def add_gpt(parser: ArgumentParser, size: str) -> None:
-    """Add the options of the model, of which `size` is the default."""
-    add_options(
-        parser.add_argument_group("model", "A size by name; the other options change single numbers of it."),
-        {"@gpt": {}},
-    )
-    parser.set_defaults(size=size)
-
-
-def settings_of(options: Namespace) -> Settings:
-    """Return the settings of a command line. Settings without an option keep their defaults.
-
-    Raises:
-        ValueError: a number is out of its range.
-    """
-    given = vars(options)
-    size = SIZES[options.size]
-    shape = {name: given[name] for name in vars(size) if given[name] is not None}
-    told = {each.name: given[each.name] for each in fields(Settings) if given.get(each.name) is not None}
-    if "checkpoints" not in told and ("save_every" in told or given.get("resume")):
-        told["checkpoints"] = told["out"] / "checkpoints"
-    return Settings(gpt=replace(size, **shape), **told)
+from shardlite.apps.options import started_ranks, usage_errors
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
     """Check the options, then start the ranks, or run as one of them."""
     with usage_errors(parser):
-        options = with_config(parser, options, arguments)
+        if options.config is not None:
+            options = parser.parse_args([*arguments_in(options.config, parser), *arguments[1:]])
         started = started_ranks(parser, options)
         settings = settings_of(options)
-        check_log(settings.log)
+        if settings.log == "tensorboard" and find_spec("tensorboard") is None:
+            raise ValueError(
+                "--log tensorboard needs tensorboard, which is not installed: pip install tensorboard, or use --log csv"
+            )
         from shardlite.apps.demo.text import read_corpus
 
         corpus = read_corpus(settings.data, context=settings.gpt.context)
-        check_begin(settings, options)
+        _check_checkpoints(settings, options)
         settings.out.mkdir(parents=True, exist_ok=True)
     if started is None:
         return launch.launch(options.ranks or launch.default_ranks(), arguments, restarts=options.restarts)
@@ -62,38 +39,67 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
     return 0
 
 
-def with_config(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> Namespace:
-    """Return the options, with the values of `--config` as defaults.
+def settings_of(options: Namespace) -> Settings:
+    """Return the settings of a command line. Settings without an option keep their defaults.
 
     Raises:
-        ValueError: the file has an unknown option or an invalid value.
+        ValueError: a number is out of its range, or options cannot be combined.
+    """
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    size = SIZES[options.size]
+    shape = {name: given[name] for name in vars(size) if name in given}
+    chosen = {each.name: given[each.name] for each in fields(Settings) if each.name in given}
+    if "checkpoints" not in chosen and ("save_every" in chosen or given.get("resume")):
+        chosen["checkpoints"] = chosen["out"] / "checkpoints"
+    return Settings(gpt=replace(size, **shape), **chosen)
+
+
+def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
+    """Return the options in a TOML file as command-line arguments. The keys of the file are the names of the options.
+
+    Raises:
+        ValueError: the file is not TOML, or has an unknown key or an invalid value.
         OSError: the file cannot be read.
+
+    Example::
+
+        steps = 500
+        save-every = 50
+        precision = "bf16"
+        in-backward = true
     """
-    if options.config is None:
-        return options
-    parser.set_defaults(**read_options(options.config, parser, without=("config",)))
-    return parser.parse_args(arguments[1:])
+    if sys.version_info < (3, 11):
+        raise ValueError(f"{path}: option files require Python 3.11 or newer, this is {sys.version.split()[0]}")
+    tomllib: Any = import_module("tomllib")  # not in Python 3.10, which the library supports
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
+        raise ValueError(f"{path} is not TOML: {wrong}") from None
+    options = [text[2:] for text in parser._option_string_actions if text.startswith("--")]
+    known = [name for name in options if not name.startswith("no-") and name not in ("help", "config")]
+    arguments = []
+    for key, value in content.items():
+        if key not in known:
+            remedies = [f"; did you mean {name!r}?" for name in get_close_matches(key, known, n=1)] or [""]
+            remedy = "; options must be at the top level" if isinstance(value, dict) else remedies[0]
+            raise ValueError(f"{path}: unknown option {key!r}{remedy}")
+        is_switch = isinstance(value, bool) and f"no-{key}" in options
+        arguments.append(f"--{'' if value else 'no-'}{key}" if is_switch else f"--{key}={value}")
+    parser.exit_on_error = False
+    try:
+        parser.parse_args(arguments)
+    except ArgumentError as wrong:
+        raise ValueError(f"{path}: {wrong}") from None
+    return arguments
 
 
-def check_log(kind: str | None) -> None:
-    """Check that the package that writes the log is installed.
-
-    Raises:
-        ValueError: the message says what to install.
-    """
-    if kind == "tensorboard" and find_spec("tensorboard") is None:
-        raise ValueError(
-            "--log tensorboard needs tensorboard, which is not installed: pip install tensorboard, or take --log csv"
-        )
-
-
-def check_begin(settings: Settings, options: Namespace) -> None:
+def _check_checkpoints(settings: Settings, options: Namespace) -> None:
     """Check that `--resume` finds a checkpoint, and that a new run does not overwrite another one.
 
-    With `--checkpoints` the folder may be empty or not. Ranks that torchrun restarts after a failure always resume.
+    With `--checkpoints`, both are allowed. Ranks that torchrun restarts after a failure always resume.
 
     Raises:
-        ValueError: the message says which option to give or to leave out.
+        ValueError: the message names the option to give or to omit.
     """
     if settings.checkpoints is None or launch.is_restart():
         return
@@ -101,8 +107,10 @@ def check_begin(settings: Settings, options: Namespace) -> None:
 
     newest = next(reversed(checkpoints_in(settings.checkpoints).values()), None)
     if options.resume and newest is None:
-        raise ValueError(f"--resume: there is no checkpoint in {settings.checkpoints}; leave it out to begin a run")
+        raise ValueError(
+            f"--resume: there is no checkpoint in {settings.checkpoints}; omit --resume to start a new run"
+        )
     if newest is not None and not options.resume and options.checkpoints is None:
         raise ValueError(
-            f"{newest} is of an earlier run: give --resume to go on from it, or another --out to begin a run"
+            f"{newest} belongs to an earlier run: give --resume to resume that run, or another --out for a new run"
         )

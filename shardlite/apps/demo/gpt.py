@@ -1,6 +1,6 @@
 """A byte-level GPT: pre-norm blocks, causal attention with rotary positions, tied embedding and head.
 
-An ordinary PyTorch module. Knows nothing of sharding.
+It is an ordinary PyTorch module that does not depend on ShardLite.
 
 Legend: `b` sequences, `t` bytes in a sequence, `c` width, `h` heads, `d = c / h`, `v = 256` byte values.
 """
@@ -38,8 +38,8 @@ class Attention(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Rotate each pair of elements of `x` [... t d] by an angle proportional to its position.
 
-    A product of two rotated vectors depends only on their distance, so blocks need no other position encoding (Su et
-    al. 2021, "RoFormer"). Pair `i` is (i, i + d/2); its angle per position is 10000^(-2i/d).
+    The product of two rotated vectors depends only on the distance of their positions, so blocks need no other position
+    encoding (Su et al. 2021, "RoFormer"). Pair `i` is (i, i + d/2). Its angle per position is 10000^(-2i/d).
     """
     t, d = x.shape[-2:]
     speed = 10000.0 ** (torch.arange(0, d, 2, device=x.device) / -d)
@@ -69,14 +69,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte at every position of a text."""
+    """Predicts the next byte at every position of a text.
 
-    recomputes = False
-    """Whether blocks keep no activations, and are run again in the backward (activation checkpointing)."""
+    Args:
+        config: the shape of the model.
+        recompute: whether blocks are recomputed in the backward, instead of keeping their activations.
+    """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, *, recompute: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, recompute
         self.embedding = nn.Embedding(BYTE_VALUES, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
@@ -85,9 +87,9 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Return logits [b t v] for the bytes that follow those of `x` [b t], or the loss.
+        """Return the logits [b t v] of the byte after each byte of `x` [b t].
 
-        With the following bytes `y` [b t], return the mean loss in nats per byte.
+        If the following bytes `y` [b t] are given, return the mean loss in nats per byte instead.
 
         Raises:
             ValueError: `t` exceeds the context.
@@ -96,7 +98,7 @@ class GPT(nn.Module):
             raise ValueError(f"GPT got {x.shape[1]} bytes, but its context is {self.config.context}")
         hidden = self.embedding(x)
         for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recomputes else block(hidden)
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         if y is None:
             return logits
@@ -104,7 +106,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """Return `prompt` and `count` further bytes, sampled at `temperature`."""
+        """Return `prompt`, continued by `count` bytes that are sampled at `temperature`."""
         chance = torch.Generator().manual_seed(seed)
         text = torch.tensor([list(prompt)])
         for _ in range(count):
@@ -114,7 +116,7 @@ class GPT(nn.Module):
         return bytes(text[0].tolist())
 
     def _initialize(self) -> None:
-        """Initialize as GPT-2: normal(0.02), smaller for outputs to the residual stream, by the number of additions."""
+        """Initialize as GPT-2: normal(0.02), scaled by the number of additions for outputs to the residual stream."""
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 adds = name.endswith(("attention.out.weight", "mlp.2.weight"))

@@ -1,4 +1,4 @@
-"""Reports of the demo: a progress line, the result, a loss curve as PNG and CSV, a table of bytes per rank."""
+"""Reports of the demo: progress, the result, a loss curve as PNG and CSV, and a table of bytes per rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import csv
 import math
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TextIO
 
 from shardlite.apps.memory.peak import Footprint
@@ -18,7 +18,7 @@ from shardlite.comm import Sent
 from shardlite.telemetry import format_bytes
 
 _SILENCE = 60.0
-"""Seconds after which a line is printed anyway, where there is no terminal."""
+"""Maximum number of seconds between two lines if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -28,63 +28,51 @@ class Point:
     step: int
     train: float
     validation: float | None
-    """`None` at steps without a validation."""
+    """`None` for steps without a validation."""
 
 
 class Progress:
-    """The state of a run: one line that is rewritten in place on a terminal, otherwise lines at intervals.
+    """Prints the progress of a run: on a terminal, one line that is rewritten in place; otherwise lines at intervals.
 
     Args:
-        steps: of the run.
-        bytes_per_step: of text.
-        out: where lines go.
-        first: steps that were taken before this process began.
-        clock: returns the seconds since some moment.
+        steps: number of steps of the run.
+        bytes_per_step: number of bytes of text in a step.
+        out: the file to which lines are printed.
+        first: number of steps that earlier processes have taken.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        bytes_per_step: int,
-        out: TextIO = sys.stdout,
-        *,
-        first: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._steps, self._bytes_per_step, self._out = steps, bytes_per_step, out
-        self._first, self._clock = first, clock
-        self._begin = self._printed = clock()
+    def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout, *, first: int = 0) -> None:
+        self._steps, self._bytes_per_step, self._out, self._first = steps, bytes_per_step, out, first
+        self._begin = self._printed = perf_counter()
         self._validation: str | None = None
         self._is_open = False
 
     def show(self, point: Point, held: int) -> None:
-        """Show `point`, the time that is left, the training speed, and the bytes `held` by the library on a rank."""
+        """Show `point`, the remaining time, the training speed, and the bytes `held` by the library on a rank."""
         if point.validation is not None:
             self._validation = f"val {point.validation:.3f}"
         if self._out.isatty():
-            width = shutil.get_terminal_size().columns - 1  # a full line would wrap, and could not be rewritten
+            width = shutil.get_terminal_size().columns - 1  # a full line would wrap
             print(f"\r\033[K{self._line(point, held, width)}", end="", file=self._out, flush=True)
             self._is_open = True
         elif self._is_due(point.step):
             print(self._line(point, held), file=self._out, flush=True)
-            self._printed = self._clock()
-        if point.step == self._steps:
-            self.end()
+            self._printed = perf_counter()
 
     def end(self) -> None:
-        """End the line on a terminal, so that what is printed next has one of its own."""
+        """End the line on a terminal, so that later output starts on a new line."""
         if self._is_open:
             print(file=self._out, flush=True)
             self._is_open = False
 
     def _is_due(self, step: int) -> bool:
-        """Whether a line is printed: after the first step, each tenth of the run, and a minute without one."""
+        """Return whether to print a line: after the first step, each tenth of the run, and a minute of silence."""
         tenth = step % max(1, self._steps // 10) == 0
-        return step in (1, self._steps) or tenth or self._clock() - self._printed >= _SILENCE
+        return step in (1, self._steps) or tenth or perf_counter() - self._printed >= _SILENCE
 
     def _line(self, point: Point, held: int, width: int | None = None) -> str:
-        """Return what fits into `width` letters, the most important first."""
-        passed, taken = self._clock() - self._begin, point.step - self._first
+        """Return the line, without the less important parts that do not fit into `width` characters."""
+        passed, taken = perf_counter() - self._begin, point.step - self._first
         left = passed / taken * (self._steps - point.step)
         parts = [
             f"step {point.step:>{len(str(self._steps))}}/{self._steps}",
@@ -100,7 +88,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as minutes and seconds, with hours where there are any: `duration(61)` is `"1:01"`."""
+    """Format seconds as minutes and seconds, and hours if there are any: `duration(61)` is `"1:01"`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -122,49 +110,47 @@ def printable(text: bytes) -> str:
     )
 
 
-def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> str:
-    """Format means over a run: bytes that one rank sent per step, their duration, and the time computation waited."""
+def totals(traffic: Mapping[str, Mapping[str, Sent]]) -> tuple[int, float, float]:
+    """Return the bytes sent by this rank, the duration of its collectives, and the time that computation waited."""
     sent = [each for purposes in traffic.values() for each in purposes.values()]
-    nbytes, seconds, exposed = (
-        sum(part) / steps for part in zip(*((s.nbytes, s.seconds, s.exposed) for s in sent), strict=True)
-    )
+    return sum(each.nbytes for each in sent), sum(each.seconds for each in sent), sum(each.exposed for each in sent)
+
+
+def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> str:
+    """Format means over the steps of a run: bytes sent, duration of collectives, and time that computation waited."""
+    nbytes, seconds, exposed = (total / steps for total in totals(traffic))
     return (
-        f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions run for\n"
+        f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions take\n"
         f"{seconds * 1e3:.1f} ms, of which computation waits for {exposed * 1e3:.1f} ms."
     )
 
 
 def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
-    """Format bytes by purpose: a column per rank of the sharded run, and one for plain data parallel."""
-    columns = {f"rank {rank}": footprint for rank, footprint in enumerate(sharded)} | {"data parallel": plain}
+    """Format bytes by purpose: a column per rank of the sharded run, and a column for plain data parallel."""
+    each = (*sharded, plain)
     purposes = dict.fromkeys(purpose for footprint in (plain, *sharded) for purpose in footprint.held)
-    rows = [["", *columns]]
-    for purpose in purposes:
-        rows.append([purpose, *(format_bytes(footprint.held.get(purpose, 0)) for footprint in columns.values())])
-    rows.append(["activations, rest", *(format_bytes(footprint.activations) for footprint in columns.values())])
-    rows.append(["measured peak", *(format_bytes(footprint.peak) for footprint in columns.values())])
-    return aligned(rows)
+    rows = {purpose: [footprint.held.get(purpose, 0) for footprint in each] for purpose in purposes}
+    rows["activations, rest"] = [footprint.activations for footprint in each]
+    rows["measured peak"] = [footprint.peak for footprint in each]
+    head = ["", *(f"rank {rank}" for rank in range(len(sharded))), "data parallel"]
+    return aligned([head, *([name, *map(format_bytes, cells)] for name, cells in rows.items())])
 
 
 def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[str]:
-    """Write `loss.csv` and, if matplotlib is installed, `loss.png`. Return lines that report it."""
+    """Write `loss.csv` and, if matplotlib is installed, `loss.png`. Return a line about each file."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_csv(folder / "loss.csv", curve)
-    told = [f"wrote {folder / 'loss.csv'}"]
-    try:
-        _write_png(folder / "loss.png", curve, entropy)
-    except ModuleNotFoundError as missing:
-        return [*told, f"no {folder / 'loss.png'}: {missing.name} is not installed; pip install 'shardlite[demo]'"]
-    return [*told, f"wrote {folder / 'loss.png'}"]
-
-
-def _write_csv(path: Path, curve: Sequence[Point]) -> None:
-    with path.open("w", newline="") as file:
+    with (folder / "loss.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "train_nats_per_byte", "validation_nats_per_byte"])
         for point in curve:
             validation = "" if point.validation is None else f"{point.validation:.6f}"
             writer.writerow([point.step, f"{point.train:.6f}", validation])
+    png = f"wrote {folder / 'loss.png'}"
+    try:
+        _write_png(folder / "loss.png", curve, entropy)
+    except ModuleNotFoundError as missing:
+        png = f"no {folder / 'loss.png'}: {missing.name} is not installed; pip install 'shardlite[demo]'"
+    return [f"wrote {folder / 'loss.csv'}", png]
 
 
 def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the demo. Light to import: the command line takes its defaults from here."""
+"""Settings of the demo. The command line takes its defaults from this file, which does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -39,24 +39,7 @@ SIZES = {
     "demo": GPTConfig(),
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024),
 }
-"""Models by name: 0.1, 10.7 and 85 million parameters."""
-
-
-PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
-"""What forward and backward can run in. The weights are made in fp32, so "fp32" casts nothing."""
-
-OPTIMIZERS = (
-    "adamw",
-    *(f"torch.{name}" for name in ("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "SGD", "ASGD")),
-    *("torch.RMSprop", "torch.Rprop"),
-)
-"""That of ShardLite, and those of `torch.optim` that step each element by itself."""
-
-TRANSPORTS = ("auto", "shared_memory", "symmetric_memory", "p2p", "collectives")
-"""Names of transports, see `shardlite.Route`."""
-
-LOGS = ("csv", "tensorboard")
-"""Formats of the values of each step."""
+"""Models by name, with 0.1, 10.7 and 85 million parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,38 +47,41 @@ class Settings:
     """One run of the demo.
 
     Raises:
-        ValueError: a number is out of its range, or options do not go together.
+        ValueError: a number is out of its range, or options cannot be combined.
     """
 
     gpt: GPTConfig = field(default_factory=GPTConfig)
     """The model."""
 
     stage: int = 3
-    """0: nothing is sharded; 1: optimizer state; 2: gradients, too; 3: parameters, too."""
+    """Stage of ZeRO. 0: nothing is sharded; 1: the optimizer state; 2: also gradients; 3: also parameters."""
 
     steps: int = 180
-    """Optimizer steps."""
+    """Number of optimizer steps."""
 
     batch: int = 4
-    """Sequences per rank in one forward."""
+    """Number of sequences per rank in one forward."""
 
     accumulate: int = 1
-    """Forwards and backwards per optimizer step."""
+    """Number of forwards and backwards per optimizer step."""
 
     lr: float = 1e-3
-    """Peak learning rate, reached after a tenth of the steps; a cosine decays it to a tenth."""
+    """Peak learning rate. A linear warmup reaches it after a tenth of the steps; a cosine decays it to a tenth."""
 
     precision: str = "fp32"
-    """What forward and backward run in, one of `PRECISIONS`. fp16 has a gradient scaler."""
+    """Dtype of forward and backward: fp32, bf16, fp16 or fp64. Weights are made in fp32, so fp32 casts nothing.
+
+    With fp16, a gradient scaler is used.
+    """
 
     reduce: str = "fp32"
-    """What gradients are summed in: fp32, bf16 or fp16."""
+    """Dtype in which gradients are summed: fp32, bf16 or fp16."""
 
     master: str = "fp32"
-    """Format of the weights that are stepped: fp32, or split24, which is a bf16 part and 8 bits more."""
+    """Format of the weights that the optimizer steps: fp32, or split24 (a bf16 part and 8 more bits)."""
 
     optimizer: str = "adamw"
-    """One of `OPTIMIZERS`."""
+    """ShardLite's "adamw", or an elementwise optimizer of PyTorch such as "torch.SGD"."""
 
     state: str = "fp32"
     """Format of the moments of "adamw": fp32, bf16 or int8."""
@@ -104,7 +90,7 @@ class Settings:
     """Whether "adamw" steps in the backward, without clipping."""
 
     transport: str = "auto"
-    """How messages travel, see `shardlite.Route`."""
+    """Transport of messages, as in `shardlite.Route`."""
 
     activation_checkpointing: bool = False
     """Whether blocks are recomputed in the backward."""
@@ -113,51 +99,43 @@ class Settings:
     """Seed of the initial weights and of the batches."""
 
     data: Path | None = None
-    """A text file or a folder of text files; `None` is Python's own standard library."""
+    """A text file or a folder of text files. `None` selects the source of Python's standard library."""
 
     out: Path = Path("outputs")
-    """The folder for the loss curve, the log and, unless `checkpoints` names another one, the checkpoints."""
+    """Folder for the loss curve and the log. Also for the checkpoints, unless `checkpoints` names another folder."""
 
     log: str | None = None
-    """One of `LOGS`: write the values of each step while the run goes on."""
+    """Format in which the values of each step are written during the run: csv or tensorboard."""
 
     checkpoints: Path | None = None
-    """The folder for checkpoints. The run goes on from the newest one there; `None` saves nothing."""
+    """Folder for checkpoints. The run resumes from the newest checkpoint in the folder. `None` saves nothing."""
 
     save_every: int = 20
-    """Steps between two checkpoints."""
+    """Number of steps between two checkpoints."""
 
     redundancy: str | None = None
-    """"neighbour": copies in memory after each step, from which ranks that start again go on."""
+    """"neighbour": copy the run into memory after each step, for ranks that are restarted. `None` copies nothing."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "lr", "save_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.redundancy is not None and self.checkpoints is None:
             raise ValueError(
                 "redundancy needs checkpoints: give --checkpoints FOLDER or --save-every N, because copies in memory "
                 "do not outlive the launcher"
             )
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
-        self._check_formats()
-
-    def _check_formats(self) -> None:
-        ours = self.optimizer == "adamw"
-        for name, wanted in (("state", "fp32"), ("master", "fp32"), ("in_backward", False)):
-            if getattr(self, name) != wanted and not ours:
+        for name in ("state", "master", "in_backward"):
+            value = getattr(self, name)
+            if value != getattr(Settings, name) and self.optimizer != "adamw":
                 raise ValueError(
-                    f"{name} is {_told(getattr(self, name))}, which requires the optimizer adamw; got {self.optimizer}"
+                    f"{name} is {str(value).lower()}, which requires the optimizer adamw; got {self.optimizer}"
                 )
         if self.master == "split24" and self.precision != "bf16":
             raise ValueError(
                 f"master split24 keeps weights as bf16 and 8 bits more: requires precision bf16, got {self.precision}"
             )
         if self.in_backward and self.precision == "fp16":
-            raise ValueError("in_backward does not go with precision fp16, whose gradients are scaled: take bf16")
-
-
-def _told(value: object) -> str:
-    """Return a value as a user writes it."""
-    return "true" if value is True else str(value)
+            raise ValueError("in_backward does not support precision fp16, whose gradients are scaled: choose bf16")

@@ -1,6 +1,6 @@
-"""Training text: bytes from files, split into training and validation, and batches that each rank draws.
+"""Text from files, split into training and validation, and the batches that each rank draws from the text.
 
-A byte is a token. The text is a numpy array, so that meters of tensor memory do not count it.
+A byte is a token. The text is a numpy array, so measurements of tensor memory do not include the text.
 
 Legend: `b` sequences, `t` bytes in a sequence.
 """
@@ -8,7 +8,7 @@ Legend: `b` sequences, `t` bytes in a sequence.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 TEXT_LIMIT = 4 << 20
-"""Maximum number of bytes read: more than some minutes of training use once."""
+"""Maximum number of bytes to read. A few minutes of training use fewer bytes."""
 
 _STRETCHES = 20
 _VALIDATION_SHARE = 0.1
 
-# Third-party packages, and modules that are tables and test data rather than code.
+# Folders with third-party packages, tables or test data.
 _NOT_PYTHON_CODE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 
@@ -49,91 +49,79 @@ class Corpus:
 def read_corpus(source: Path | None, *, context: int, limit: int = TEXT_LIMIT) -> Corpus:
     """Read up to `limit` bytes of the file or folder `source`, or of Python's standard library if `None`.
 
-    Validation takes the end of each of 20 equal stretches, so that both parts cover the whole text.
+    The text is cut into 20 equal stretches. The last tenth of each stretch is for validation, so both parts cover the
+    whole text.
 
     Raises:
-        ValueError: `source` does not exist, holds no text, or not enough for one sequence of `context` bytes.
+        ValueError: `source` does not exist, has no text, or has too little text for a sequence of `context` bytes.
     """
-    files = list(_standard_library() if source is None else _text_files(source))
-    text = _read(files, limit)
+    text = _read(_files(source), limit)
     if not len(text):
         raise ValueError(f"no text in {source or 'the standard library'}: give a text file or a folder with text files")
     stretches = rearrange(text[: len(text) // _STRETCHES * _STRETCHES], "(s n) -> s n", s=_STRETCHES)
     cut = round(stretches.shape[1] * (1 - _VALIDATION_SHARE))
     name = "the source of Python's standard library" if source is None else str(source)
     corpus = Corpus(source=name, train=stretches[:, :cut].flatten(), validation=stretches[:, cut:].flatten())
-    _check_length(corpus, context)
+    for part, held in (("training", corpus.train), ("validation", corpus.validation)):
+        if len(held) <= context:
+            raise ValueError(
+                f"the {part} part of {name} has {len(held)} bytes, but a context of {context} needs at least"
+                f" {context + 1}: give a longer text or a smaller context"
+            )
     return corpus
 
 
 def unigram_entropy(text: Bytes) -> float:
-    """Return the loss on `text` of the best model without context, in nats per byte."""
+    """Return the loss of the best model without context on `text`, in nats per byte."""
     counts = np.bincount(text)
     share = counts[counts > 0] / len(text)
     return float(-(share * np.log(share)).sum())
 
 
 def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Draw `shape` = (b, t) sequences from `text`: bytes x [b t] and their following bytes y [b t].
+    """Draw a batch of `shape` (b, t) from `text`: bytes x [b t] and the byte after each of them, y [b t].
 
-    `key`, such as (seed, rank, step), seeds the draw.
+    `key`, such as (seed, rank, step), is the seed.
     """
     b, t = shape
     return _windows(text, np.random.default_rng(key).integers(0, len(text) - t, size=b), t)
 
 
 def draw_sequences(text: Bytes, length: int, keys: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Draw one sequence of `length` bytes for each key: bytes x [b t] and their following bytes y [b t].
+    """Draw a sequence of `length` bytes x [b t] for each key, and the byte after each of them, y [b t].
 
-    A key, such as (seed, number of the sequence), seeds one draw. So a sequence is the same on whichever rank it is.
+    A key, such as (seed, number of the sequence), is the seed of its sequence, so a sequence does not depend on the
+    rank that draws it.
     """
     starts = [np.random.default_rng(key).integers(0, len(text) - length) for key in keys]
     return _windows(text, np.array(starts), length)
 
 
 def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tensor, Tensor]:
-    import torch  # not before: the command line checks the text without it
+    import torch  # imported late: the command line checks the text without PyTorch
 
     windows = torch.from_numpy(text[starts[:, None] + np.arange(length + 1)].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _standard_library() -> Iterator[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        if not _NOT_PYTHON_CODE & set(path.relative_to(root).parts):
+def _files(source: Path | None) -> Iterator[Path]:
+    """Yield `source` if it is a file, or else the text files in a folder or the standard library, sorted by name.
+
+    Hidden files are skipped.
+    """
+    root = source or Path(sysconfig.get_paths()["stdlib"])
+    if root.is_file():
+        yield root
+    elif not root.is_dir():
+        raise ValueError(f"{source} does not exist: give a text file or a folder with text files")
+    for path in sorted(root.rglob("*" if source else "*.py")):
+        parts = path.relative_to(root).parts
+        skipped = any(part.startswith(".") for part in parts) if source else not _NOT_PYTHON_CODE.isdisjoint(parts)
+        if not skipped and path.is_file() and 0 not in _read([path], 8192):  # text has no zero bytes
             yield path
 
 
-def _text_files(source: Path) -> Iterator[Path]:
-    """Yield `source` itself, or the files below it in name order, without hidden ones."""
-    if source.is_file():
-        yield source
-    elif source.is_dir():
-        for path in sorted(source.rglob("*")):
-            hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
-            if path.is_file() and not hidden and _looks_like_text(path):
-                yield path
-    else:
-        raise ValueError(f"{source} does not exist: give a text file or a folder with text files")
-
-
-def _looks_like_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(8192)
-
-
-def _check_length(corpus: Corpus, context: int) -> None:
-    """Check that both parts hold a sequence of `context` bytes and the following byte."""
-    for part, text in (("training", corpus.train), ("validation", corpus.validation)):
-        if len(text) <= context:
-            raise ValueError(
-                f"the {part} part of {corpus.source} has {len(text)} bytes, but a context of {context} needs at least"
-                f" {context + 1}: give a longer text or a smaller context"
-            )
-
-
-def _read(files: list[Path], limit: int) -> Bytes:
+def _read(files: Iterable[Path], limit: int) -> Bytes:
     text = bytearray()
     for path in files:
         with path.open("rb") as file:

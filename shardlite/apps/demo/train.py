@@ -1,18 +1,17 @@
 """The demo: train a small GPT on text over several ranks, as a user of ShardLite would.
 
-`train` calls the phases, which follow in order. Every rank runs all of them; only rank 0 prints and writes.
+`train` calls the phases in the order of this file. Every rank runs all phases. Only rank 0 prints and writes.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event
 from typing import Any
 
 import torch
@@ -22,31 +21,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, Route, ShardLite, load, save, save_in_memory
+from shardlite.apps.demo import report
 from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.log import Reporter, Step, open_log
-from shardlite.apps.demo.report import (
-    Point,
-    Progress,
-    describe_result,
-    describe_traffic,
-    footprint_table,
-    printable,
-    write_curve,
-)
+from shardlite.apps.demo.log import Reporter, open_log
+from shardlite.apps.demo.report import Point
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, unigram_entropy
-from shardlite.apps.launch import process_group
+from shardlite.apps.launch import on_signals, process_group
 from shardlite.apps.memory.peak import Batch, Footprint, measure_plain, measure_step, track_state
+from shardlite.apps.options import precision_of
 from shardlite.comm import all_gather_json
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
-_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-_MEASURED_STEP = 2  # by then optimizer state and all buffers are allocated
-_VALIDATIONS = 8  # in a run, evenly spread, the last one at its end
+_MEASURED_STEP = 2  # the earlier steps allocate the optimizer state and all buffers
+_VALIDATIONS = 8  # at equal intervals; the last validation is at the end of the run
 _VALIDATION_BATCHES = 8
-_TRAIN, _VALIDATION = 0, 1  # part of the key of a sequence
+_TRAIN, _VALIDATION = 0, 1  # parts of the text, in the key of a sequence
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class Run:
     model: ShardLite
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    """Scales gradients if forward and backward run in fp16; otherwise it changes nothing."""
+    """Gradient scaler, which is enabled if forward and backward run in fp16."""
 
     rank: int
     ranks: int
@@ -84,7 +76,7 @@ def train(settings: Settings, corpus: Corpus) -> None:
 
 
 def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.device) -> Footprint:
-    """Return this rank's footprint without sharding; all its memory is freed on return."""
+    """Return this rank's footprint without sharding. All memory of the model is freed on return."""
     batches = [_draw(settings, corpus.train, device, _TRAIN, first) for first in _firsts(settings, 0, 0, ranks=1)]
     return measure_plain(_make_gpt(settings).to(device), batches, MAX_NORM)
 
@@ -105,35 +97,28 @@ def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
 
 
 def _make_gpt(settings: Settings) -> GPT:
-    model = GPT(settings.gpt)
-    model.recomputes = settings.activation_checkpointing
-    return model
+    return GPT(settings.gpt, recompute=settings.activation_checkpointing)
 
 
 def precision_of_run(settings: Settings) -> Precision:
     """Return the dtypes of a run. Logits are cast to fp32, in which the loss is computed."""
-    casts = settings.precision != "fp32"
-    return Precision(
-        compute=_COMPUTE[settings.precision] if casts else None,
-        reduce=_COMPUTE[settings.reduce],
-        master="split24" if settings.master == "split24" else torch.float32,
-        output=torch.float32 if casts else None,
-    )
+    compute = None if settings.precision == "fp32" else settings.precision
+    precision = precision_of(compute, settings.reduce, settings.master)
+    return replace(precision, output=None if compute is None else torch.float32)
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
-    """Return the optimizer of a run. Those whose weight decay is decoupled decay matrices, others decay nothing."""
-    if not settings.optimizer.endswith(("adamw", "AdamW")):
-        made: Optimizer = getattr(torch.optim, settings.optimizer.removeprefix("torch."))(
-            model.parameters(), lr=settings.lr
-        )
+    """Return the optimizer of a run. AdamW has weight decay for matrices, other optimizers have none."""
+    kind = settings.optimizer.removeprefix("torch.")
+    if kind not in ("adamw", "AdamW"):
+        made: Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=settings.lr)
         return made
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    if settings.optimizer == "torch.AdamW":
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.99))
-    return AdamW(groups, lr=settings.lr, betas=(0.9, 0.99), state=settings.state, in_backward=settings.in_backward)
+    matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1}
+    vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
+    options: dict[str, Any] = {"lr": settings.lr, "betas": (0.9, 0.99)}
+    if kind == "AdamW":
+        return torch.optim.AdamW([matrices, vectors], **options)
+    return AdamW([matrices, vectors], state=settings.state, in_backward=settings.in_backward, **options)
 
 
 def _announce(run: Run) -> None:
@@ -147,7 +132,7 @@ def _announce(run: Run) -> None:
 def _resume(run: Run) -> tuple[list[Point], int]:
     """Load the newest checkpoint or the copies in memory, if there are any.
 
-    Return the curve, and how many sequences were drawn so far.
+    Return the curve, and the number of sequences drawn so far.
     """
     folder = run.settings.checkpoints
     if folder is None:
@@ -160,22 +145,8 @@ def _resume(run: Run) -> tuple[list[Point], int]:
     return curve, found.get("sequences", 0)
 
 
-@contextmanager
-def _notice_of_the_end(run: Run) -> Iterator[Event]:
-    """Yield an event that SIGTERM sets, if the run saves checkpoints. Schedulers send SIGTERM before they end a job."""
-    asked = Event()
-    if run.settings.checkpoints is None or current_thread() is not main_thread():
-        yield asked
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
-    """Copy the run into memory if that is enabled. Save a checkpoint if one is due or the run `ends`."""
+    """Copy the run into memory if enabled. Save a checkpoint if a checkpoint is due or the run `ends`."""
     settings, step = run.settings, len(curve)
     if settings.checkpoints is None:
         return
@@ -192,16 +163,17 @@ def _scaling(run: Run) -> dict[str, torch.amp.GradScaler]:
 
 
 def _learn(run: Run, curve: list[Point], drawn: int) -> Footprint | None:
-    """Take the remaining steps and extend the curve. Measure the memory of one of the first.
+    """Take the remaining steps and extend the curve. Return the memory of one of the first steps.
 
     `drawn` is the number of sequences drawn so far, by any number of ranks.
     """
-    first, settings = len(curve), run.settings
+    first, settings, asked = len(curve), run.settings, Event()
     with ExitStack() as until_the_end:
-        asked = until_the_end.enter_context(_notice_of_the_end(run))
+        if settings.checkpoints is not None:  # schedulers send SIGTERM before they end a job
+            until_the_end.enter_context(on_signals(["SIGTERM"], lambda _: asked.set()))
         reporter = None
         if run.rank == 0:
-            progress = Progress(settings.steps, _sequences_per_step(run) * settings.gpt.context, first=first)
+            progress = report.Progress(settings.steps, _sequences_per_step(run) * settings.gpt.context, first=first)
             log = None if settings.log is None else open_log(settings.log, settings.out, after=first)
             reporter = until_the_end.enter_context(closing(Reporter(run.model, progress, log)))
         return _take_steps(run, curve, drawn, asked, reporter)
@@ -209,18 +181,20 @@ def _learn(run: Run, curve: list[Point], drawn: int) -> Footprint | None:
 
 def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, reporter: Reporter | None) -> Footprint | None:
     first, steps, footprint = len(curve), run.settings.steps, None
-    run.model.traffic()  # on a GPU time counts from here
+    run.model.traffic()  # on a GPU, the first call starts the measurement of time
     for step in range(first, steps):
         if step == min(first + _MEASURED_STEP, steps - 1):
-            taken, footprint = _measured_step(run, step, drawn)
+            values, footprint = _measured_step(run, step, drawn)
         else:
-            taken = _step(run, step, drawn)
+            values = _step(run, step, drawn)
         drawn += _sequences_per_step(run)
         if step == first:
             track_state(run.model.ledger, run.optimizer)
-        curve.append(Point(step + 1, taken.loss, _validate(run) if _is_validation_due(step, steps) else None))
+        if (step + 1) * _VALIDATIONS // steps > step * _VALIDATIONS // steps:
+            values["validation_loss"] = _validate(run)
+        curve.append(Point(step + 1, values["loss"], values.get("validation_loss")))
         if reporter is not None:
-            reporter.show(taken, curve[-1])
+            reporter.show(curve[-1], values)
         ends = run.settings.checkpoints is not None and _mean_over_ranks(asked.is_set()) > 0
         _save(run, curve, drawn, ends=ends)
         if ends:
@@ -228,30 +202,27 @@ def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, reporter
     return footprint
 
 
-def _step(run: Run, step: int, drawn: int) -> Step:
-    """Take one optimizer step on the sequences from number `drawn` on."""
+def _step(run: Run, step: int, drawn: int) -> dict[str, float]:
+    """Take an optimizer step on the sequences from number `drawn` on, and return its values for the log."""
     settings, model, scaler = run.settings, run.model, run.scaler
+    begin, loss, rate = time.perf_counter(), 0.0, learning_rate(settings, step)
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(settings, step)
-    begin, loss = time.perf_counter(), 0.0
+        group["lr"] = rate
     firsts = _firsts(settings, drawn, run.rank, ranks=run.ranks)
     for first in firsts:
         with nullcontext() if first == firsts[-1] else model.no_sync():
             part = _loss(model, *_draw(settings, run.corpus.train, run.device, _TRAIN, first)) / settings.accumulate
             scaler.scale(part).backward()  # type: ignore[no-untyped-call]
         loss += part.item()
-    norm = None if settings.in_backward else _clip(run)
+    values = {}
+    if not settings.in_backward:
+        scaler.unscale_(run.optimizer)
+        values["gradient_norm"] = model.clip_grad_norm_(MAX_NORM).item()
     scaler.step(run.optimizer)
     scaler.update()
     run.optimizer.zero_grad()
     loss = _mean_over_ranks(loss)
-    return Step(loss, learning_rate(settings, step), norm, time.perf_counter() - begin)
-
-
-def _clip(run: Run) -> float:
-    """Clip the gradients, and return their norm before clipping."""
-    run.scaler.unscale_(run.optimizer)
-    return run.model.clip_grad_norm_(MAX_NORM).item()
+    return {**values, "loss": loss, "learning_rate": rate, "step_ms": 1e3 * (time.perf_counter() - begin)}
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -259,14 +230,14 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def _measured_step(run: Run, step: int, drawn: int) -> tuple[Step, Footprint]:
-    taken: list[Step] = []
+def _measured_step(run: Run, step: int, drawn: int) -> tuple[dict[str, float], Footprint]:
+    taken: list[dict[str, float]] = []
     footprint = measure_step(lambda: taken.append(_step(run, step, drawn)), run.model.ledger)
     return taken[0], footprint
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Return the rate of a step: linear warmup over a tenth of the steps, then a cosine to a tenth of `settings.lr`."""
+    """Return the rate of a step: a linear warmup over a tenth of the steps, then a cosine to a tenth of the peak."""
     warmup = math.ceil(settings.steps / 10)
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -276,7 +247,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _validate(run: Run) -> float:
-    """Return the mean loss on validation text: the same text in each validation, another part on each rank."""
+    """Return the mean loss on validation text. Each rank has its own part of the text, equal in all validations."""
     run.model.eval()
     losses = [
         _loss(run.model, *_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()
@@ -286,36 +257,32 @@ def _validate(run: Run) -> float:
     return _mean_over_ranks(sum(losses) / len(losses))
 
 
-def _is_validation_due(step: int, steps: int) -> bool:
-    return (step + 1) * _VALIDATIONS // steps > step * _VALIDATIONS // steps
-
-
 def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, *, steps: int) -> None:
-    """Print the quality of the model, and the memory and time of the `steps` that this process has taken."""
+    """Print the quality of the model, and the memory and traffic of the `steps` that this process has taken."""
     footprints = [Footprint(**each) for each in all_gather_json(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
     entropy = unigram_entropy(run.corpus.validation)
-    print(f"\n{describe_result(curve[-1].validation or math.nan, entropy)}")
-    print(f"\nOne training step holds, each row at its highest:\n\n{footprint_table(footprints, plain)}\n")
+    print(f"\n{report.describe_result(curve[-1].validation or math.nan, entropy)}")
+    print(f"\nOne training step holds, each row at its highest:\n\n{report.footprint_table(footprints, plain)}\n")
     if run.ranks > 1:
-        print(f"{describe_traffic(run.model.traffic(), steps)}\n")
-    print("\n".join(write_curve(run.settings.out, curve, entropy)), flush=True)
+        print(f"{report.describe_traffic(run.model.traffic(), steps)}\n")
+    print("\n".join(report.write_curve(run.settings.out, curve, entropy)), flush=True)
 
 
 def _show_sample(run: Run) -> None:
-    """Generate text on rank 0 with the full model, which fits on one rank."""
+    """Generate text on rank 0 with the full model, which fits into the memory of one rank."""
     weights = run.model.full_state_dict(rank=0)
     if run.rank != 0:
         return
     model = GPT(run.settings.gpt)
     model.load_state_dict(weights)
     sample = model.generate(b"\n", SAMPLE_BYTES, seed=run.settings.seed)
-    print(f"\nThe model writes:\n{printable(sample)}")
+    print(f"\nThe model writes:\n{report.printable(sample)}")
 
 
 def _firsts(settings: Settings, drawn: int, rank: int, *, ranks: int, batches: int | None = None) -> range:
-    """Return the number of the first sequence of each of a rank's batches in a step, `drawn` sequences after the first.
+    """Return the number of the first sequence of each batch of a rank, after `drawn` earlier sequences.
 
     Ranks take turns, batch by batch.
     """
@@ -325,7 +292,7 @@ def _firsts(settings: Settings, drawn: int, rank: int, *, ranks: int, batches: i
 
 
 def _draw(settings: Settings, text: Bytes, device: torch.device, part: int, first: int) -> Batch:
-    """Draw a batch: sequence `first` of a part of the text, and those that follow it."""
+    """Draw a batch from a part of the text: the sequences from number `first` on."""
     numbers = range(first, first + settings.batch)
     x, y = draw_sequences(text, settings.gpt.context, [(settings.seed, part, number) for number in numbers])
     return x.to(device), y.to(device)

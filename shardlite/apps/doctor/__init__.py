@@ -1,4 +1,5 @@
-"""`shardlite doctor`: what this machine offers, which way messages take here, and why.
+"""`shardlite doctor`: properties of this machine, and the transports that are available on it.
 
-In: a number of ranks. Out: text, and an exit status. Read `trials.py` first; `command.py` has the options.
+In: a number of ranks. Out: text that explains which transport is selected, and an exit status. Read `trials.py` first;
+`command.py` starts the ranks.
 """

@@ -2,15 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from shardlite.apps import launch
-from shardlite.apps.options import add_command, started_ranks
-
-
-def add_doctor(commands: Any) -> None:
-    """Add `shardlite doctor` to the commands."""
-    add_command(commands, "doctor", run)
+from shardlite.apps.options import started_ranks
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:

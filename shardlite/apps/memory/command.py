@@ -1,13 +1,12 @@
 """`shardlite memory` on the command line."""
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shardlite.apps.launch import world_size
 from shardlite.apps.memory import OWN
-from shardlite.apps.options import add_command, check_file, check_folder, check_numbers, usage_errors
+from shardlite.apps.options import check_file, check_folder, check_numbers, usage_errors
 from shardlite.apps.plan.presets import check_model
 
 SYSTEMS = (
@@ -16,12 +15,6 @@ SYSTEMS = (
     *("in_backward", "in_backward, prefetch 0", "bf16", "bf16, split24", "bf16, int8", "compact"),
 )
 """The names of `systems.SYSTEMS`, repeated because that module imports PyTorch."""
-
-
-def add_memory(commands: Any) -> None:
-    """Add `shardlite memory` to the commands."""
-    parser = add_command(commands, "memory", run, batch=1)
-    parser.add_argument("--row", type=Path, help=SUPPRESS)  # written by a rank
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:

@@ -2,16 +2,10 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
 
-from shardlite.apps.options import MOST_RANKS, add_command, check_numbers, usage_errors
+from shardlite.apps.options import MOST_RANKS, check_numbers, usage_errors
 from shardlite.apps.plan.clusters import CLUSTERS, memory_of
 from shardlite.apps.plan.presets import check_model
-
-
-def add_plan(commands: Any) -> None:
-    """Add `shardlite plan` to the commands."""
-    add_command(commands, "plan", run, batch=8)
 
 
 def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:

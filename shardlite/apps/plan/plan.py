@@ -87,7 +87,7 @@ def setting_of(options: Namespace) -> Setting:
         ValueError: the dtypes cannot be combined.
     """
     return Setting(
-        precision=precision_of(options),
+        precision=precision_of(options.compute, options.reduce, options.master),
         state=options.state,
         in_backward=options.in_backward,
         prefetch=options.prefetch,

@@ -1,7 +1,7 @@
 """Keys and values of rows as text.
 
-A key contains its unit (`cpu_ms_p50`, `peak_bytes`), and `_vs_` makes a ratio (`ms_vs_ddp`). `names.json` has
-the names of systems, words and units.
+A key contains its unit (`cpu_ms_p50`, `peak_bytes`). `_vs_` denotes a ratio (`ms_vs_ddp`). `names.json` has the names
+of systems, words and units.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def title(key: str) -> str:
 
 
 def unit(key: str, values: Sequence[Any]) -> tuple[float, str]:
-    """Return the divisor and the name of the unit in which values are shown; no name for counts and ratios."""
+    """Return the divisor and the name of the unit in which values are shown. Counts and ratios have no name."""
     words = key.partition(".")[0].split("_")
     if "vs" in words:
         return 1, ""
@@ -33,18 +33,23 @@ def unit(key: str, values: Sequence[Any]) -> tuple[float, str]:
 
 
 def heading(key: str, values: Sequence[Any]) -> str:
-    """Return the title of a key with the unit in which `texts` shows its values."""
+    """Return the title of a key, with the unit in which `texts` shows the values."""
     return ", ".join(filter(None, (title(key), unit(key, values)[1])))
 
 
 def texts(key: str, values: Sequence[Any]) -> list[str]:
-    """Return the values under a key as text, in one unit and with three digits."""
+    """Return the values under a key as text, with the same unit and three digits."""
     scale = unit(key, values)[0]
     return [_text(key, value, scale) for value in values]
 
 
+def quantity(key: str, value: Any) -> str:
+    """Return a value with its unit."""
+    return f"{texts(key, [value])[0]} {unit(key, [value])[1]}".strip()
+
+
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number; `True` and `False` are not."""
+    """Return whether a value is a number. `True` and `False` are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -3,14 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from shardlite.apps.options import add_command, progress, usage_errors
-
-
-def add_report(commands: Any) -> None:
-    """Add `shardlite report` to the commands."""
-    add_command(commands, "report", run, rows=[Path("bench/results")])
+from shardlite.apps.options import progress, usage_errors
 
 
 def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
@@ -18,6 +12,6 @@ def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
     from shardlite.apps.report.page import write_report
 
     with usage_errors(parser, "report"):
-        count = write_report(options.rows, options.out, progress=progress)
+        count = write_report([Path(each) for each in options.rows], options.out, progress=progress)
     print(f"wrote {options.out}: {count} rows")
     return 0

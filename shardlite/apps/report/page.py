@@ -1,6 +1,6 @@
-"""The page: for each bench a question, and for each run its provenance, a plot, a table and the command.
+"""The page: a question for each bench; and for each run its provenance, a plot, a table and the command.
 
-The template `page.html` has the layout. The page refers to no other file. Needs Jinja2 and matplotlib.
+The template `page.html` has the layout. The page is self-contained. Jinja2 and matplotlib are required.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps.options import check_file
-from shardlite.apps.report.cells import heading, is_number, texts, title, unit
+from shardlite.apps.report.cells import heading, is_number, quantity, texts, title
 from shardlite.apps.report.plots import plot
 from shardlite.apps.report.rows import SETTINGS, Bench, Row, Run, bench_of, by_bench, by_setting, flat, read_rows
 
 _PROVENANCE = ("machine", "torch", "python", "triton", "cuda", "date", "file")
-_IN_WORDS = ("model", "parameters", "optimizer")  # `words` name the model
-_PLAIN = ("words", "machine", "date", "file", "operation", "optimizer", "training")  # values that need no name
+_IN_WORDS = ("model", "parameters", "optimizer")  # settings that the value of `words` includes
+# Keys whose values are shown without the key.
+_PLAIN = ("words", "machine", "date", "file", "operation", "optimizer", "training")
 
 
 def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], None] = lambda words: None) -> int:
@@ -45,7 +46,7 @@ def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], 
 
 
 def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words: None) -> str:
-    """Return the page of some rows, known benches first."""
+    """Return the page of rows. Known benches come first."""
     from jinja2 import Template  # optional
 
     sections = []
@@ -57,7 +58,7 @@ def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words:
 
 
 def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the section of one bench: the runs of each setting, under what tells it from the others."""
+    """Return the section of one bench: the runs of each setting. Keys that differ between settings are titles."""
     bench = bench_of(name, rows)
     settings = by_setting(rows, bench.labels)
     firsts = [runs[0][0] for runs in settings]
@@ -68,7 +69,7 @@ def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _run(run: Run, bench: Bench) -> dict[str, Any]:
-    """Return a run: keys that differ between its rows are columns of a table, the others stand above it."""
+    """Return a run. Keys that differ between its rows are columns of the table. Other keys are listed above it."""
     rows = [flat(row) for row in run]
     hidden = {"bench", "command", "suite", *bench.hidden}
     found = dict.fromkeys([*_PROVENANCE, *(key for row in rows for key in row)])
@@ -88,22 +89,20 @@ def _differ(rows: Sequence[Row], key: str) -> bool:
 
 
 def _phrases(row: Row, keys: Sequence[str]) -> list[str]:
-    """Return the values of keys in words, without those that are empty."""
-    shown = [
-        (key, texts(key, [row[key]])[0], unit(key, [row[key]])[1]) for key in keys if row.get(key) not in (None, "")
-    ]
-    return [f"{'' if key in _PLAIN else f'{title(key)}: '}{text} {name}".strip() for key, text, name in shown]
+    """Return the values of keys as text. Skip empty values."""
+    shown = [key for key in keys if row.get(key) not in (None, "")]
+    return [f"{'' if key in _PLAIN else f'{title(key)}: '}{quantity(key, row[key])}" for key in shown]
 
 
 def _column(rows: Sequence[Row], key: str) -> dict[str, Any]:
-    """Return title and cells of a column."""
+    """Return the title and the cells of a column."""
     values = [row.get(key) for row in rows]
     numeric = all(value is None or is_number(value) for value in values)
     return {"title": heading(key, values), "cells": texts(key, values), "numeric": numeric}
 
 
 def _command(bench: Bench, run: Run) -> str:
-    """Return the command with the values of the run's rows, without options that no row has a value for."""
+    """Return the command with the values of the run's rows. Omit options for which no row has a value."""
 
     def option(found: re.Match[str]) -> str:
         rows = [row for row in run if found["key"] in row]

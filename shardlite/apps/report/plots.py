@@ -1,6 +1,6 @@
-"""Plots of a run, as SVG in an address that a page embeds. Needs matplotlib.
+"""Plots of a run, as SVG in a `data:` URL. matplotlib is required.
 
-Systems of a family share a colour of Okabe and Ito, which colour-blind readers can tell apart.
+Systems of a family share a colour of Okabe and Ito, whose colours colour-blind readers can distinguish.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from base64 import b64encode
 from io import BytesIO
 from typing import Any
 
-from shardlite.apps.report.cells import heading, is_number, texts, title, unit
+from shardlite.apps.report.cells import heading, is_number, quantity, texts, title, unit
 from shardlite.apps.report.rows import Bench, Row, Run
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"
@@ -19,7 +19,7 @@ _MARKERS = "os^DvPX"
 
 
 def plot(rows: Run, bench: Bench) -> str:
-    """Return the plot of flat rows as a `data:` address, or an empty string if there are no numbers to plot.
+    """Return the plot of flat rows as a `data:` URL, or an empty string if there are no numbers to plot.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -42,7 +42,7 @@ def plot(rows: Run, bench: Bench) -> str:
 
 
 def _bars(axes: Any, rows: Run, bench: Bench, key: str) -> None:
-    """Draw a bar for each row, the first one on top."""
+    """Draw a bar for each row. The first row is at the top."""
     values = [row[key] if is_number(row.get(key)) else None for row in rows]
     scale = unit(key, values)[0]
     bars = axes.barh(range(len(rows)), [(value or 0) / scale for value in values], color=list(map(_family, rows)))
@@ -54,12 +54,12 @@ def _bars(axes: Any, rows: Run, bench: Bench, key: str) -> None:
 
 
 def _lines(axes: Any, rows: Run, bench: Bench, key: str) -> None:
-    """Draw a line for each series. The horizontal axis is logarithmic if it has few places, all positive."""
+    """Draw a line for each series. The horizontal axis is logarithmic if it has few values and all are positive."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         series.setdefault(_name(row, rows, bench), []).extend(_points(row, bench.axis, key))
     places, heights = zip(*(point for points in series.values() for point in points), strict=True)
-    few = len(set(places)) <= 12  # so each place gets a tick
+    few = len(set(places)) <= 12  # each value gets a tick
     for number, (name, points) in enumerate(series.items()):
         style = {"color": _SERIES[number % 7], "marker": _MARKERS[number % 7] if few else ""}
         axes.plot(*zip(*sorted(points), strict=True), label=name, **style)
@@ -67,7 +67,7 @@ def _lines(axes: Any, rows: Run, bench: Bench, key: str) -> None:
         axes.set_yscale("log")
     if few:
         axes.set_xscale("log" if min(places) > 0 else "linear")
-        axes.set_xticks(places, [" ".join([*texts(bench.axis, [x]), unit(bench.axis, [x])[1]]) for x in places])
+        axes.set_xticks(places, [quantity(bench.axis, x) for x in places])
         axes.minorticks_off()
     axes.set_xlabel(title(bench.axis))
     axes.set_ylabel(heading(key, heights))
@@ -75,7 +75,7 @@ def _lines(axes: Any, rows: Run, bench: Bench, key: str) -> None:
 
 
 def _name(row: Row, rows: Run, bench: Bench) -> str:
-    """Return the labels in which rows differ."""
+    """Return the labels of a row that differ between the rows, as text."""
     labels = [key for key in bench.labels if key != bench.axis and row.get(key) not in (None, "")]
     differing = [key for key in labels if any(other.get(key) != row[key] for other in rows)] or labels
     return ", ".join(
@@ -84,7 +84,10 @@ def _name(row: Row, rows: Run, bench: Bench) -> str:
 
 
 def _points(row: Row, axis: str, key: str) -> list[tuple[float, float]]:
-    """Return the points of a row: one, or one for each item of a list, counted from 1 if they have no places."""
+    """Return the points of a row: one point, or a point for each item of a list.
+
+    Items are numbered from 1 if the row has no list under `axis`.
+    """
     value, place = row.get(key), row.get(axis, 0)
     values = value if isinstance(value, list) else [value]
     counted = range(1, len(values) + 1) if isinstance(value, list) else [place]
@@ -93,6 +96,6 @@ def _points(row: Row, axis: str, key: str) -> list[tuple[float, float]]:
 
 
 def _family(row: Row) -> str:
-    """Return the colour of a system's family; ShardLite's if the row has no system of another one."""
+    """Return the colour of a system's family. ShardLite's colour is the default."""
     system = str(row.get("system", "")).lower()
     return next((colour for family, colour in _FAMILIES.items() if system.startswith(family)), _BLUE)

@@ -1,7 +1,7 @@
 """Read rows, group them by bench and setting, and look up how a bench is shown.
 
-A row is what a bench has measured of one system. Rows are comparable if they agree in their setting (model, ranks,
-machine, ...). A run is the comparable rows of one file and day. `benches.json` describes the known benches.
+A row is a measurement of one system by a bench. Rows are comparable if they have the same setting (model, ranks,
+machine, ...). A run consists of the comparable rows of one file and day. `benches.json` describes the known benches.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Row = dict[str, Any]
 Run = list[Row]
 
 NEEDED = ("bench", "machine", "torch", "date")
-"""Keys that every row has."""
+"""Keys that each row must have."""
 
 SETTINGS = (
     *("model", "words", "training", "parameters", "operation", "cluster", "mode", "device", "ranks", "world_size"),
     *("threads", "transport", "precision", "accumulation", "clip", "numel", "order", "optimizer", "units", "batch"),
     *("context", "steps", "budget_bytes", "within", "malloc", "busy", "probe", "dry"),
 )
-"""Keys that make up a setting, most telling first, unless they label the rows of a bench."""
+"""Keys of a setting, the most important first. Keys that label the rows of a bench are not part of the setting."""
 
 _DEFAULTS: Row = {"precision": "fp32", "accumulation": 1}
-"""Settings of rows that lack them."""
+"""Values of settings that a row lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +38,19 @@ class Bench:
     """How to read the numbers."""
 
     command: str = ""
-    """Repeats a run. An option `--name {key}` gets the values that the run's rows have under the key."""
+    """Command that repeats a run. In an option `--name {key}`, `{key}` is replaced by the values of the run's rows."""
 
     labels: Sequence[str] = ("system",)
-    """Keys that tell the rows of a run apart."""
+    """Keys that distinguish the rows of a run."""
 
     values: Sequence[str] = ()
     """Keys that are plotted."""
 
     axis: str = ""
-    """The key on the horizontal axis of a line plot; without it, bars are drawn. It may hold a list, as the values."""
+    """The key on the horizontal axis of a line plot. Without a key, bars are drawn. Values of this key may be lists."""
 
     hidden: Collection[str] = ()
-    """Keys that the table leaves out."""
+    """Keys that the table omits."""
 
 
 _DESCRIBED = json.loads(Path(__file__).with_name("benches.json").read_text())
@@ -58,14 +58,14 @@ BENCHES = {name: Bench(**described) for name, described in _DESCRIBED.items()}
 
 
 def bench_of(name: str, rows: Sequence[Row]) -> Bench:
-    """Return how a bench is shown. Of an unknown one, medians and sizes are plotted."""
+    """Return the description of a bench. For an unknown bench, medians and sizes are plotted."""
     values = [key for key in rows[0] if key.endswith(("_p50", "_bytes")) and key not in SETTINGS]
     unknown = Bench(question=f"What does {name} measure?", command=str(rows[0].get("command", "")), values=values)
     return BENCHES.get(name, unknown)
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Return the rows of files, and of all `.jsonl` files of folders, in the order of their names.
+    """Return the rows of files, and of all `.jsonl` files in folders in the order of the file names.
 
     Raises:
         ValueError: a line is not a row (the message names file and line), or there are no rows.
@@ -90,7 +90,7 @@ def _row(file: Path, number: int, line: bytes) -> Row:
 
 
 def by_bench(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each bench, known benches first."""
+    """Return the rows of each bench. Known benches come first."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["bench"], []).append(row)
@@ -98,7 +98,7 @@ def by_bench(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[Run]]:
-    """Return the runs of each setting, newest first. `labels` are keys that tell the rows of a run apart."""
+    """Return the runs of each setting, the newest first. `labels` are the keys that distinguish the rows of a run."""
     settings: dict[str, dict[tuple[str, ...], Run]] = {}
     for row in rows:
         setting = json.dumps([row.get(key, _DEFAULTS.get(key)) for key in ("machine", *SETTINGS) if key not in labels])
@@ -108,7 +108,7 @@ def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[Run]]:
 
 
 def flat(row: Row) -> Row:
-    """Return a row whose objects are spread over keys of their own: `{"a.b": 1}` of `{"a": {"b": 1}}`."""
+    """Flatten the objects in a row: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     out: Row = {}
     for key, value in row.items():
         out |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}

@@ -4,19 +4,14 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardlite.apps.options import add_command, check_file, usage_errors
+from shardlite.apps.options import check_file, usage_errors
 
 if TYPE_CHECKING:
     from shardlite.comm import Schedule
 
 _MOST_RANKS = 64
-
-
-def add_ring(commands: Any) -> None:
-    """Add `shardlite ring` to the commands."""
-    add_command(commands, "ring", run)
 
 
 def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Differences of two tensors, and bounds on them.
 
 Legend: `W` ranks, `r` a rank, `g_r` its gradient of one element, `u` the unit roundoff (half the distance from 1 to the
-next number), `gamma(k) = k*u / (1 - k*u)`: the bound on `k` roundings (Higham, 2002, Accuracy and Stability, 3.1).
+next number), `gamma(k) = k*u / (1 - k*u)` the bound on `k` roundings (Higham, 2002, Accuracy and Stability, 3.1).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from shardlite.apps.verify import twins
 from shardlite.config import Precision
 
 _FP64 = 1 + 2.0**-20
-"""Allowance for differences computed in fp64, whose roundings are 2^-29 of those of fp32: far less than this."""
+"""Allowance for the roundings of differences that are computed in fp64. They are 2^-29 of the roundings of fp32."""
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the absolute difference in fp64: infinite if one is NaN, 0 where both are the same infinity."""
+    """Return the absolute difference in fp64: infinite if a value is NaN, 0 if both values are the same infinity."""
     apart = (ours.double() - theirs.double()).abs()
     return torch.where(ours == theirs, 0.0, apart.nan_to_num(nan=math.inf, posinf=math.inf))
 
 
 def unlike(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return where bits differ or a value is NaN. Bits of different dtypes always differ."""
+    """Return a mask of the elements whose bits differ or that are NaN. Elements of different dtypes always differ."""
     return (ours != theirs) | (torch.signbit(ours) != torch.signbit(theirs)) | (ours.dtype != theirs.dtype)
 
 
 def in_ulps(apart: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return a difference in units in the last place (ulps) of the larger number: it is `m * 2^e`, `1/2 <= m < 1`.
+    """Return a difference in units in the last place (ulps) of the larger number, `m * 2^e` with `1/2 <= m < 1`.
 
-    Of two dtypes the coarser one is used.
+    The coarser of the two dtypes determines the unit.
     """
     info = max(torch.finfo(ours.dtype), torch.finfo(theirs.dtype), key=lambda info: info.eps)
     exponent = torch.frexp(torch.maximum(ours.double().abs(), theirs.double().abs())).exponent
@@ -45,41 +45,34 @@ def in_ulps(apart: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result of a judge: the used share of the bound, and a description of the worst element."""
+    """Result of a judge: the largest difference as a share of the bound, and a description of its element."""
 
     share: float
     detail: str
 
 
 Judge: TypeAlias = Callable[[str, Tensor, Tensor], Judgement]
-"""Function of the name of a tensor, ours and theirs."""
+"""Function of the name of a tensor, our values and their values."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """The judge of each quantity; `None`: not judged."""
-
-    first_loss: Judge | None = None
-    later_losses: Judge | None = None
-    gradients: Judge | None = None
-    weights: Judge | None = None
+Bounds: TypeAlias = Mapping[str, Judge]
+"""Judges of "first loss", "later losses", "gradients" and "weights". A quantity without a judge is only reported."""
 
 
 def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:
-    """Allow no difference: 0 and -0 differ, and NaN is never equal."""
+    """Judge two tensors whose bits must be equal: 0 and -0 differ, and NaN is never equal."""
     if ours.dtype != theirs.dtype:
         return Judgement(math.inf, f"{ours.dtype} and {theirs.dtype}")
     wrong = unlike(ours, theirs)
     worst = torch.where(wrong, difference(ours, theirs), -1.0).argmax()
-    allowed = torch.zeros((), dtype=torch.float64).expand(ours.shape)
-    return Judgement(math.inf if bool(wrong.any()) else 0.0, _describe(ours, theirs, allowed, int(worst)))
+    return Judgement(math.inf if bool(wrong.any()) else 0.0, _describe(ours, theirs, 0.0, int(worst)))
 
 
-SAME = Bounds(first_loss=same_bits, later_losses=same_bits, gradients=same_bits, weights=same_bits)
+SAME: Bounds = dict.fromkeys(("first loss", "later losses", "gradients", "weights"), same_bits)
 
 
 def rounding(magnitude: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return `gamma(count) * magnitude`, plus the loss below the smallest normal number."""
+    """Return `gamma(count) * magnitude`, plus the error of roundings below the smallest normal number."""
     info = torch.finfo(dtype)
     unit = count * info.eps / 2
     return magnitude * (unit / (1 - unit)) + count * info.tiny * info.eps
@@ -89,15 +82,15 @@ def rounding(magnitude: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 class Sum:
     """Bounds on differences caused by the order and the dtype of a sum over the ranks.
 
-    A mean that is computed by `k` roundings on the path of any `g_r` is
+    If at most `k` roundings affect each `g_r`, the computed mean is
 
         sum_r g_r/W * (1 + d_r)   with |d_r| <= gamma(k)
 
-    in any order of additions, so it is within `gamma(k) * M` of the exact one, where `M` is the mean of `|g_r|`. The
-    distance of two means is at most the sum of their distances from the exact one. The ring and the simple twin add `W`
-    gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each gradient by the rounded
-    `1/W`, then adds: `k = 1 + 1 + W - 1`. Below the normal numbers additions are exact, and a division or a product is
-    off by at most half the smallest number.
+    in any order of additions. So its distance from the exact mean is at most `gamma(k) * M`, where `M` is the mean of
+    `|g_r|`. The distance of two means is at most the sum of their distances from the exact mean. The ring and the
+    simple twin add `W` gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each
+    gradient by the rounded `1/W`, then adds: `k = 1 + 1 + W - 1`. Below the normal numbers, additions are exact, and
+    the error of a division or a product is at most half the smallest number.
     """
 
     world_size: int
@@ -105,22 +98,22 @@ class Sum:
     """`M` of each element, in fp64."""
 
     casts: Mapping[str, Tensor]
-    """The mean of `|g_r - p_r|`, in fp64, where plain PyTorch computes `p_r` instead of `g_r`."""
+    """The mean of `|g_r - p_r|` in fp64. Plain PyTorch computes `p_r` instead of `g_r`."""
 
     precision: Precision
     """Precision of `g_r`."""
 
     def error(self, name: str, master: torch.dtype) -> Tensor:
-        """Return the bound on the distance of the ring's mean from the exact one: `W` roundings to the reduce dtype."""
+        """Return the bound on the error of the ring's mean, which is rounded `W` times to the reduce dtype."""
         return rounding(self.magnitudes[name], self.world_size, self.precision.reduce_of(master))
 
     def simple(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
-        """Judge against the simple twin, which adds the same gradients in the dtype of the master."""
+        """Judge a gradient against the simple twin, which adds the same gradients in the dtype of the master."""
         allowed = self.error(name, ours.dtype) + rounding(self.magnitudes[name], self.world_size, theirs.dtype)
         return _within(ours, theirs, allowed)
 
     def data_parallel(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
-        """Judge against `DistributedDataParallel`, which adds `p_r` in the dtype of the parameter."""
+        """Judge a gradient against `DistributedDataParallel`, which adds `p_r` in the dtype of the parameter."""
         casts = self.casts[name] * _FP64
         added = rounding(self.magnitudes[name] + casts, self.world_size + 1, theirs.dtype)
         return _within(ours, theirs, self.error(name, ours.dtype) + casts + added)
@@ -130,50 +123,51 @@ class Sum:
 class Batching:
     """Bounds on differences between the ranks and one process with the batches of all ranks.
 
-    The process sums over another batch, in an order that only the matrix library knows, so bounds that count roundings
-    are not tight. But all of this is PyTorch's computation, and can be measured without ShardLite. With `x_r` for what
-    a rank computes in fp64 and `x` for what one process does, `w` for its result in the precision of the model,
+    The process sums over another batch, in an order that only the matrix library knows, so a bound that counts
+    roundings is not tight. However, PyTorch's errors can be measured without ShardLite. Let `x_r` be the fp64 result of
+    a rank, `x` the fp64 result of the one process, and `w` the result of the one process in the model's dtype. Then
 
         ours - w = (ours - mean g_r) + (mean g_r - mean x_r) + (mean x_r - x) + (x - w)
 
     The first term is ShardLite's own error: at most `gamma(W) * M`, see `Sum`. The second is at most the mean of
-    `|g_r - x_r|`, the errors of the ranks' own computations, with all casts of `Precision`. The third is the claim to
-    be verified, that the mean of the ranks is what one process computes; it is zero except for roundings of fp64, which
-    `_FP64` allows for. The last is the error of the one process. So every element has its own bound, as large as the
-    roundings of this model: an element whose errors all have one sign uses the whole of it.
+    `|g_r - x_r|`, the errors of the ranks' own computations, including all casts of `Precision`. The third must be
+    verified: it is zero, except for roundings of fp64, if the mean of the ranks is the result of one process. `_FP64`
+    allows for these roundings. The fourth is the error of the one process. So every element has its own bound, as large
+    as the roundings of this model. An element whose errors all have the same sign reaches its bound.
     """
 
     summed: Sum
-    survey: twins.Survey
+    magnitude: Tensor
+    """Mean of the ranks' absolute losses, [], in fp64."""
+
+    errors: twins.Step
+    """Means over the ranks of `|g_r - x_r|`."""
+
     exact: twins.Step
     """`x`."""
 
     def gradient(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge one gradient."""
-        errors = self._errors().gradients[name] + difference(theirs, self.exact.gradients[name])
+        errors = self.errors.gradients[name] + difference(theirs, self.exact.gradients[name])
         return _within(ours, theirs, errors * _FP64 + self.summed.error(name, ours.dtype))
 
     def loss(self, _: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge the loss, whose mean over the ranks is rounded once."""
-        errors = self._errors().loss + difference(theirs, self.exact.loss)
-        return _within(ours, theirs, errors * _FP64 + torch.finfo(ours.dtype).eps / 2 * self.survey.magnitudes.loss)
-
-    def _errors(self) -> twins.Step:
-        assert self.survey.errors is not None
-        return self.survey.errors
+        errors = self.errors.loss + difference(theirs, self.exact.loss)
+        return _within(ours, theirs, errors * _FP64 + torch.finfo(ours.dtype).eps / 2 * self.magnitude)
 
 
 def _within(ours: Tensor, theirs: Tensor, allowed: Tensor) -> Judgement:
-    """Judge by the element that uses the largest share of its allowance."""
+    """Judge two tensors by the element whose difference is the largest share of its allowance."""
     apart = difference(ours, theirs)
     shares = torch.where(apart == 0, 0.0, apart / allowed)
     worst = int(shares.argmax())
-    return Judgement(float(shares.flatten()[worst]), _describe(ours, theirs, allowed, worst))
+    return Judgement(float(shares.flatten()[worst]), _describe(ours, theirs, float(allowed.flatten()[worst]), worst))
 
 
-def _describe(ours: Tensor, theirs: Tensor, allowed: Tensor, worst: int) -> str:
+def _describe(ours: Tensor, theirs: Tensor, allowed: float, worst: int) -> str:
     """Describe the element with flat index `worst`."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(worst), ours.shape)] if ours.dim() else []
     a, b = ours.flatten()[worst].item(), theirs.flatten()[worst].item()
     place = f"at {index} " if index else ""
-    return f"{place}{a:.9g} and {b:.9g}, {abs(a - b):.3g} apart, allowed are {float(allowed.flatten()[worst]):.3g}"
+    return f"{place}{a:.9g} and {b:.9g}, {abs(a - b):.3g} apart, allowed are {allowed:.3g}"

@@ -1,7 +1,7 @@
-"""Plain data parallel, written out: the bits that a sharded model has to reproduce.
+"""Plain data parallel, written out: a sharded model must reproduce its bits.
 
 A `Twin` holds one unsharded replica and averages the gradients of all ranks in a written-out order. Each rank has a
-twin, computes the gradients of its own batch, and gathers those of the others.
+twin, computes the gradients of its own batch, and gathers the gradients of the other ranks.
 
     master --cast--> parameter -> gradient --cast--> sum of a rank -> sum of all ranks / their number -> master's .grad
     fp32             compute      compute            reduce           reduce, in the end fp32
@@ -19,13 +19,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardlite.build import UnitPolicy, partition_module, plan_flats
 from shardlite.config import Precision
 from shardlite.engine import cast_floats
-from shardlite.params import ALIGN, Layout, round_up
+from shardlite.params import ALIGN, Layout
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Sum:
     """The gradient sums of one flat on all ranks, to be averaged."""
 
     flats: Sequence[Tensor]
-    """By rank: [W*S], in the dtype in which ranks add up; zero where a rank used nothing."""
+    """The sum of each rank, [W*S], in the dtype of the sum. Zero where a rank used no parameter."""
 
     layout: Layout
-    """Layout of the weights. Its dtype is the mean's."""
+    """Layout of the weights. The mean has its dtype."""
 
 
 Mean: TypeAlias = Callable[[Sum], Tensor]
-"""From the sums of all ranks to their mean [W*S]."""
+"""Function that returns the mean [W*S] of the sums of all ranks."""
 
 
 def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
-    """Add each segment `k` in the order of a ring, and divide the sum by the number of ranks or by `divisor`, once."""
+    """Add each segment `k` in the order of a ring. Divide the sum once, by `divisor` or else by the number of ranks."""
     mean = torch.zeros(of.layout.full_numel, dtype=of.layout.dtype)
     for k in range(of.layout.world_size):
         own = slice(*of.layout.shard_range(k))
@@ -55,8 +55,8 @@ def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
 def add_round(parts: Sequence[Tensor], k: int, divisor: int, dtype: torch.dtype) -> Tensor:
     """Add the ranks' parts of segment `k` in the order k+1, k+2, ..., k, and divide the sum.
 
-    Partial sums are sent, and rounded to, the dtype of the parts. The last one is divided before it is rounded, to
-    `dtype`.
+    Partial sums are rounded to the dtype of the parts, in which they are sent. The last sum is divided first and then
+    rounded to `dtype`.
     """
     exact = torch.promote_types(parts[0].dtype, torch.float32)
     order = [(k + 1 + i) % len(parts) for i in range(len(parts))]
@@ -70,7 +70,7 @@ def add_round(parts: Sequence[Tensor], k: int, divisor: int, dtype: torch.dtype)
 
 
 def simple_mean(of: Sum) -> Tensor:
-    """Add one rank after the other, and divide once: `(g0 + g1 + ...) / W`."""
+    """Add the sums in rank order, and divide once: `(g0 + g1 + ...) / W`."""
     total, *others = (flat.to(of.layout.dtype) for flat in of.flats)
     for other in others:
         total = total + other
@@ -78,7 +78,7 @@ def simple_mean(of: Sum) -> Tensor:
 
 
 class Twin:
-    """An unsharded replica of a model, trained on the batches of all ranks. It changes `module` in place.
+    """An unsharded replica of a model, trained on the batches of all ranks. Modifies `module` in place.
 
     Args:
         module: the model.
@@ -86,10 +86,10 @@ class Twin:
         units: as in `ShardLite`.
         mean: averages the gradients.
         precision: as in `ShardLite`, except that weights are not split.
-        shards: number of ranks that share a model; `None`: all.
+        shards: number of ranks that share a model; `None` is all.
         group: the ranks.
 
-    Buffers are each rank's own.
+    Each rank has its own buffers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Twin:
         self.module = module
         self.world_size = world_size
         self.unused = False
-        """Whether any rank has not used a trainable parameter in some backward."""
+        """Whether, in any backward, a rank did not use a trainable parameter."""
 
         self._group = group
         shards, device = shards or world_size, next(module.parameters()).device
@@ -117,14 +117,14 @@ class Twin:
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
         casts = any(flat.layout.dtype != flat.compute for flat in self._flats)
         self.rounds = casts or world_size > 1
-        """Whether gradients are summed in the reduce dtype: a single rank that casts no weights sums nothing."""
+        """Whether sums have the reduce dtype. On a single rank that casts no weights, they have the compute dtype."""
 
         self._sum_dtypes = {name: flat.reduce if self.rounds else flat.compute for name, flat in kinds.items()}
         self.masters = {
             name: nn.Parameter(param.detach().to(kinds[name].layout.dtype, copy=True), param.requires_grad)
             for name, param in self._own.items()
         }
-        """What the optimizer steps, by name."""
+        """The parameters that the optimizer steps, by name."""
 
         self._mean = mean
         self._precision = precision
@@ -132,24 +132,24 @@ class Twin:
             param.data = param.data.to(kinds[name].compute)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module, with floating-point tensors of the inputs and the output cast as `precision` says."""
+        """Run the module, with floating-point tensors of the inputs and the output cast as `precision` specifies."""
         compute, output = self._precision.compute, self._precision.output
         result = self.module(*(inputs if compute is None else cast_floats(inputs, compute)), **options)
         return result if output is None else cast_floats(result, output)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the masters into the parameters that the module computes with."""
+        """Copy the masters into the parameters of the module."""
         for name, param in self._own.items():
             param.copy_(self.masters[name])
 
     def backward(self, run: Callable[[], Any]) -> Any:
-        """Call `run()`, which does the backwards of this rank, and average the gradients over the ranks. Collective.
+        """Call `run`, which runs the backwards of this rank, and average the gradients over the ranks. Collective.
 
-        The means are added to the masters' `grad`; that of a parameter that no rank used stays as it was.
+        The means are added to the masters' `grad`. If no rank used a parameter, its `grad` does not change.
 
         Returns:
-            What `run` returned.
+            The result of `run`.
         """
         self.refresh()
         with self.caught() as sums:
@@ -159,7 +159,7 @@ class Twin:
 
     @contextmanager
     def caught(self) -> Iterator[dict[str, Tensor]]:
-        """Yield one rank's gradient sums, by name. Each is rounded to the dtype of the sum when a gradient is added."""
+        """Yield one rank's gradient sums, by name. After each addition, a sum is rounded to its dtype."""
         sums: dict[str, Tensor] = {}
 
         def catch(name: str, param: Tensor) -> None:
@@ -178,41 +178,31 @@ class Twin:
             handle.remove()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the masters and buffers under all of their names."""
+        """Return masters and buffers, a shared one under each of its names."""
         masters = {param: self.masters[name].detach() for name, param in self._own.items()}
         return {name: masters.get(entry, entry) for name, entry in self.module.state_dict(keep_vars=True).items()}
 
-    def _packed(self, sums: Mapping[str, Tensor]) -> Tensor:
-        """Return one rank's sums as bytes: the flats, and for each parameter whether it has a sum."""
-        flats = (flattened(flat.layout, sums, self._flat_dtype(flat.layout)) for flat in self._flats)
-        there = torch.tensor([name in sums for name in self._own], dtype=torch.uint8)
-        return torch.cat([*(flat.view(torch.uint8) for flat in flats), there])
+    def _packed(self, sums: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return one rank's sums: the flats, then for each parameter whether it has a sum, as uint8."""
+        dtypes = (self._sum_dtypes[flat.layout.slots[0].name] for flat in self._flats)
+        flats = [flattened(flat.layout, sums, dtype) for flat, dtype in zip(self._flats, dtypes, strict=True)]
+        return [*flats, torch.tensor([name in sums for name in self._own], dtype=torch.uint8)]
 
-    def _gathered(self, packed: Tensor) -> list[Tensor]:
+    def _gathered(self, packed: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the packed sums of all ranks."""
-        ranks = [torch.empty_like(packed) for _ in range(self.world_size)]
-        dist.all_gather(ranks, packed, group=self._group)
+        ranks = [[torch.empty_like(each) for each in packed] for _ in range(self.world_size)]
+        for own, *of_ranks in zip(packed, *ranks, strict=True):  # as bytes: gloo does not support all dtypes
+            dist.all_gather([each.view(torch.uint8) for each in of_ranks], own.view(torch.uint8), group=self._group)
         return ranks
 
-    def _unpacked(self, packed: Tensor) -> tuple[list[Tensor], set[str]]:
-        """Return one rank's flats and the names of the parameters that have a sum."""
-        dtypes = [self._flat_dtype(flat.layout) for flat in self._flats]
-        sizes = [flat.layout.full_numel * dtype.itemsize for flat, dtype in zip(self._flats, dtypes, strict=True)]
-        *flats, there = torch.split(packed, [*sizes, len(self._own)])
-        used = {name for name, is_there in zip(self._own, there.tolist(), strict=True) if is_there}
-        return [each.clone().view(dtype) for each, dtype in zip(flats, dtypes, strict=True)], used
-
-    def _flat_dtype(self, layout: Layout) -> torch.dtype:
-        return self._sum_dtypes[layout.slots[0].name]
-
-    def _accumulate(self, packed: Sequence[Tensor]) -> None:
+    def _accumulate(self, packed: Sequence[Sequence[Tensor]]) -> None:
         """Add the means of all ranks' sums to the masters' gradients."""
-        ranks = [self._unpacked(each) for each in packed]
-        trainable = {name for name, param in self._own.items() if param.requires_grad}
-        self.unused |= any(used < trainable for _, used in ranks)
-        used = set().union(*(names for _, names in ranks))
+        uses = torch.stack([of_rank[-1] for of_rank in packed])
+        used = {name for name, is_used in zip(self._own, uses.any(dim=0).tolist(), strict=True) if is_used}
+        trainable = torch.tensor([param.requires_grad for param in self._own.values()])
+        self.unused |= not bool(uses[:, trainable].all())
         for i, layout in enumerate(flat.layout for flat in self._flats):
-            mean = self._mean_of([flats[i] for flats, _ in ranks], layout)
+            mean = self._mean_of([of_rank[i] for of_rank in packed], layout)
             for slot in layout.slots:
                 if slot.name in used:
                     master, new = self.masters[slot.name], mean[slot.start : slot.stop].view(slot.shape)
@@ -222,58 +212,37 @@ class Twin:
         return self._mean(Sum(flats, layout))
 
 
-class PaddedAdamW(Optimizer):
+class PaddedAdamW(torch.optim.AdamW):
     """PyTorch's fused AdamW on flat copies of the parameters, padded with zeros to a multiple of 32 elements.
 
-    The padding matters: PyTorch's vector loop rounds the last `n % 16` elements differently. No parameter is stepped if
-    a gradient is not finite, as in ShardLite.
+    PyTorch's vector loop rounds the last `n % 16` elements differently, so padding changes bits. If a gradient is not
+    finite, no parameter is stepped, as in ShardLite.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+        self._step_supports_amp_scaling = False  # a `GradScaler` unscales gradients before the step
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient; each counts its own steps."""
-        pairs = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
-        if all(bool(param.grad.isfinite().all()) for param, _ in pairs):
-            for param, group in pairs:
-                self._update(param, group)
-
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        assert param.grad is not None
-        flat, grad, state = _padded(param), _padded(param.grad), self.state[param]
-        if not state:
-            state.update(exp_avg=torch.zeros_like(flat), exp_avg_sq=torch.zeros_like(flat), step=torch.zeros(()))
-        state["step"] += 1
-        torch._fused_adamw_(
-            *([flat], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]),
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            amsgrad=False,
-            maximize=False,
-        )
-        param.copy_(flat[: param.numel()].view(param.shape))
+        """Step each parameter that has a gradient. Each parameter has its own step count."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        whole = [(param, param.data, param.grad) for param in params]
+        if all(bool(grad.isfinite().all()) for _, _, grad in whole):
+            for param, data, grad in whole:
+                param.data, param.grad = _padded(data), _padded(grad)
+            super().step()
+            for param, data, grad in whole:
+                data.copy_(param.data[: data.numel()].view(data.shape))
+                param.data, param.grad = data, grad
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    flat = tensor.new_zeros(round_up(tensor.numel(), ALIGN))
-    flat[: tensor.numel()] = tensor.reshape(-1)
-    return flat
+    return F.pad(tensor.reshape(-1), (0, -tensor.numel() % ALIGN))
 
 
 def flattened(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Put tensors in their places in a flat [W*S]; where there is none it is zero."""
+    """Return a flat [W*S] that contains the tensors in their slots. Other slots are zero."""
     full = torch.zeros(layout.full_numel, dtype=dtype)
     for slot in layout.slots:
         if slot.name in tensors:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from shardlite.build import UnitPolicy
 from shardlite.config import Precision
@@ -21,23 +21,23 @@ Batch: TypeAlias = tuple[Any, ...]
 """The arguments of a model."""
 
 SAME_LOSS = 2.0**-30
-"""In fp64, relative differences between losses of the same batch are far below this, those of other batches above."""
+"""Bound on the relative difference of two fp64 losses of the same batch. Losses of different batches differ more."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """The training task, equal for every system."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int, int], Batch]
-    """From step and rank to the arguments of the model, which returns their mean loss."""
+    """Function of step and rank that returns the arguments of the model. The model returns their mean loss."""
 
     steps: int
     lr: float
     weight_decay: float
     units: UnitPolicy
     precision: Precision
-    """Applies to ShardLite and the replicas, not to PyTorch's data parallelism and one process."""
+    """Precision of ShardLite and the replicas. PyTorch's data parallelism and one process do not use it."""
 
     seed: int
     group: dist.ProcessGroup | None
@@ -59,7 +59,7 @@ class Task:
 
     @property
     def casts(self) -> bool:
-        """Whether weights, inputs or outputs are cast, so that plain PyTorch computes other numbers."""
+        """Whether weights, inputs or outputs are cast. Plain PyTorch then computes other numbers."""
         return (self.precision.compute, self.precision.output) != (None, None)
 
     def model(self) -> nn.Module:
@@ -68,61 +68,59 @@ class Task:
         return self.make_model()
 
     def batch(self, step: int, rank: int) -> Batch:
-        """Make a rank's batch. Seeds the random numbers, also those drawn afterwards."""
+        """Make a rank's batch. The seed also determines random numbers that are drawn afterwards."""
         torch.manual_seed(self.seed + 1 + step * self.world_size + rank)
         return self.make_batch(step, rank)
 
 
-def mean_loss(
-    task: Task, module: Callable[..., Any], step: int, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple
-) -> Tensor:
-    """Return the mean of the losses of `ranks`, [], each computed with the random numbers of its rank."""
-    losses = [module(*convert(task.batch(step, rank))) for rank in ranks]
-    return torch.stack(losses).sum() / len(ranks)
+def mean_loss(task: Task, module: Callable[..., Any], step: int, ranks: Sequence[int]) -> Tensor:
+    """Return the mean of the losses of `ranks`, []. Each loss is computed with the random numbers of its rank."""
+    return torch.stack([module(*task.batch(step, rank)) for rank in ranks]).sum() / len(ranks)
 
 
 def joined_batch(batches: Sequence[Batch]) -> Batch | None:
-    """Concatenate tensors along their first dimension. `None` if an argument is neither joinable nor equal."""
-    (first, structure), *others = [tree_flatten(batch) for batch in batches]
-    if any(other != structure for _, other in others):
+    """Concatenate the tensors of all batches along their first dimension.
+
+    Return `None` if some tensors cannot be concatenated, or if other arguments differ.
+    """
+
+    def join(first: Any, *others: Any) -> Any:
+        column = [first, *others]
+        if all(isinstance(each, Tensor) for each in column):
+            if all(each.dim() > 0 and (each.shape, each.dtype) == (first.shape, first.dtype) for each in column):
+                return torch.cat(column)
+        elif not any(isinstance(each, Tensor) or each != first for each in column):
+            return first
+        raise ValueError("arguments cannot be joined")
+
+    try:
+        whole: Batch = tree_map(join, *batches)
+    except ValueError:  # also if the structures of the batches differ
         return None
-    columns = list(zip(first, *(leaves for leaves, _ in others), strict=True))
-    if not all(_joinable(column) for column in columns):
-        return None
-    leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    whole: Batch = tree_unflatten(leaves, structure)
     return whole
 
 
 def joins(task: Task, loss: Tensor) -> bool:
-    """Return whether the joined batch of the first step has the loss `loss` of the separate batches, in fp64.
+    """Return whether the joined batch of the first step has the mean `loss` of the separate batches, in fp64.
 
-    It has not if tensors lack a batch dimension, if a loss is a mean over a number of items that differs between ranks,
-    or if random numbers are drawn.
+    The loss differs if tensors lack a batch dimension, if ranks average over different numbers of items, or if the
+    model draws random numbers.
     """
     batch = joined_batch([task.batch(0, rank) for rank in range(task.world_size)])
     if batch is None:
         return False
     try:
-        joined = task.model().double()(*doubled(batch)).detach()
-    except Exception:  # any error of the model on a batch of another size
+        joined = doubled(task.model())(*batch).detach()
+    except Exception:  # the model may raise any error on a batch of another size
         return False
     return bool((joined - loss).abs() <= SAME_LOSS * loss.abs())
 
 
-def doubled(batch: Batch) -> Batch:
-    """Return the batch with all floating-point tensors in fp64."""
+def doubled(module: nn.Module) -> nn.Module:
+    """Convert a module, and the floating-point tensors of all its future inputs, to fp64."""
 
     def double(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    converted: Batch = tree_map(double, batch)
-    return converted
-
-
-def _joinable(column: Sequence[Any]) -> bool:
-    """Return whether one argument of all ranks can be one argument of one process."""
-    first = column[0]
-    if all(isinstance(each, Tensor) for each in column):
-        return all(each.dim() > 0 and (each.shape, each.dtype) == (first.shape, first.dtype) for each in column)
-    return not any(isinstance(each, Tensor) for each in column) and all(each == first for each in column)
+    module.register_forward_pre_hook(lambda _, batch: tree_map(double, batch))
+    return module.double()

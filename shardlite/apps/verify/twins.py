@@ -1,13 +1,13 @@
-"""Systems that train one model on the same batches, each returning a record of its results. Judging is done elsewhere.
+"""Systems that train one model on the same batches. Each returns a record of its results.
 
     sharded        by ShardLite, at any stage
-    replicated     plain twins, whose gradients are averaged in the simplest way, or in ring order
+    replicated     by plain twins, whose gradients are averaged in rank order or in ring order
     data_parallel  by `torch.nn.parallel.DistributedDataParallel`
     one_process    rank 0 alone, on the batches of all ranks
     elastic        by ShardLite with order="tree", on different numbers of ranks
-    survey, exact  no training, only the first step: each rank separately, and in fp64
+    survey, exact  only the gradients of the first step, without training: each rank separately, and in fp64
 
-`sharded`, `replicated` and `elastic` compute as `Precision` says, the others in the model's own dtypes.
+`sharded`, `replicated` and `elastic` apply `Precision`. The others compute in the model's own dtypes.
 
 Legend: `W` ranks.
 """
@@ -15,8 +15,9 @@ Legend: `W` ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardlite.apps.verify.plain import Mean, PaddedAdamW, Twin, simple_mean
-from shardlite.apps.verify.task import Batch, Task, doubled, joined_batch, mean_loss
+from shardlite.apps.verify.task import Task, doubled, joined_batch, mean_loss
 from shardlite.checkpoint import load, save
 from shardlite.comm import all_gather_json
 from shardlite.config import Route
@@ -48,10 +49,10 @@ class Record:
     """The results of a system."""
 
     losses: list[Tensor]
-    """[] per step; of this rank, or of all ranks if one process trained on all."""
+    """The loss [] of each step: of this rank, or of all ranks if one process trained on all batches."""
 
     gradients: Gradients
-    """Whole gradients of the first step, averaged over the ranks; `None` where no rank used a parameter."""
+    """Whole gradients of the first step, averaged over the ranks. `None` if no rank used the parameter."""
 
     weights: Weights
     """Whole parameters and floating-point buffers after the last step."""
@@ -59,7 +60,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Step:
-    """One number for the loss of the first step, [], and for each element of its gradients."""
+    """Values of the first step: one for the loss, [], and one for each element of the gradients."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -67,18 +68,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Survey:
-    """Results of each rank alone in the first step, with `Precision`; means over the ranks, in fp64."""
+    """Results of the first step, computed by each rank alone with `Precision`. Means over the ranks, in fp64."""
 
     magnitudes: Step
     """Absolute values."""
 
     casts: Step
-    """Distances to the results of plain PyTorch. Zero if nothing is cast, and no gradients of one parameter are added
-    in another dtype.
+    """Distances to the results of plain PyTorch.
+
+    They are zero if nothing is cast and the gradients of each parameter are added in the dtype of the parameter.
     """
 
     errors: Step | None
-    """Distances to the results of plain PyTorch in fp64; `None` if the model does not run in fp64, or always does."""
+    """Distances to the results of plain PyTorch in fp64. `None` if `exact` returns `None` on any rank."""
 
 
 # ---- the systems ----------------------------------------------------------------------------------------------------
@@ -88,20 +90,19 @@ def sharded(task: Task, stage: int) -> Record:
     """Train by ShardLite."""
     module = task.model()
     shapes = {name: param.shape for name, param in module.named_parameters()}
-    options: dict[str, Any] = {"units": task.units, "precision": task.precision, "group": task.group}
-    model = ShardLite(module, stage=stage, buffers="own", **options)
-    optimizer = AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+    model, optimizer = _sharded(task, module, stage=stage, group=task.group)
 
     def run(step: int) -> Tensor:
         return _backward(model(*task.batch(step, task.rank)))
 
-    return _train(task, optimizer, run, lambda: _whole_gradients(model, shapes, task.group), model.full_state_dict)
+    gradients = partial(_whole_gradients, task, model, shapes, stage)
+    return _train(task, optimizer, run, gradients, model.full_state_dict)
 
 
 def replicated(task: Task, mean: Mean) -> tuple[Record, bool]:
     """Train plain twins whose gradients are averaged by `mean`.
 
-    Also return whether any rank did not use a parameter in any step.
+    Also return whether, in any step, a rank did not use a parameter.
     """
     twin = _twin(task, mean)
     optimizer = PaddedAdamW(twin.masters.values(), lr=task.lr, weight_decay=task.weight_decay)
@@ -110,12 +111,11 @@ def replicated(task: Task, mean: Mean) -> tuple[Record, bool]:
         loss: Tensor = twin.backward(lambda: _backward(twin(*task.batch(step, task.rank))))
         return loss
 
-    trained = {name: master for name, master in twin.masters.items() if master.requires_grad}
-    return _train(task, optimizer, run, lambda: _gradients(trained), twin.state_dict), twin.unused
+    return _train(task, optimizer, run, lambda: _gradients(twin.masters.items()), twin.state_dict), twin.unused
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
-    """Train by PyTorch's data parallelism. `unused`: whether some rank does not use all parameters."""
+    """Train by PyTorch's data parallelism. `unused` is whether, in any step, a rank does not use all parameters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
@@ -127,7 +127,7 @@ def data_parallel(task: Task, *, unused: bool) -> Record:
 
 
 def one_process(task: Task, *, join: bool) -> Record:
-    """Train on the batches of all ranks in this process: in one batch, or by the mean of the ranks' losses."""
+    """Train on the batches of all ranks in this process: joined to one batch, or by the mean of the ranks' losses."""
     module, ranks = task.model(), range(task.world_size)
 
     def loss(step: int) -> Tensor:
@@ -138,16 +138,16 @@ def one_process(task: Task, *, join: bool) -> Record:
 
 
 def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
-    """Train with order="tree" on 1, 2, 4, ... ranks, and on fewer and fewer of them. Collective.
+    """Train with order="tree": on each of 1, 2, 4, ... ranks, and once on a decreasing number of ranks. Collective.
 
-    The ranks of a smaller run are the first ones; the others wait for them.
+    A smaller run uses the first ranks. The other ranks wait.
 
     Returns:
-        The whole parameters of each run by its number of ranks, those of the run whose number of ranks changed, and
-        its numbers of ranks. Only rank 0 has parameters.
+        The whole parameters of the runs by their numbers of ranks; the whole parameters of the run on a decreasing
+        number of ranks; and the numbers of ranks of the latter run. Only rank 0 gets parameters.
     """
     counts = [1 << i for i in range(task.world_size.bit_length())]
-    made = {count: dist.new_group(range(count)) for count in counts}  # to be called by ranks outside, too
+    made = {count: dist.new_group(range(count)) for count in counts}  # ranks outside the group must also call this
     groups = {count: group if task.rank < count else None for count, group in made.items()}
     path = counts[::-1][: task.steps]
     edges = [i * task.steps // len(path) for i in range(len(path) + 1)]
@@ -157,7 +157,7 @@ def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
         folder = Path(all_gather_json(task.group, own, "a folder")[0])
         for count, (start, stop) in zip(path, pairwise(edges), strict=True):
             changing = _train_parts(task, groups[count], range(start, stop), folder)
-            all_gather_json(task.group, None, "a run on fewer ranks")  # the folder is of use until here
+            all_gather_json(task.group, None, "a run on fewer ranks")  # all ranks have finished with the folder
     return fixed, changing, path
 
 
@@ -177,15 +177,15 @@ def survey(task: Task) -> Survey:
 
 
 def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
-    """Compute the first step on the batches of `ranks` in fp64, as the mean of their losses.
+    """Compute the first step in fp64, with the mean of the losses on the batches of `ranks`.
 
-    `None` if the model does not run in fp64, or has fp64 parameters, so that this would not be more exact.
+    Return `None` if the model does not run in fp64, or has fp64 parameters, so that fp64 would not be more exact.
     """
     if any(param.dtype == torch.float64 for param in module.parameters()):
         return None
     try:
-        return _first_step(task, module.double(), ranks, doubled)
-    except RuntimeError:  # forward makes tensors of another dtype
+        return _first_step(task, doubled(module), ranks)
+    except RuntimeError:  # the forward creates tensors of another dtype
         return None
 
 
@@ -199,7 +199,7 @@ def _train(
     gradients: Callable[[], Gradients],
     state: Callable[[], Mapping[str, Any]],
 ) -> Record:
-    """Run all steps. `run` is a forward and backward that averages gradients over the ranks, and returns the loss."""
+    """Take all steps. `run` runs forward and backward, averages the gradients over the ranks and returns the loss."""
     losses: list[Tensor] = []
     first: Gradients = {}
     for step in range(task.steps):
@@ -220,17 +220,17 @@ def _train_in_torch(task: Task, module: nn.Module, loss: Callable[[int], Tensor]
         _densify(module)
         return value
 
-    return _train(task, optimizer, run, lambda: _gradients(_trainable(module)), module.state_dict)
+    return _train(task, optimizer, run, lambda: _gradients(module.named_parameters()), module.state_dict)
 
 
 def _train_parts(task: Task, group: dist.ProcessGroup | None, steps: range, folder: Path | None) -> Weights:
-    """Train on the ranks of a group from what is in a folder, and save there. Return the parameters, on rank 0."""
+    """Train on the ranks of a group, and return the whole parameters on rank 0.
+
+    If there is a folder, resume from its checkpoint and save a checkpoint.
+    """
     if group is None:
         return {}
-    route = Route(order="tree", parts=task.parts)
-    options: dict[str, Any] = {"units": task.units, "precision": task.precision, "route": route}
-    model = ShardLite(task.model(), group=group, buffers="own", **options)
-    optimizer = AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+    model, optimizer = _sharded(task, task.model(), route=Route(order="tree", parts=task.parts), group=group)
     if folder is not None and steps.start:
         load(folder, model, optimizer)
     for step in steps:
@@ -245,21 +245,25 @@ def _train_parts(task: Task, group: dist.ProcessGroup | None, steps: range, fold
     return {name: value for name, value in model.full_state_dict(rank=0).items() if name in names}
 
 
+def _sharded(task: Task, module: nn.Module, **options: Any) -> tuple[ShardLite, AdamW]:
+    model = ShardLite(module, units=task.units, precision=task.precision, buffers="own", **options)
+    return model, AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+
+
 def _backward(loss: Tensor) -> Tensor:
     loss.backward()  # type: ignore[no-untyped-call]
     return loss
 
 
-def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple) -> Step:
-    """Run forward and backward. An unused parameter has a zero gradient."""
-    loss = _backward(mean_loss(task, module, 0, ranks, convert))
+def _first_step(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step:
+    """Run forward and backward on the batches of `ranks`."""
+    loss = _backward(mean_loss(task, module, 0, ranks))
     _densify(module)
-    params = _trainable(module)
-    return _step(loss, _gradients(params), params)
+    return _step(loss, _gradients(module.named_parameters()), dict(module.named_parameters()))
 
 
 def _step(loss: Tensor, gradients: Gradients, params: Mapping[str, nn.Parameter]) -> Step:
-    """Return a step in fp64; a parameter that this rank did not use has a zero gradient."""
+    """Return a step in fp64. A parameter that this rank did not use has a zero gradient."""
     whole = {}
     for name, param in params.items():
         if param.requires_grad:
@@ -269,34 +273,30 @@ def _step(loss: Tensor, gradients: Gradients, params: Mapping[str, nn.Parameter]
 
 
 def _replicated(task: Task) -> nn.Module:
-    """Make the model, with rank 0's values on every rank."""
+    """Make the model. Every rank has the values of rank 0."""
     module = task.model()
     for value in module.state_dict().values():
         if isinstance(value, Tensor):
-            content = value.contiguous().view(-1).view(torch.uint8)  # gloo does not know all dtypes
+            content = value.contiguous().view(-1).view(torch.uint8)  # gloo does not support all dtypes
             dist.broadcast(content, group=task.group, group_src=0)
             value.copy_(content.view(value.dtype).view(value.shape))
     return module
 
 
 def _twin(task: Task, mean: Mean) -> Twin:
-    group = dist.group.WORLD if task.group is None else task.group
-    return Twin(_replicated(task), task.world_size, task.units, mean, precision=task.precision, group=group)
+    return Twin(_replicated(task), task.world_size, task.units, mean, precision=task.precision, group=task.group)
 
 
 # ---- what a model holds ---------------------------------------------------------------------------------------------
 
 
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in module.named_parameters() if param.requires_grad}
-
-
-def _gradients(params: Mapping[str, nn.Parameter]) -> Gradients:
-    return {name: None if param.grad is None else param.grad.clone() for name, param in params.items()}
+def _gradients(params: Iterable[tuple[str, nn.Parameter]]) -> Gradients:
+    """Copy the gradients of the trainable parameters."""
+    return {name: None if param.grad is None else param.grad.clone() for name, param in params if param.requires_grad}
 
 
 def _densify(module: nn.Module) -> None:
-    """Make gradients dense: AdamW accepts no others."""
+    """Make gradients dense. PyTorch's AdamW rejects sparse gradients."""
     for param in module.parameters():
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.to_dense()
@@ -315,22 +315,14 @@ def _apart(one: Step, other: Step) -> Step:
     return Step((one.loss - other.loss).abs(), gradients)
 
 
-def _whole_gradients(model: ShardLite, shapes: Mapping[str, torch.Size], group: dist.ProcessGroup | None) -> Gradients:
-    """Assemble each gradient from the consecutive shards of all ranks, or return it if it is whole."""
-    params = _trainable(model)
+def _whole_gradients(task: Task, model: ShardLite, shapes: Mapping[str, torch.Size], stage: int) -> Gradients:
+    """Return the whole gradients. From stage 1 on, assemble each gradient from the consecutive shards of all ranks."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with as_they_are():  # gradients of placeholders and shards, without unsharding them
-        own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).reshape(-1) for n, p in params.items()}
-    numels = {name: None if grad is None else grad.numel() for name, grad in own.items()}
-    counts = all_gather_json(group, numels, "gradients")
-    whole: dict[str, Tensor | None] = {}
-    for name, grad in own.items():
-        pieces = {rank: count[name] for rank, count in enumerate(counts) if count[name] is not None}
-        if pieces and sum(pieces.values()) == shapes[name].numel():
-            parts = [grad if r == dist.get_rank(group) else params[name].new_empty(n) for r, n in pieces.items()]
-            for rank, part in zip(pieces, parts, strict=True):
-                if part is not None and part.numel():
-                    dist.broadcast(part, group=group, group_src=rank)
-            whole[name] = torch.cat([part for part in parts if part is not None]).view(shapes[name])
-        else:
-            whole[name] = None if grad is None else grad.clone().view(shapes[name])
-    return whole
+        own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).flatten().clone() for n, p in params.items()}
+    ranks: list[Any] = [own]
+    if stage > 0:
+        ranks = [None] * task.world_size
+        dist.all_gather_object(ranks, own, group=task.group)
+    pieces = {name: [grads[name] for grads in ranks if grads[name] is not None] for name in own}
+    return {name: torch.cat(each).view(shapes[name]) if each else None for name, each in pieces.items()}

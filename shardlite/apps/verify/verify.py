@@ -1,10 +1,11 @@
 """Train a model by ShardLite and by reference methods, and report the differences.
 
-ShardLite's last stage is compared with its other stages, with replicas whose gradients rank 0 averages, with PyTorch's
-data parallelism, and with one process that has all batches. Where bits must be equal, bits are compared: stages and
-replicas keep masters and cast as `Precision` says. The last two train in the dtypes of the model. Where a sum is
-rounded in another order or another dtype, the gradients of one step have a bound, and later quantities are only
-reported: Adam divides a gradient by its own size, so noise in small gradients becomes noise in its steps.
+ShardLite's last stage is compared with its other stages, with replicas whose gradients are averaged in a written-out
+order, with PyTorch's data parallelism, and with one process that has all batches. Stages and replicas keep masters and
+cast as `Precision` specifies, so their bits must be equal. PyTorch's data parallelism and the one process train in the
+dtypes of the model. If a sum is rounded in another order or another dtype, the gradients of the first step have a
+bound, and later quantities are only reported: Adam divides a gradient by its own size, so noise in small gradients
+becomes noise in its steps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ from shardlite.config import Precision
 from shardlite.errors import LayoutError
 
 _OURS = f"stage {STAGES[-1]}"
+
+Tensors: TypeAlias = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +54,14 @@ class ReportRow:
     """Whether all bits are equal."""
 
     share: float | None = 0.0
-    """Largest used share of a bound; `None`: there is no bound."""
+    """Largest difference as a share of its bound; `None` if there is no bound."""
 
     failure: str | None = None
-    """The first tensor beyond its bound, or `None`."""
+    """Description of the first tensor beyond its bound, or `None`."""
 
     @property
     def verdict(self) -> str:
-        """The result in words."""
+        """The result as text."""
         if self.failure is not None:
             return "BEYOND ITS BOUND"
         if self.equal:
@@ -67,7 +71,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`, equal on every rank."""
+    """The result of `verify`. Every rank has the same report."""
 
     world_size: int
     steps: int
@@ -80,11 +84,11 @@ class Report:
 
     @property
     def first_failure(self) -> str | None:
-        """The first tensor beyond its bound: system, name, rank, both values and the bound; or `None`."""
+        """The first tensor beyond its bound, or `None`. Includes rank, name, system, both values and the bound."""
         return next((row.failure for row in self.rows if row.failure is not None), None)
 
     def table(self) -> str:
-        """Format all comparisons, and the result."""
+        """Format all comparisons and the result as a table."""
         cells, opponent = [[f"{_OURS} against", "", "", "difference", "ulps"]], ""
         for row in self.rows:
             label = "" if row.opponent == opponent else row.opponent
@@ -110,30 +114,34 @@ def verify(
 ) -> Report:
     """Train a model by ShardLite at each stage and by reference methods, with AdamW, and compare.
 
-    Collective over an initialized process group on the CPU; every rank gets the same report. The model is made about
-    fifteen times, and a few copies of its weights and gradients exist at once. At the end rank 0 trains on the batches
-    of all ranks, while the others wait for it, at most for the group's timeout.
+    Collective over an initialized process group on the CPU. The model is made about fifteen times, and a few copies of
+    its weights and gradients exist at once. At the end, rank 0 trains on the batches of all ranks. The other ranks wait
+    for rank 0, at most for the group's timeout.
 
-    Random numbers are seeded before the model is made, and for each step and rank before its batch is made and the
-    model runs. So dropout is the same in each system. The model and the batches must depend on nothing else.
+    Random numbers are seeded before the model is made. They are seeded again for each step and rank before the batch is
+    made, so dropout is the same in each system. The model and the batches must depend only on these random numbers.
 
     Args:
-        make_model: returns the model. Its forward returns the mean loss over a batch, [].
-        make_batch: returns the positional arguments of the model, from step and rank.
-        steps: optimizer steps. Gradients of the first step and weights after the last are compared.
+        make_model: function that returns the model. The forward of the model returns the mean loss [] of a batch.
+        make_batch: function of step and rank that returns the positional arguments of the model.
+        steps: number of optimizer steps. Gradients of the first step and weights after the last step are compared.
         lr: learning rate.
         weight_decay: decoupled weight decay.
         units: as in `ShardLite`.
-        precision: as in `ShardLite`. PyTorch's data parallelism and one process train without it.
+        precision: as in `ShardLite`. PyTorch's data parallelism and one process do not use it.
         seed: seed of all random numbers.
         group: the ranks; `None` is the default group.
-        elastic: also train with `order="tree"` on 1, 2, 4, ... of the ranks, and from all down to one of them by way of
-            checkpoints in a temporary folder, which all ranks must see; and compare the parameters to the bit. What
-            `make_batch` returns for a part must then follow from step and part.
+        elastic: also train with `order="tree"` on 1, 2, 4, ... ranks, and once on a decreasing number of ranks, from
+            all to one. The latter run uses checkpoints in a temporary folder, which all ranks must be able to access.
+            Parameters must be equal to the bit. In these runs, `make_batch` gets step and part, and its result must
+            depend only on step and part.
+
+    Returns:
+        All comparisons. Every rank gets the same report.
 
     Raises:
-        LayoutError: there is no process group, ShardLite does not accept the model, or `elastic` is set and the ranks
-            are no power of two, or not all of the program.
+        LayoutError: there is no process group, or ShardLite does not accept the model. With `elastic`: the number of
+            ranks is not a power of two, or the ranks are not all ranks of the program.
         RuntimeError: PyTorch's data parallelism does not accept the model, for example if a module is called inside and
             outside of a reentrant checkpoint.
         ValueError: `steps` is less than 1.
@@ -150,17 +158,7 @@ def verify(
             "there is no process group: call torch.distributed.init_process_group('gloo') first, and start the ranks "
             "with `torchrun --nproc-per-node N script.py`"
         )
-    task = Task(
-        make_model=make_model,
-        make_batch=make_batch,
-        steps=steps,
-        lr=lr,
-        weight_decay=weight_decay,
-        units=units,
-        precision=precision,
-        seed=seed,
-        group=group,
-    )
+    task = Task(make_model, make_batch, steps, lr, weight_decay, units, precision, seed, group)
     if elastic:
         _check_elastic(task)
     with torch.random.fork_rng(devices=[]):
@@ -177,13 +175,13 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
         yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
     survey = twins.survey(task)
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
-    # A sum of two commutes; more are added in another order by the ring.
-    bounds = SAME if world_size <= 2 else Bounds(first_loss=same_bits, gradients=summed.simple)
+    # A sum of two terms commutes. The ring adds more terms in another order.
+    bounds = SAME if world_size <= 2 else {"first loss": same_bits, "gradients": summed.simple}
     simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)
     if world_size > 2:
         yield from _compare(ours, "twin in ring order", twins.replicated(task, ring_mean)[0], SAME)
-    bounds = Bounds(first_loss=None if task.casts else same_bits, gradients=summed.data_parallel)
+    bounds = {"gradients": summed.data_parallel} | ({} if task.casts else {"first loss": same_bits})
     opponent = f"DistributedDataParallel{_plain(task)}"
     yield from _compare(ours, opponent, twins.data_parallel(task, unused=unused), bounds)
     ours = replace(ours, losses=_mean_losses(task, ours))
@@ -192,35 +190,38 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
 
 
 def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: twins.Survey) -> Iterator[ReportRow]:
-    exact = twins.exact(task, task.model(), range(task.world_size)) if survey.errors is not None else None
-    if exact is None:
-        opponent = f"one process (no fp64){_plain(task)}"
-        yield from _compare(ours, opponent, twins.one_process(task, join=False), Bounds())
-        return
-    join = joins(task, exact.loss)
-    batching = Batching(summed, survey, exact)
-    bounds = Bounds(first_loss=batching.loss, gradients=batching.gradient)
-    opponent = f"one process, {'one batch' if join else 'batch by batch'}{_plain(task)}"
+    exact = twins.exact(task, task.model(), range(task.world_size))
+    bounds: Bounds = {}
+    join, way = False, " (no fp64)"
+    if survey.errors is not None and exact is not None:
+        join = joins(task, exact.loss)
+        batching = Batching(summed, survey.magnitudes.loss, survey.errors, exact)
+        bounds = {"first loss": batching.loss, "gradients": batching.gradient}
+        way = ", one batch" if join else ", batch by batch"
+    opponent = f"one process{way}{_plain(task)}"
     yield from _compare(ours, opponent, twins.one_process(task, join=join), bounds)
 
 
 def _check_elastic(task: Task) -> None:
-    """Check that there is a tree over the ranks, and that some of them can make a group.
+    """Check that order="tree" supports the number of ranks, and that some of the ranks can create a group.
 
     Raises:
-        LayoutError: their number is no power of two, or they are not all of the program.
+        LayoutError: the number of ranks is not a power of two, or the ranks are not all ranks of the program.
     """
     if task.world_size.bit_count() != 1:
         raise LayoutError(f"verify(elastic=True) compares powers of two of ranks, got {task.world_size} ranks")
     if task.world_size != dist.get_world_size():
         raise LayoutError(
-            f"verify(elastic=True) makes groups of ranks, for which PyTorch calls all {dist.get_world_size()} of the "
-            f"program: leave group=None, instead of a group of {task.world_size}"
+            f"verify(elastic=True) creates groups, which requires all {dist.get_world_size()} ranks of the program; "
+            f"got a group of {task.world_size}: use group=None"
         )
 
 
 def _compare_elastic(task: Task) -> Iterator[ReportRow]:
-    """Compare runs on fewer ranks with that on all of them, on rank 0: a row, and one for the run that changed."""
+    """Compare the run on all ranks with the runs on fewer ranks, and with the run whose number of ranks decreases.
+
+    Only rank 0 yields rows: one for all runs on fewer ranks, and one for the decreasing run if there is one.
+    """
     fixed, changing, path = twins.elastic(task)
     if task.rank > 0:
         return
@@ -238,7 +239,7 @@ def _compare_elastic(task: Task) -> Iterator[ReportRow]:
 
 
 def _plain(task: Task) -> str:
-    """Return a label for systems without `Precision`, if the model's results depend on it."""
+    """Return the label of systems that do not apply `Precision`. It is empty if nothing is cast."""
     return ", no casts" if task.casts else ""
 
 
@@ -246,66 +247,65 @@ def _plain(task: Task) -> str:
 
 
 def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bounds) -> Iterator[ReportRow]:
-    """Compare all that two systems recorded, in order of time: the first difference may cause the others."""
+    """Compare the records of two systems in order of time: the first difference may cause the others."""
     steps = len(ours.losses)
-    first = [{"1": record.losses[0]} for record in (ours, theirs)]
-    later = [{str(i): loss for i, loss in enumerate(record.losses[1:], 2)} for record in (ours, theirs)]
-    yield _row(opponent, "loss of step 1", "loss of step {}", first, bounds.first_loss)
-    gradients = [ours.gradients, theirs.gradients]
-    yield _row(opponent, "gradients of step 1", "gradient of {!r} in step 1", gradients, bounds.gradients)
+
+    def row(quantity: str, label: str, judged: str, of: Callable[[twins.Record], Tensors]) -> ReportRow:
+        return _row(opponent, quantity, label, [of(ours), of(theirs)], bounds.get(judged))
+
+    yield row("loss of step 1", "loss of step {}", "first loss", lambda record: {"1": record.losses[0]})
+    yield row("gradients of step 1", "gradient of {!r} in step 1", "gradients", lambda record: record.gradients)
     if steps > 1:
-        yield _row(opponent, "later losses", "loss of step {}", later, bounds.later_losses)
-    weights = [ours.weights, theirs.weights]
-    yield _row(opponent, f"weights after step {steps}", f"weight {{!r}} after step {steps}", weights, bounds.weights)
+        yield row("later losses", "loss of step {}", "later losses", _later_losses)
+    yield row(
+        f"weights after step {steps}", f"weight {{!r}} after step {steps}", "weights", lambda record: record.weights
+    )
 
 
-def _row(
-    opponent: str, quantity: str, label: str, tensors: Sequence[Mapping[str, Tensor | None]], judge: Judge | None
-) -> ReportRow:
+def _later_losses(record: twins.Record) -> Tensors:
+    return {str(step): loss for step, loss in enumerate(record.losses[1:], 2)}
+
+
+def _row(opponent: str, quantity: str, label: str, tensors: Sequence[Tensors], judge: Judge | None) -> ReportRow:
     """Compare one quantity, tensor by tensor."""
-    row = ReportRow(opponent=opponent, quantity=quantity, share=None if judge is None else 0.0)
+    equal = ReportRow(opponent=opponent, quantity=quantity, share=None if judge is None else 0.0)
     ours, theirs = tensors
-    for name in ours:
-        row = _with_tensor(row, label.format(name), (name, ours[name], theirs.get(name)), judge)
-    return row
+    rows = (_compared(equal, label.format(name), (name, ours[name], theirs.get(name)), judge) for name in ours)
+    return _worst([equal, *rows], who="")
 
 
-def _with_tensor(
-    row: ReportRow, what: str, pair: tuple[str, Tensor | None, Tensor | None], judge: Judge | None
+def _compared(
+    equal: ReportRow, what: str, pair: tuple[str, Tensor | None, Tensor | None], judge: Judge | None
 ) -> ReportRow:
-    """Add one tensor to a row."""
+    """Return the row of one tensor. `equal` is the row of two equal tensors."""
     name, ours, theirs = pair
     if ours is None and theirs is None:
-        return row
+        return equal
     if ours is None or theirs is None:
-        there, missing = (row.opponent, _OURS) if ours is None else (_OURS, row.opponent)
+        there, missing = (equal.opponent, _OURS) if ours is None else (_OURS, equal.opponent)
         failure = None if judge is None else f"{what}: {there} has one, {missing} has none"
-        return replace(row, absolute=math.inf, ulps=math.inf, equal=False, failure=row.failure or failure)
+        return replace(equal, absolute=math.inf, ulps=math.inf, equal=False, failure=failure)
     if not ours.numel():
-        return row
+        return equal
     apart = difference(ours, theirs)
-    row = replace(
-        row,
-        absolute=max(row.absolute, float(apart.max())),
-        ulps=max(row.ulps, float(in_ulps(apart, ours, theirs).max())),
-        equal=row.equal and not bool(unlike(ours, theirs).any()),
-    )
-    if judge is None or row.share is None:
+    absolute, ulps = float(apart.max()), float(in_ulps(apart, ours, theirs).max())
+    row = replace(equal, absolute=absolute, ulps=ulps, equal=not unlike(ours, theirs).any())
+    if judge is None:
         return row
     judgement = judge(name, ours, theirs)
-    failure = None if judgement.share <= 1 else f"{what}, {_OURS} against {row.opponent}: {judgement.detail}"
-    return replace(row, share=max(row.share, judgement.share), failure=row.failure or failure)
+    failure = None if judgement.share <= 1 else f"{what}, {_OURS} against {equal.opponent}: {judgement.detail}"
+    return replace(row, share=judgement.share, failure=failure)
 
 
 def _over_ranks(task: Task, rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
-    """Merge the rows of all ranks. Rank 0 has all rows, the others may have fewer."""
+    """Merge the rows of all ranks. Rank 0 has all rows. Other ranks may have fewer."""
     said = all_gather_json(task.group, [asdict(row) for row in rows], "the results")
     ranks = [[ReportRow(**row) for row in each] for each in said]
     return tuple(_worst([each[i] for each in ranks if i < len(each)]) for i in range(len(ranks[0])))
 
 
 def _worst(rows: Sequence[ReportRow], who: str = "rank {}: ") -> ReportRow:
-    """Merge the rows of some ranks, in rank order, or of some runs."""
+    """Merge the rows of ranks (in rank order), runs or tensors. `who` is the prefix of a failure."""
     failures = [who.format(number) + row.failure for number, row in enumerate(rows) if row.failure is not None]
     return replace(
         rows[0],
