@@ -16,7 +16,7 @@ from torch import nn
 
 from shardlite import ShardLite
 from shardlite.comm import all_gather_json
-from shardlite.model import state_of
+from shardlite.model import ModelState
 
 _PAUSE = 0.002
 """Seconds between two samples of `memory()`."""
@@ -65,7 +65,7 @@ class Account:
 
     def __init__(self, model: nn.Module) -> None:
         purposes_of(model)
-        self._context = state_of(model).context if isinstance(model, ShardLite) else None
+        self._context = ModelState(model).context if isinstance(model, ShardLite) else None
         self._samples: list[tuple[int, dict[str, int]]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample)
