@@ -430,8 +430,8 @@ class ShardLite(nn.Module):
     def _refuse_with_parts(self, what: str) -> None:
         if self._parts is not None:
             raise LayoutError(
-                f"{what}: order='tree' adds by parts of the global batch: loop `for part in model.parts(): ...` instead. "
-                "Every rank has the same number of parts"
+                f"{what}: order='tree' adds by parts of the global batch: use `for part in model.parts(): ...`, which "
+                "has the same number of parts on every rank"
             )
 
     def no_sync(self, *, sharded: bool = False) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ from shardlite.checkpoint.saving import wait_for_save
 from shardlite.checkpoint.snapshot import SavedSnapshot
 from shardlite.engine import NUMBERS
 from shardlite.errors import CheckpointError, lacking, some_of
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW, check_loaded
 from shardlite.params import ShardTensor
 
@@ -144,7 +144,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
     saved, has_optimizer = peers.share(prepare, "load", lambda _: optimizer is not None)
     if len(set(has_optimizer)) > 1:
         raise CheckpointError("load: some ranks were given an optimizer, and others none")
-    state = state_of(model)
+    state = ModelState(model)
     with state.changing():
         peers.agree(lambda: saved.load_weights(model), "load")
         if optimizer is not None:
@@ -192,7 +192,7 @@ class _StateOnDisk:
         model, optimizer, extra = run
         checkpoint = self._checkpoint = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
         self._params: dict[str, Tensor] = dict(model.named_parameters())
-        self._makers = state_of(model).shard_tensors()
+        self._makers = ModelState(model).shard_tensors()
         ours = model.state_dict()
         self._prefix = self._find_prefix(ours)
         named = {f"{self._prefix}{name}": value for name, value in ours.items()}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from shardlite.comm import all_gather_json
 from shardlite.errors import CheckpointError
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Peers:
     def __init__(self, model: ShardLite) -> None:
         if not isinstance(model, ShardLite):
             raise TypeError(f"a checkpoint is of a ShardLite model, got {type(model).__name__}: wrap it first")
-        state = state_of(model)
+        state = ModelState(model)
         context = state.context
         self.rank, self.size = context.rank, context.world_size
         self.shard, self.shards = context.transport.rank, context.transport.world_size

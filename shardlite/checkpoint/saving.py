@@ -33,7 +33,7 @@ from shardlite.checkpoint.contents import Paths, Run, contents, pickled
 from shardlite.checkpoint.lease import Lease, acquire
 from shardlite.checkpoint.peers import Peers
 from shardlite.errors import CheckpointError
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
 
 
@@ -172,7 +172,7 @@ def _prepare(path: str | os.PathLike[str], run: Run, step: int | None, keep: int
         raise
     chosen = facts[0][0]
     manifest = {"step": chosen, "ranks": peers.size, "stage": run.model.stage}
-    if (loops := state_of(run.model).loops) is not None:
+    if (loops := ModelState(run.model).loops) is not None:
         manifest[files.LOOPS] = loops.finished
     folder = root / f".saving-{files.name_of(chosen)}"
     job = _Save(folder, root, manifest, keep, part, peers.on_thread("save") if copied else peers, made)
@@ -348,7 +348,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def _file_of(run: Run, peers: Peers) -> RankFile:
-    state = state_of(run.model)
+    state = ModelState(run.model)
     entries, paths = contents(run, peers.rank)
     equal = {f"model.{name}" for name, param in run.model.named_parameters() if param not in state.ignored}
     own, aliases = _own_entries(entries, paths, peers, equal, sharded=state.shard is not None)

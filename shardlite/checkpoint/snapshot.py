@@ -35,7 +35,7 @@ from shardlite.checkpoint.contents import Run, check_keys, generators, names_of,
 from shardlite.comm import Mapping as SharedMemory
 from shardlite.comm import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
 
 _ALIGN = 64
@@ -81,7 +81,7 @@ def snapshot_of(run: Run, rank: int) -> Snapshot:
     """
     model, optimizer, extra = run
     found = [*_weights(model), *_moments(model, optimizer)]
-    loops = state_of(model).loops
+    loops = ModelState(model).loops
     objects = {
         "records": [record for record, _ in found],
         "optimizer": type(optimizer).__name__,

@@ -22,7 +22,7 @@ from shardlite.comm import agree
 from shardlite.comm import broadcast as broadcast_tensor
 from shardlite.engine import NUMBERS
 from shardlite.errors import CheckpointError, LayoutError, some_of
-from shardlite.model import ModelState, ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW
 from shardlite.params import ShardTensor
 
@@ -116,7 +116,7 @@ def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
     if not info.full_state_dict:
         state: _State = original(model, *args)
         return state
-    wanted = not info.cpu_offload or state_of(model).context.rank == 0
+    wanted = not info.cpu_offload or ModelState(model).context.rank == 0
     shards = original(model, *others, replace(info, full_state_dict=False, cpu_offload=False))
 
     def copied(value: Tensor) -> Tensor | None:
@@ -147,7 +147,7 @@ def _load_optimizers(
     Raises:
         LayoutError: the state is not that of an optimizer, or not whole; on every rank.
     """
-    state = state_of(model)
+    state = ModelState(model)
     read = not info.broadcast_from_rank0 or state.context.rank == 0
     _agree(state, _misfit(state_dict, info) if read else None)
     with state.context.reporting_failures("its set_optimizer_state_dict"):
@@ -184,7 +184,7 @@ def _shards_of(state_dict: _State, model: ShardLite, *, broadcast: bool) -> _Sta
     With `broadcast` the model's first rank sends its state, one tensor after the other.
     """
     ours, shards = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
-    sent = _Broadcast(state_of(model), state_dict) if broadcast else None
+    sent = _Broadcast(ModelState(model), state_dict) if broadcast else None
 
     def part(path: Sequence[Any], value: Any) -> Any:
         if sent is not None and _is_sent(value):
