@@ -242,9 +242,7 @@ class EMA:
         """Swap weights and averages."""
         for average, weights in self._runs:
             for ours, theirs in zip(average.split(_CHUNK), weights.split(_CHUNK), strict=True):
-                kept = ours.clone()
-                ours.copy_(theirs)
-                theirs.copy_(kept)
+                _swap(ours, theirs)
         for chunk, high, low in self._split_chunks():
             weights = join_halves(high, low)
             split(high, low, chunk)
@@ -261,6 +259,12 @@ class EMA:
         """Return a description of the part of the weights that this rank keeps."""
         shard, ranks = self._state.shard, self._state.context.transport.world_size
         return "all" if shard is None else f"part {shard} of {ranks}"
+
+
+def _swap(ours: Tensor, theirs: Tensor) -> None:
+    kept = ours.clone()
+    ours.copy_(theirs)
+    theirs.copy_(kept)
 
 
 def _checked(decay: float, update: int | None = None) -> float:
