@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The ranks of one model. Those of the first replica have the lowest numbers.
+    """The ranks of one model. The ranks of the first replica have the lowest numbers.
 
     Raises:
         TypeError: the model is not wrapped.
@@ -33,7 +33,7 @@ class Peers:
         self._thread = ""
 
     def on_thread(self, name: str) -> Peers:
-        """Return the same ranks for calls from another thread, which has this name on all ranks."""
+        """Return the same ranks, for calls from another thread. The thread has the same name on all ranks."""
         other = copy(self)
         other._thread = name
         return other
@@ -42,20 +42,20 @@ class Peers:
         """Call `act` on every rank and return this rank's result. Collective.
 
         Raises:
-            CheckpointError: `act` raised on any rank; on every rank.
+            CheckpointError: on every rank, if `act` raised on any rank.
         """
         return self.share(act, what, lambda _: None)[0]
 
     def share(self, act: Callable[[], T], what: str, facts: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """Call `act` on every rank; return this rank's result, and `facts` of all results. Collective.
+        """Call `act` on every rank. Return this rank's result, and `facts` of all ranks' results. Collective.
 
         Args:
-            act: what each rank does.
+            act: the action of each rank.
             what: name of the call, for errors.
-            facts: returns what other ranks get of a result, in JSON types.
+            facts: converts a result to facts for all ranks, in JSON types.
 
         Raises:
-            CheckpointError: `act` raised on any rank; on every rank.
+            CheckpointError: on every rank, if `act` raised on any rank.
         """
         result, problem, error = None, None, None
         try:
