@@ -55,16 +55,11 @@ __version__ = "0.1.0"
 # `torch.distributed.checkpoint`, which takes half as long as importing PyTorch.
 
 _LATE = {
+    **dict.fromkeys(("MemoryLimit", "Precision", "Route"), "shardlite.config"),
+    **dict.fromkeys(("async_save", "load", "save", "save_in_memory"), "shardlite.checkpoint"),
     "AdamW": "shardlite.optim",
     "EMA": "shardlite.ema",
-    "MemoryLimit": "shardlite.config",
-    "Precision": "shardlite.config",
-    "Route": "shardlite.config",
     "ShardLite": "shardlite.model",
-    "async_save": "shardlite.checkpoint",
-    "load": "shardlite.checkpoint",
-    "save": "shardlite.checkpoint",
-    "save_in_memory": "shardlite.checkpoint",
     "verify": "shardlite.apps.verify.verify",
 }
 """The module that defines each name."""

@@ -229,18 +229,16 @@ class SummedFile:
         self.size = 0
         self.failure: OSError | None = None
         self._file = file
-        self._crc32 = [0]
-        self._left = BLOCK  # in the current block
+        self._crc32: list[int] = []
 
     def write(self, content: Any) -> int:
         """Write bytes, and add them to the checksums."""
         rest = memoryview(content).cast("B")
         nbytes = len(rest)
         while rest:
-            if self._left == 0:
+            if self.size % BLOCK == 0:
                 self._crc32.append(0)
-                self._left = BLOCK
-            piece = rest[: min(_PIECE, self._left)]
+            piece = rest[: min(_PIECE, BLOCK - self.size % BLOCK)]
             self._crc32[-1] = crc32(piece, self._crc32[-1])
             self._write_piece(piece)
             rest = rest[len(piece) :]
@@ -253,8 +251,7 @@ class SummedFile:
             self.failure = error
             raise
         self.size += len(piece)
-        self._left -= len(piece)
-        if self._left == 0:
+        if self.size % BLOCK == 0:
             begin_writeback(self._file.fileno(), self.size - BLOCK)
 
     def flush(self) -> None:
@@ -262,7 +259,7 @@ class SummedFile:
 
     def sums(self) -> dict[str, Any]:
         """Return the size of the file and the checksums of its blocks."""
-        return {"size": self.size, "crc32": self._crc32}
+        return {"size": self.size, "crc32": self._crc32 or [0]}
 
 
 def begin_writeback(file: int, start: int) -> None:

@@ -57,13 +57,13 @@ class Peers:
         Raises:
             CheckpointError: on every rank, if `act` raised on any rank.
         """
-        result, problem, error = None, None, None
+        error, gathered = None, list[list[Any]]()
         try:
             result = act()
+            gathered.append([None, facts(result)])
         except Exception as caught:
-            known = isinstance(caught, CheckpointError)
-            problem, error = str(caught) if known else f"{type(caught).__name__}: {caught}", caught
-        gathered = [[problem, None if error is not None else facts(result)]]  # type: ignore[arg-type]
+            error, named = caught, isinstance(caught, CheckpointError)
+            gathered.append([str(error) if named else f"{type(error).__name__}: {error}", None])
         for group in self._groups:
             parts = all_gather_json(group, gathered, what, self.timeout, thread=self._thread, missing=self._missing)
             gathered = [each for part in parts for each in part]
@@ -72,4 +72,4 @@ class Peers:
         for rank, (failure, _) in enumerate(gathered):
             if failure is not None:
                 raise CheckpointError(f"{what}: rank {rank}: {failure}") from error
-        return result, [each for _, each in gathered]  # type: ignore[return-value]
+        return result, [each for _, each in gathered]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from operator import index
@@ -74,7 +74,7 @@ def save(
     Example:
         >>> save("runs/first", model, optimizer, {"schedule": schedule}, step=100, keep=3)
     """
-    return _prepare(path, Run(model, optimizer, extra), step, keep, copied=False).write()
+    return _Save(Path(path), Run(model, optimizer, extra), step, keep, copied=False).write()
 
 
 def async_save(
@@ -107,7 +107,7 @@ def async_save(
         >>> saved = async_save("runs/first", model, optimizer, step=100)
         >>> path = saved.result()
     """
-    job, future = _prepare(path, Run(model, optimizer, extra), step, keep, copied=True), Future[Path]()
+    job, future = _Save(Path(path), Run(model, optimizer, extra), step, keep, copied=True), Future[Path]()
 
     def write() -> None:
         try:
@@ -138,80 +138,73 @@ def wait_for_save(model: ShardLite) -> None:
 # ---- phases ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _prepare(path: str | os.PathLike[str], run: Run, step: int | None, keep: int | None, *, copied: bool) -> _Save:
-    """Agree on the step, make the temporary folder, and list or copy the entries that this rank writes."""
-    if keep is not None and keep < 1:
-        raise ValueError(f"save: keep must be at least 1, got {keep}")
-    if step is not None and (step := index(step)) < 0:
-        raise ValueError(f"save: step must be at least 0, got {step}")
-    wait_for_save(run.model)
-    peers, root = Peers(run.model), Path(path)
-    made: list[tuple[Path, Lease]] = []
-
-    def prepare() -> tuple[int, RankFile]:
-        part = _file_of(run, peers).copied() if copied else _file_of(run, peers)
-        if peers.rank > 0:
-            return -1, part
-        files.check_folder(root)
-        root.mkdir(parents=True, exist_ok=True)
-        lease = acquire(root, run.model)
-        chosen = step if step is not None else files.next_step(root)
-        made.append((files.make_temporary(root, chosen, lease), lease))
-        return chosen, part
-
-    try:
-        (_, part), facts = peers.share(prepare, "save", lambda made: [made[0], step, run.optimizer is not None])
-        chosen, steps, has_optimizer = zip(*facts, strict=True)
-        if len(set(has_optimizer)) > 1:
-            raise CheckpointError("save: some ranks were given an optimizer, and others none")
-        if len(set(steps)) > 1:
-            raise CheckpointError(f"save: ranks were given different steps, {[*steps]} by rank")
-    except CheckpointError:
-        _discard(made)
-        raise
-    manifest = {"step": chosen[0], "ranks": peers.size, "stage": run.model.stage}
-    if (loops := ModelState(run.model).loops) is not None:
-        manifest[files.LOOPS] = loops.finished
-    job = _Save(root, manifest, keep, part, peers.on_thread("save") if copied else peers, made)
-    for _, lease in made:
-        lease.holders.add(job)
-    return job
-
-
-def _discard(made: Iterable[tuple[Path, Lease]]) -> None:
-    for folder, lease in made:
-        if lease.is_mine():
-            files.discard(folder)
-
-
-@dataclass(frozen=True, eq=False)
 class _Save:
-    """A save on which all ranks have agreed. It refers to no model, which may be trained further meanwhile."""
+    """A save on which all ranks have agreed. It refers to no model, which may be trained further meanwhile.
 
-    root: Path
-    manifest: Mapping[str, Any]
-    keep: int | None
-    part: RankFile
-    peers: Peers
-    made: Sequence[tuple[Path, Lease]]
-    """On rank 0, the temporary folder and the lease on the folder of the run."""
+    Making it agrees on the step, makes the temporary folder, and lists or copies the entries that this rank writes.
+    """
+
+    @torch.no_grad()
+    def __init__(self, root: Path, run: Run, step: int | None, keep: int | None, *, copied: bool) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"save: keep must be at least 1, got {keep}")
+        if step is not None and (step := index(step)) < 0:
+            raise ValueError(f"save: step must be at least 0, got {step}")
+        wait_for_save(run.model)
+        peers, self._root, self._keep = Peers(run.model), root, keep
+        self._made: list[tuple[Path, Lease]] = []
+        """On rank 0, the temporary folder and the lease on the folder of the run."""
+
+        def prepare() -> tuple[int, RankFile]:
+            part = _file_of(run, peers).copied() if copied else _file_of(run, peers)
+            return self._make_folder(run.model, step) if peers.rank == 0 else -1, part
+
+        try:
+            (_, self._part), facts = peers.share(prepare, "save", lambda it: [it[0], step, run.optimizer is not None])
+            chosen, steps, has_optimizer = zip(*facts, strict=True)
+            if len(set(has_optimizer)) > 1:
+                raise CheckpointError("save: some ranks were given an optimizer, and others none")
+            if len(set(steps)) > 1:
+                raise CheckpointError(f"save: ranks were given different steps, {[*steps]} by rank")
+        except CheckpointError:
+            self._discard()
+            raise
+        self._peers = peers.on_thread("save") if copied else peers
+        self._manifest = {"step": chosen[0], "ranks": peers.size, "stage": run.model.stage}
+        if (loops := ModelState(run.model).loops) is not None:
+            self._manifest[files.LOOPS] = loops.finished
+
+    def _make_folder(self, model: ShardLite, step: int | None) -> int:
+        """Make the temporary folder, and return the step of the checkpoint."""
+        files.check_folder(self._root)
+        self._root.mkdir(parents=True, exist_ok=True)
+        lease = acquire(self._root, model)
+        lease.holders.add(self)
+        step = step if step is not None else files.next_step(self._root)
+        self._made.append((files.make_temporary(self._root, step, lease), lease))
+        return step
 
     def write(self) -> Path:
         """Write this rank's file and, on rank 0, publish the checkpoint. Return its path. Collective."""
-        folder, rank = files.temporary(self.root, self.manifest["step"]), self.peers.rank
+        step, rank = self._manifest["step"], self._peers.rank
+        folder = files.temporary(self._root, step)
         try:
-            _, parts = self.peers.share(lambda: self.part.write(folder, rank), "save", lambda part: part)
+            _, parts = self._peers.share(lambda: self._part.write(folder, rank), "save", lambda part: part)
 
             def finish() -> None:
-                for folder, lease in self.made:
-                    publish(folder, self.root, self.manifest, parts, self.keep, lease)
+                for _, lease in self._made:
+                    publish(folder, self._root, self._manifest, parts, self._keep, lease)
 
-            self.peers.agree(finish, "save")
+            self._peers.agree(finish, "save")
         except BaseException:
-            _discard(self.made)
+            self._discard()
             raise
-        return self.root / files.name_of(self.manifest["step"])
+        return self._root / files.name_of(step)
+
+    def _discard(self) -> None:
+        for folder, lease in self._made:
+            if lease.is_mine():
+                files.discard(folder)
 
 
 def publish(
