@@ -324,11 +324,8 @@ class _StateOnDisk:
 
     def load_weights(self, _: ShardLite) -> None:
         """Read weights and buffers."""
-        done: set[int] = set()
-        for name, target in self._targets.items():
-            if id(target) not in done:  # tied weights have several names
-                self._checkpoint.read(name, target)
-                done.add(id(target))
+        for name, target in {id(each): (name, each) for name, each in self._targets.items()}.values():  # tied: once
+            self._checkpoint.read(name, target)
             if isinstance(target, ShardTensor):
                 target.commit()
 

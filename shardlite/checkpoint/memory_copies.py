@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.peers import Peers
-from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory, snapshot_of
+from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
 from shardlite.checkpoint.snapshot_holder import Agent, Holder
 from shardlite.comm import GlooTransport, host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError
@@ -88,11 +88,11 @@ def save_in_memory(
     key, run = key_of(path), Run(model, optimizer, extra)
     known_key, copies = _copies.get(model, (None, None))
     if known_key == key:
-        return copies is not None and copies.save(snapshot_of(run, copies.peers.rank), step)
+        return copies is not None and copies.save(Snapshot(run, copies.peers.rank), step)
     peers = Peers(model)
-    snapshot = peers.agree(lambda: snapshot_of(run, peers.rank), _WHAT)
+    snapshot = peers.agree(lambda: Snapshot(run, peers.rank), _WHAT)
     try:
-        copies = Copies.open(key, peers, _look(key, peers))
+        copies = Copies(key, peers, _look(key, peers))
         copies.reset(None, snapshot.nbytes)
     except CheckpointError as error:
         copies = None
@@ -210,35 +210,33 @@ def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int]]]:
 
 
 class Copies:
-    """The copies of one run that this rank makes, receives and loads."""
+    """The copies of one run that this rank makes, receives and loads. Making this object is collective.
+
+    Raises:
+        CheckpointError: on every rank, if memory cannot be opened or allocated on any rank.
+    """
 
     def __init__(self, key: str, peers: Peers, seen: Sequence[_Seen]) -> None:
+        if why_not := next((each.why_not for each in seen if each.why_not), ""):
+            raise CheckpointError(why_not)
         self.key, self.peers = key, peers
         self._seen = seen
         self._hosts = Hosts([each.host for each in seen])
-        self._agent = Agent.of_this_process()
-        self._holder, self.own = self._held(peers.rank)
-        self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(peers.rank)}
         self._transport: GlooTransport | None = None
         self._warned = False
         self._latest = -1
-
-    @classmethod
-    def open(cls, key: str, peers: Peers, seen: Sequence[_Seen]) -> Copies:
-        """Open the memory that is held for this rank, or allocate memory. Collective.
-
-        Raises:
-            CheckpointError: on every rank, if opening fails on any rank.
-        """
-        if why_not := next((each.why_not for each in seen if each.why_not), ""):
-            raise CheckpointError(why_not)
-        copies = peers.agree(lambda: cls(key, peers, seen), _WHAT)
-        if copies._hosts.several:
+        peers.agree(self._open, _WHAT)
+        if self._hosts.several:
             _, names = peers.share(lambda: secrets.token_hex(8), _WHAT, str)
             connect = partial(over_gloo, names[0], peers.rank, peers.size, peers.timeout)
             backend = peers.agree(connect, f"{_WHAT}: connect to the ranks of other hosts")
-            copies._transport = GlooTransport(backend, peers.timeout)
-        return copies
+            self._transport = GlooTransport(backend, peers.timeout)
+
+    def _open(self) -> None:
+        """Open the memory that is held for this rank and for replicas on this host, or allocate memory."""
+        self._agent = Agent.of_this_process()
+        self._holder, self.own = self._held(self.peers.rank)
+        self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(self.peers.rank)}
 
     def _held(self, rank: int) -> tuple[Holder, SnapshotMemory]:
         """Return the process that holds a rank's snapshots on this host, and its memory."""
@@ -377,7 +375,7 @@ def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) 
         warn_unused(peers, why)
 
     def open_copies() -> Copies:
-        copies = Copies.open(key, peers, seen)
+        copies = Copies(key, peers, seen)
         copies.fetch(step)
         copies.reset(step)
         return copies

@@ -34,13 +34,7 @@ from shardlite.errors import CheckpointError
 _CLASSES: dict[tuple[str, str], Any] = {
     (each.__module__, each.__qualname__): each
     for each in (
-        dcp_metadata.BytesStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
-        dcp_metadata.Metadata,
-        dcp_metadata.MetadataIndex,
-        dcp_metadata.StorageMeta,
-        dcp_metadata.TensorProperties,
-        dcp_metadata.TensorStorageMetadata,
+        *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__),  # dataclasses
         dcp_metadata._MEM_FORMAT_ENCODING,
         dcp_files._StorageInfo,
         torch.Size,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,9 @@ def export_weights(
     if not names:
         raise CheckpointError(f"{checkpoint.folder} has no entries `model.*`: was it saved by shardlite.save?")
     checkpoint.check(checkpoint.object_items(names))
-    sizes = {name: _nbytes(checkpoint.entries[name], dtype) for name in names}
+    saved = {name: checkpoint.entries[name].properties.dtype for name in names}
+    dtypes = {name: dtype if dtype is not None and own.is_floating_point else own for name, own in saved.items()}
+    sizes = {name: checkpoint.entries[name].size.numel() * dtypes[name].itemsize for name in names}
     parts: list[list[str]] = [[]]
     for name in names:
         if parts[-1] and sum(sizes[each] for each in parts[-1]) + sizes[name] > largest:
@@ -142,7 +144,7 @@ def export_weights(
     written, places = [], {}
     for number, members in enumerate(parts, start=1):
         file = folder / (_ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors")
-        tensors = {name.removeprefix("model."): _converted(checkpoint.object(name), dtype) for name in members}
+        tensors = {name.removeprefix("model."): checkpoint.object(name).to(dtypes[name]) for name in members}
         file.touch()  # sets the permissions of new files, which the package does not
         mode = file.stat().st_mode
         package.torch.save_file(tensors, file, metadata={"format": "pt"})
@@ -190,14 +192,5 @@ def _lazy(source: SafetensorsFolder, name: str) -> Tensor:
     size, dtype = source.entries[name].size, source.entries[name].properties.dtype
     if size.numel() == 0:
         return torch.empty(size, dtype=dtype)
-    facts: Mapping[str, Any] = {"numel": size.numel(), "dtype": dtype, "device": torch.device("cpu")}
-    return ShardTensor(lambda: source.object(name), size, 0, **facts)
-
-
-def _nbytes(entry: dcp.TensorStorageMetadata, dtype: torch.dtype | None) -> int:
-    saved = entry.properties.dtype
-    return entry.size.numel() * (dtype if dtype is not None and saved.is_floating_point else saved).itemsize
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    cpu = torch.device("cpu")
+    return ShardTensor(lambda: source.object(name), size, 0, numel=size.numel(), dtype=dtype, device=cpu)

@@ -21,7 +21,6 @@ import os
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,13 +46,35 @@ Record = tuple[str, int, torch.dtype, Sequence[int], str]
 # ---- state of a rank ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Snapshot:
-    """The state of this rank: tensors that are not copied yet, and pickled objects."""
+    """The state of this rank: tensors that are not copied yet, and pickled objects.
 
-    records: Sequence[Record]
-    tensors: Sequence[Tensor]
-    objects: memoryview
+    Raises:
+        CheckpointError: `extra` or a param group has a value whose loading could execute code.
+    """
+
+    def __init__(self, run: Run, rank: int) -> None:
+        model, optimizer, extra = run
+        found, state = [*_weights(model)], dict[str, dict[str, Any]]()
+        for name, param in model.named_parameters() if optimizer is not None else ():
+            for key, value in optimizer.state.get(param, {}).items():
+                state.setdefault(name, {})[key] = None if isinstance(value, Tensor) else value
+                if isinstance(value, Tensor):
+                    found.append(_record(f"optimizer.{name}/{key}", 0, value.detach()))
+        self.records: Sequence[Record] = [record for record, _ in found]
+        self.tensors: Sequence[Tensor] = [tensor for _, tensor in found]
+        loops = ModelState(model).loops
+        groups = zip(optimizer.param_groups if optimizer is not None else (), names_of(model, optimizer), strict=True)
+        objects = {
+            "records": self.records,
+            "optimizer": type(optimizer).__name__,
+            "groups": [{**group, "params": names} for group, names in groups],
+            "state": state,
+            "extra": states_in(extra or {}),
+            "generators": generators(),
+            "loops": 0 if loops is None else loops.finished,
+        }
+        self.objects = pickled(f"ranks.{rank}.extra", objects).getbuffer()
 
     @property
     def objects_start(self) -> int:
@@ -70,34 +91,6 @@ class Snapshot:
         for view, tensor in zip(_views(memory, self.records), self.tensors, strict=True):
             view.copy_(tensor)
         memory[self.objects_start :].copy_(torch.frombuffer(self.objects, dtype=torch.uint8))
-
-
-def snapshot_of(run: Run, rank: int) -> Snapshot:
-    """Return the state of this rank. No tensor is copied.
-
-    Raises:
-        CheckpointError: `extra` or a param group has a value whose loading could execute code.
-    """
-    model, optimizer, extra = run
-    found, state = [*_weights(model)], dict[str, dict[str, Any]]()
-    for name, param in model.named_parameters() if optimizer is not None else ():
-        for key, value in optimizer.state.get(param, {}).items():
-            state.setdefault(name, {})[key] = None if isinstance(value, Tensor) else value
-            if isinstance(value, Tensor):
-                found.append(_record(f"optimizer.{name}/{key}", 0, value.detach()))
-    loops = ModelState(model).loops
-    groups = zip(optimizer.param_groups if optimizer is not None else (), names_of(model, optimizer), strict=True)
-    objects = {
-        "records": [record for record, _ in found],
-        "optimizer": type(optimizer).__name__,
-        "groups": [{**group, "params": names} for group, names in groups],
-        "state": state,
-        "extra": states_in(extra or {}),
-        "generators": generators(),
-        "loops": 0 if loops is None else loops.finished,
-    }
-    content = pickled(f"ranks.{rank}.extra", objects).getbuffer()
-    return Snapshot([record for record, _ in found], [tensor for _, tensor in found], content)
 
 
 def _record(name: str, start: int, tensor: Tensor) -> tuple[Record, Tensor]:
