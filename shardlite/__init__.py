@@ -78,7 +78,7 @@ def _import_late(name: str) -> Any:
     return value
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of this module
+if not TYPE_CHECKING:  # a type checker would then accept any name
     __getattr__ = _import_late
 
 

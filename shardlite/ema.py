@@ -41,7 +41,7 @@ class EMA:
 
     Frozen parameters have no average, and take no memory for one. A parameter that is unfrozen is averaged from its
     first step on. A parameter that is frozen later is still averaged. Buffers (BatchNorm statistics) and ignored
-    parameters are not averaged: the averaged model uses the current ones, as `AveragedModel(use_buffers=False)` does.
+    parameters are not averaged: the averaged model has the model's values, as with `AveragedModel(use_buffers=False)`.
 
     `model.memory()` counts the averages under `averages`.
 

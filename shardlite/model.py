@@ -210,7 +210,7 @@ class ShardLite(nn.Module):
             memory_limit=memory_limit_of(memory_limit),
             timeout=timeout,
         )
-        self._forwards = 0  # number of running ones
+        self._forwards = 0  # number of running forwards
         self._unsynced: ExitStack | None = None
         plan = self._agree(options, group)
         self._allocate(plan, options)

@@ -152,7 +152,7 @@ Held = Mapping[str, Sequence[tuple[int, int]]]
 
 
 def newest(held: Sequence[Held]) -> tuple[int, str]:
-    """Return the newest step of which all ranks have snapshots, and an empty string; or -1, and the reason.
+    """Return the newest step with complete snapshots of all ranks. If there is none, return -1 and the reason.
 
     Args:
         held: the snapshots on the host of each rank.

@@ -1,10 +1,10 @@
-"""Snapshots: the state of one rank, in the formats in which the rank keeps it, in memory that outlives the rank.
+"""Snapshots: copies of the state of one rank, in memory that outlives the rank.
 
     snapshot       | tensor | tensor | ... | objects |
     objects        a record of each tensor, param groups, extra, generators
 
-Unlike a checkpoint, a snapshot has the complete state of a rank, and its tensors are not decoded. The memory holds two
-snapshots: the latest complete one, and the one that is being written.
+Unlike a checkpoint, a snapshot has the complete state of a rank, in the formats in which the rank keeps it. The memory
+holds two snapshots: the latest complete snapshot, and a snapshot that is being written.
 
     page 0          the header of each snapshot: step, bytes, number of ranks; empty while the snapshot is written
     from page 1     snapshot 0

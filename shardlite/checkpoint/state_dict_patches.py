@@ -134,7 +134,7 @@ def _load_model(_: _Original, model: ShardLite, state_dict: Mapping[str, Tensor]
     """Load shards or whole tensors. With `broadcast_from_rank0`, load the state dict of the model's first rank."""
     if info.broadcast_from_rank0:
         return model.load_full_state_dict(state_dict, strict=info.strict)
-    if not state_dict:  # as in PyTorch, a rank may pass an empty one
+    if not state_dict:  # as in PyTorch, a rank may pass an empty state dict
         return _IncompatibleKeys([], [])
     return model.load_state_dict(state_dict, strict=info.strict)
 
