@@ -241,7 +241,7 @@ class EMA:
     def _exchange(self) -> None:
         """Swap weights and averages."""
         for average, weights in self._runs:
-            for ours, theirs in zip(average.split(_CHUNK), weights.split(_CHUNK), strict=True):
+            for ours, theirs in zip(torch.split(average, _CHUNK), torch.split(weights, _CHUNK), strict=True):
                 _swap(ours, theirs)
         for chunk, high, low in self._split_chunks():
             weights = join_halves(high, low)

@@ -141,7 +141,7 @@ def wait_for_save(model: ShardLite) -> None:
 class _Save:
     """A save on which all ranks have agreed. It refers to no model, which may be trained further meanwhile.
 
-    Making it agrees on the step, makes the temporary folder, and lists or copies the entries that this rank writes.
+    The constructor agrees on the step, makes the temporary folder, and lists or copies the entries of this rank.
     """
 
     @torch.no_grad()

@@ -56,19 +56,20 @@ class Snapshot:
     def __init__(self, run: Run, rank: int) -> None:
         model, optimizer, extra = run
         found, state = [*_weights(model)], dict[str, dict[str, Any]]()
-        for name, param in model.named_parameters() if optimizer is not None else ():
-            for key, value in optimizer.state.get(param, {}).items():
+        states, groups = (optimizer.state, optimizer.param_groups) if optimizer is not None else ({}, [])
+        for name, param in model.named_parameters():
+            for key, value in states.get(param, {}).items():
                 state.setdefault(name, {})[key] = None if isinstance(value, Tensor) else value
                 if isinstance(value, Tensor):
                     found.append(_record(f"optimizer.{name}/{key}", 0, value.detach()))
         self.records: Sequence[Record] = [record for record, _ in found]
         self.tensors: Sequence[Tensor] = [tensor for _, tensor in found]
         loops = ModelState(model).loops
-        groups = zip(optimizer.param_groups if optimizer is not None else (), names_of(model, optimizer), strict=True)
+        names = names_of(model, optimizer)
         objects = {
             "records": self.records,
             "optimizer": type(optimizer).__name__,
-            "groups": [{**group, "params": names} for group, names in groups],
+            "groups": [{**group, "params": own} for group, own in zip(groups, names, strict=True)],
             "state": state,
             "extra": states_in(extra or {}),
             "generators": generators(),

@@ -395,7 +395,7 @@ def _() -> None:
         sys.meta_path.insert(0, _AfterImport(name, _patch_state_dicts))
 
 
-def _patch_state_dicts() -> None:
+def _patch_state_dicts() -> object:
     """Do nothing unless `set_state_dict_patch` has replaced this function."""
 
 
