@@ -805,6 +805,9 @@ class ShardLite(nn.Module):
 
         Raises:
             LayoutError: on every rank, if names, shapes or shards do not match. Nothing was changed.
+
+        Example:
+            >>> model.load_state_dict(other.state_dict())
         """
         self._recover()
         problem = self._full.misfit(state_dict, strict=strict) or self._full.shard_misfit(state_dict)

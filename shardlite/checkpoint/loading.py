@@ -3,7 +3,7 @@
     find the newest    agree    plan, compare shapes, check sums    agree    read    agree
                                 (nothing has changed so far)
 
-The newest state is a checkpoint or a snapshot in memory (`memory_copies.py`). A rank copies its snapshot unchanged.
+The newest state is a checkpoint or a snapshot in memory (`memory_copies.py`). A rank loads its snapshot unchanged.
 From a checkpoint it reads one tensor at a time from the file into the shard. If a weight or moment is kept in another
 format, it is read in full precision first, and encoded when all of its elements are read.
 """
@@ -129,9 +129,8 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     if (path / files.METADATA).is_file() or (path / files.MANIFEST).is_file():
         return str(files.find(path)), -1, ""
     if not folders:
-        files.check_folder(
-            path
-        )  # also with `missing_ok`: if its disk is not mounted, a run must not start from the beginning
+        # Also with `missing_ok`: a run whose disk is not mounted must not start from the beginning.
+        files.check_folder(path)
         return None, -1, ""
     newest = max((files.checkpoints_in(path) if missing_ok else {}) or folders)
     files.check_complete(folders[newest])
@@ -249,7 +248,7 @@ class _StateOnDisk:
         for name, target in self._targets.items():
             size = self._checkpoint.size_of(name)
             if size != target.shape:
-                shape = "is no tensor" if size is None else f"has shape {list(size)}"
+                shape = "is not a tensor" if size is None else f"has shape {list(size)}"
                 raise CheckpointError(f"{folder}: {name!r} {shape}, the model's has {list(target.shape)}")
 
     def _find_state(self, known: Collection[str]) -> None:
