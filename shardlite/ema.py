@@ -195,7 +195,15 @@ class EMA:
             raise LayoutError(f"EMA: the state is of {part or 'something else'}, but this rank keeps {self._part()}")
         named = [(flat, {slot.name for slot in flat.layout.slots}) for flat in flats_of(self._state.units)]
         flats = [flat for flat, names in named if flat in self._averages or names & given.keys()]
-        _check_fit(dict(_named((flat, flat.local) for flat in flats)), given)
+        ours = dict(_named((flat, flat.local) for flat in flats))
+        missing, unknown = ours.keys() - given.keys(), given.keys() - ours.keys()
+        if missing or unknown:
+            raise LayoutError(
+                f"EMA: the state {lacking(missing, unknown)}: was it saved from another model, or with others frozen?"
+            )
+        for name, mine in ours.items():
+            if (shape := given[name].shape) != mine.shape:
+                raise LayoutError(f"EMA: {name!r} has shape {list(shape)}, this rank's is {list(mine.shape)}")
         self._start(flat for flat in flats if flat not in self._averages)
         for name, average in _named(self._averages.items()):
             average.copy_(given[name])
@@ -287,16 +295,3 @@ def _named(memory: Iterable[tuple[Flat, Tensor]]) -> Iterator[tuple[str, Tensor]
     for flat, local in memory:
         for slot, view in zip(flat.layout.slots, flat.shard_views(local), strict=True):
             yield slot.name, view
-
-
-def _check_fit(ours: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise `LayoutError` unless `given` has the names and shapes of `ours`."""
-    missing, unknown = ours.keys() - given.keys(), given.keys() - ours.keys()
-    if missing or unknown:
-        raise LayoutError(
-            f"EMA: the state {lacking(missing, unknown)}: was it saved from another model, or were other parameters "
-            "frozen then?"
-        )
-    for name, mine in ours.items():
-        if given[name].shape != mine.shape:
-            raise LayoutError(f"EMA: {name!r} has shape {list(given[name].shape)}, this rank's is {list(mine.shape)}")

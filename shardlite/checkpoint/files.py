@@ -176,12 +176,12 @@ def discard(leftover: Path) -> None:
         log.warning("%s is a leftover of a save and cannot be removed: %s", leftover, error)
 
 
-def publish(folder: Path, root: Path, step: int, keep: int | None, lease: Lease) -> Path:
-    """Publish a finished checkpoint by a rename, and remove all but the `keep` newest ones.
+def publish(root: Path, step: int, keep: int | None, lease: Lease) -> Path:
+    """Publish the finished checkpoint of `step` by a rename, and remove all but the `keep` newest checkpoints.
 
     An older checkpoint of the same step is replaced. Symbolic links are neither counted nor removed.
     """
-    place, old = root / name_of(step), root / f".old-{name_of(step)}"
+    folder, place, old = temporary(root, step), root / name_of(step), root / f".old-{name_of(step)}"
     _sync(folder)
     lease.check()
     if place.exists() or place.is_symlink():

@@ -100,15 +100,9 @@ def load(
     folder, step, skipped = found[0]
     if skipped and peers.rank == 0:
         log.warning("load: damaged checkpoints in %s are skipped: %s", path, skipped)
-    copied, open_copies = memory_copies.newest_copies(path, model, peers)
-    if copied >= max(step, 0):
-        try:
-            copies = open_copies()
-            restored = _restore(lambda: copies.snapshot(copied, run), memory_copies.SOURCE, run, peers)
-            memory_copies.continue_with(model, copies)
-            return restored
-        except CheckpointError as error:
-            memory_copies.warn_unused(peers, str(error))
+    copied = memory_copies.load_newest(memory_copies.key_of(path), run, peers, max(step, 0), _restore)
+    if copied is not None:
+        return copied
     if folder is not None:
         return _restore(lambda: _StateOnDisk(Path(folder), run, peers), folder, run, peers)
     if not missing_ok:
@@ -173,11 +167,10 @@ def _load_states(optimizer: Optimizer, states: Iterator[tuple[Tensor, dict[str, 
     if isinstance(optimizer, AdamW):
         optimizer.load_entries(states)
         return
-    by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counted_on_device = {param for group in groups for param in group["params"]}
     for param, state in states:
-        if isinstance(step := state.get("step"), Tensor) and (
-            by_param[param].get("fused") or by_param[param].get("capturable")
-        ):
+        if param in counted_on_device and isinstance(step := state.get("step"), Tensor):
             state["step"] = step.to(param.device)  # as in PyTorch
         optimizer.state[param] = state
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,8 @@ from shardlite.checkpoint.snapshot_holder import Agent, Holder
 from shardlite.comm import GlooTransport, host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError
 from shardlite.model import ShardLite
+
+T = TypeVar("T")
 
 log = logging.getLogger("shardlite")
 
@@ -350,10 +352,6 @@ class Copies:
             elif here == rank:
                 self._receive(transport, self.own, step, holder)
 
-    def snapshot(self, step: int, run: Run) -> SavedSnapshot:
-        """Return this rank's snapshot of `step`, to be loaded into `run`."""
-        return SavedSnapshot(self.own.complete()[step], self.own.content(step), run)
-
 
 def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
     """Start to send a snapshot: its header and its bytes. Return the sends, to wait for."""
@@ -361,34 +359,36 @@ def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int
     return [transport.isend(each, rank, 0) for each in (header, memory.content(step))]
 
 
-def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) -> tuple[int, Callable[[], Copies]]:
-    """Return the newest step of which all ranks have copies (otherwise -1), and a function to open them. Collective.
+def load_newest(key: str, run: Run, peers: Peers, least: int, restore: Callable[..., T]) -> T | None:
+    """Load the newest step of which all ranks have copies, if the step is at least `least`. Collective.
 
-    Rank 0 warns if there are only copies that cannot be loaded. The function is collective, and fetches the copy of
-    each rank to its host. It raises `CheckpointError` on every rank if this fails on any rank.
+    If the load succeeds, `save_in_memory` writes the next copies into the same memory.
+
+    Args:
+        key: key of the run.
+        run: the model, optimizer and `extra` to load the copies into.
+        peers: the model's ranks.
+        least: lowest step to load.
+        restore: function to load a snapshot, given a function that returns it, its source, `run` and `peers`.
+
+    Returns:
+        The result of `restore`; `None` if there are no such copies. Rank 0 warns if other copies are found.
     """
-    _copies.pop(model, None)  # unless `load` takes these copies, new ones are allocated
-    key = key_of(path)
+    _copies.pop(run.model, None)
     seen = _look(key, peers)
-    step, why = newest([each.held for each in seen])
-    if why:
-        warn_unused(peers, why)
-
-    def open_copies() -> Copies:
+    step, why_not = newest([each.held for each in seen])
+    try:
+        if why_not:
+            raise CheckpointError(why_not)
+        if step < least:
+            return None
         copies = Copies(key, peers, seen)
         copies.fetch(step)
         copies.reset(step)
-        return copies
-
-    return step, open_copies
-
-
-def continue_with(model: ShardLite, copies: Copies) -> None:
-    """Let `save_in_memory` write the model's next copies into the memory of `copies`, which the model has loaded."""
-    _copies[model] = copies.key, copies
-
-
-def warn_unused(peers: Peers, why: str) -> None:
-    """Warn on rank 0 why copies in memory are not loaded."""
-    if peers.rank == 0:
-        log.warning("load: the copies in memory are not used: %s", why)
+        restored = restore(lambda: SavedSnapshot(copies.own, step, run), SOURCE, run, peers)
+    except CheckpointError as error:
+        if peers.rank == 0:
+            log.warning("load: the copies in memory are not used: %s", error)
+        return None
+    _copies[run.model] = key, copies
+    return restored

@@ -184,7 +184,7 @@ def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
     folder = files.make_temporary(root, step, lease)
     paths: Paths = {name: ("model", name.removeprefix("model.")) for name in entries}
     part = RankFile(entries, {}, paths).write(folder, 0)
-    return publish(folder, root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
+    return publish(root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
 
 
 def _lazy(source: SafetensorsFolder, name: str) -> Tensor:

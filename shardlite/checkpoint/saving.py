@@ -193,7 +193,7 @@ class _Save:
 
             def finish() -> None:
                 for _, lease in self._made:
-                    publish(folder, self._root, self._manifest, parts, self._keep, lease)
+                    publish(self._root, self._manifest, parts, self._keep, lease)
 
             self._peers.agree(finish, "save")
         except BaseException:
@@ -208,18 +208,14 @@ class _Save:
 
 
 def publish(
-    folder: Path,
-    root: Path,
-    manifest: Mapping[str, Any],
-    parts: Sequence[dict[str, Any]],
-    keep: int | None,
-    lease: Lease,
+    root: Path, manifest: Mapping[str, Any], parts: Sequence[dict[str, Any]], keep: int | None, lease: Lease
 ) -> Path:
     """Write the metadata and the manifest of the files of all ranks, and publish the checkpoint. Return its path."""
+    folder = files.temporary(root, manifest["step"])
     files.write_synced(folder / files.METADATA, pickle.dumps(_metadata(parts)))
     sums = {name: each for part in parts for name, each in part["files"].items()}
     files.write_manifest(folder, manifest, {**sums, files.METADATA: files.sums_of(folder / files.METADATA)})
-    return files.publish(folder, root, manifest["step"], keep, lease)
+    return files.publish(root, manifest["step"], keep, lease)
 
 
 def _metadata(parts: Sequence[dict[str, Any]]) -> dcp.Metadata:

@@ -131,25 +131,26 @@ class SavedSnapshot:
     """A snapshot in memory, to be loaded. Making this object changes nothing.
 
     Args:
-        header: the snapshot's header.
-        memory: the snapshot, [bytes].
+        memory: the memory of the snapshot.
+        step: step of the snapshot.
         run: the model, optimizer and `extra` to load the snapshot into.
 
     Raises:
         CheckpointError: the snapshot is damaged, of another part or model, or of another optimizer.
     """
 
-    def __init__(self, header: Header, memory: Tensor, run: Run) -> None:
+    def __init__(self, memory: SnapshotMemory, step: int, run: Run) -> None:
         model, optimizer, extra = run
-        self._memory = memory
-        objects = unpickled("the copy", io.BytesIO(memory[header.objects_start :].numpy().tobytes()))
+        self._memory = memory.content(step)
+        start = memory.complete()[step].objects_start
+        objects = unpickled("the copy", io.BytesIO(self._memory[start:].numpy().tobytes()))
         self._records: list[Record] = objects["records"]
         self._state: dict[str, dict[str, Any]] = objects["state"]
         """State of each parameter by name. Tensors are replaced by `None`."""
 
         self.groups: list[dict[str, Any]] = objects["groups"]
         """Param groups with names of parameters."""
-        self.step: int | None = header.step
+        self.step: int | None = step
         self.extra: Any = objects["extra"]
         self.generators: dict[str, Any] | None = objects["generators"]
         self.loops: int = objects["loops"]
