@@ -1,4 +1,4 @@
-"""ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
+"""ShardLite: train a PyTorch model that is too large for one device together with its optimizer state."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -51,43 +51,34 @@ __version__ = "0.1.0"
 
 # ---- names that are imported when they are first used ---------------------------------------------------------------
 #
-# The command line answers `--help` without PyTorch, and a program that saves nothing does without
-# `torch.distributed.checkpoint`, whose import takes half as long as PyTorch's.
+# So the command line answers `--help` without PyTorch, and a program that saves nothing does not import
+# `torch.distributed.checkpoint`, which takes half as long as importing PyTorch.
 
 _LATE = {
+    **dict.fromkeys(("MemoryLimit", "Precision", "Route"), "shardlite.config"),
+    **dict.fromkeys(("async_save", "load", "save", "save_in_memory"), "shardlite.checkpoint"),
     "AdamW": "shardlite.optim",
     "EMA": "shardlite.ema",
-    "MemoryLimit": "shardlite.config",
-    "Precision": "shardlite.config",
-    "Route": "shardlite.config",
     "ShardLite": "shardlite.model",
-    "async_save": "shardlite.checkpoint",
-    "load": "shardlite.checkpoint",
-    "save": "shardlite.checkpoint",
-    "save_in_memory": "shardlite.checkpoint",
     "verify": "shardlite.apps.verify.verify",
 }
 """The module that defines each name."""
 
 
 def _import_late(name: str) -> Any:
-    """Return what a name of `_LATE` stands for; the module's `__getattr__` (PEP 562)."""
+    """Import and return an object by its name in `_LATE`. This is the module's `__getattr__` (PEP 562)."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _LATE[name] == "shardlite.checkpoint":
-        # First, as by a program that imports it after wrapping: other threads may import both.
+        # Import this first, in the same order as programs that import it after wrapping: other threads may import both.
         import_module("torch.distributed.checkpoint.state_dict")
     globals()[name] = value = getattr(import_module(_LATE[name]), name)
-    if name == "ShardLite":  # which applies all patches when it first wraps a model
-        import_module("shardlite.engine").set_state_dict_patch(_patch_state_dicts)
+    if name == "ShardLite":  # applies all patches when it first wraps a model
+        import_module("shardlite.engine").set_state_dict_patch(lambda: import_module("shardlite.checkpoint").install())
     return value
 
 
-def _patch_state_dicts() -> None:
-    import_module("shardlite.checkpoint").install()
-
-
-if not TYPE_CHECKING:  # to a type checker it would make every name one of this module
+if not TYPE_CHECKING:  # a type checker would then accept any name
     __getattr__ = _import_late
 
 

@@ -1,7 +1,4 @@
-"""Options: precision, the route of messages, and environment variables, which are read only here.
-
-Knows nothing of models, units or ranks.
-"""
+"""Options: precision, memory limit, route of messages, and environment variables, which are read only here."""
 
 import os
 import warnings
@@ -32,45 +29,46 @@ QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 class Precision:
     """Select the dtypes of computation, reduction and optimizer.
 
-    Applies to floating-point parameters only; other parameters keep their dtype. A trainable parameter is stepped in at
-    least fp32, whatever dtype it was wrapped in, because updates are too small for fewer bits. A frozen parameter keeps
-    its dtype.
+    The options apply to floating-point parameters only. Other parameters, and frozen ones, keep their dtype. A
+    trainable parameter is stepped in fp32 or fp64, even if it was wrapped in fewer bits, because most updates are too
+    small for fewer bits.
+
+    Raises:
+        TypeError: `quantized_gather` is neither a bool nor callable.
+        ValueError: a dtype is not supported for its purpose, or `"split24"` has another `compute` than bf16.
 
     Example:
         >>> ShardLite(model, precision=Precision(compute=torch.bfloat16))
     """
 
     compute: torch.dtype | None = None
-    """Dtype of gathered weights, so of forward and backward. Inputs are cast to it. `None`: each parameter's own."""
+    """Dtype of gathered weights, and so of forward and backward. Inputs are cast to it. `None`: the dtype of each
+    parameter.
+    """
 
     reduce: torch.dtype = torch.float32
     """Dtype in which gradients are accumulated and summed over the ranks. In bf16 each hop of the ring rounds, which
-    loses about `sqrt(W)` units in the last place of bf16 at `W` ranks. A single rank that casts no weights sums
-    nothing and rounds nothing.
+    causes an error of about `sqrt(W)` units in the last place of bf16 at `W` ranks. A single rank that casts no weights
+    does not round gradients.
     """
 
     master: torch.dtype | Literal["split24"] = torch.float32
     """Dtype of the weights that the optimizer steps. fp64 parameters stay fp64. `"split24"` keeps the upper 24 bits of
-    fp32 numbers in two parts: a bf16 part, which is gathered, and 8 further bits. This takes 3 bytes per element and
-    needs no copy in the compute dtype. It requires `compute=torch.bfloat16` and `shardlite.AdamW`.
+    fp32 numbers in two parts: a bf16 part, which is gathered, and 8 further bits. This takes 3 bytes per element,
+    without a copy in the compute dtype. It requires `compute=torch.bfloat16` and `shardlite.AdamW`.
     """
 
     output: torch.dtype | None = None
-    """Dtype that floating-point outputs of the model are cast to. `None`: outputs are not cast."""
+    """Dtype to which floating-point outputs of the model are cast. `None`: outputs are not cast."""
 
     quantized_gather: bool | Callable[[str, nn.Module], bool] = False
-    """Whether all-gathers send weights as 8-bit codes, 33 bytes for 32 weights. Ranks compute with the decoded values;
-    the optimizer steps weights of full precision. `callable(name, module) -> bool` decides for each unit (the root's
-    name is empty). Stage 3 only. See `docs/precision.md`.
+    """Whether all-gathers send weights as 8-bit codes, 33 bytes for 32 weights. Ranks compute with the decoded values.
+    The optimizer steps weights of full precision. `callable(name, module) -> bool` decides for each unit. The root's
+    name is empty. Stage 3 only. See `docs/precision.md`.
     """
 
     def __post_init__(self) -> None:
-        """Validate the options.
-
-        Raises:
-            TypeError: `quantized_gather` is neither a bool nor a function.
-            ValueError: a dtype is not allowed for its purpose.
-        """
+        """Check the options."""
         if not isinstance(self.quantized_gather, bool) and not callable(self.quantized_gather):
             raise TypeError(
                 "Precision: quantized_gather must be a bool or callable(name, module) -> bool, got "
@@ -87,12 +85,12 @@ class Precision:
                 raise ValueError(f"Precision: {name} must be one of {choices}; got {dtype!r}")
         if self.master == "split24" and self.compute != torch.bfloat16:
             raise ValueError(
-                'Precision: master="split24" keeps weights as bf16 and 8 bits more, so it goes with '
+                'Precision: master="split24" keeps weights as bf16 and 8 further bits, so it requires '
                 f"compute=torch.bfloat16; got compute={self.compute}"
             )
 
     def master_of(self, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
-        """Return the dtype in which a parameter of `dtype` is stepped, and stored unless it is split."""
+        """Return the dtype in which a parameter of `dtype` is stepped. It is also stored in this dtype unless split."""
         if not (trainable and dtype.is_floating_point):
             return dtype
         return torch.promote_types(dtype, torch.float32)
@@ -106,7 +104,7 @@ class Precision:
         return self.compute if self.compute is not None and dtype in COMPUTE else dtype
 
     def reduce_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of weights stored in `dtype` are summed: fp64 for fp64 weights."""
+        """Return the dtype in which gradients of weights stored in `dtype` are summed."""
         return torch.float64 if dtype == torch.float64 else self.reduce
 
 
@@ -116,17 +114,22 @@ STATES = ("fp32", "bf16", "int8")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """Bytes that a rank may hold, and what else will be held beside the wrapped model.
+    """Limit the memory of a rank, and describe its memory besides the wrapped model.
 
     `ShardLite(..., memory_limit=nbytes)` is short for `MemoryLimit(nbytes=nbytes)`.
+
+    Raises:
+        ValueError: the limit is not positive, bytes are negative, or the format is unknown.
 
     Example:
         >>> ShardLite(model, memory_limit=MemoryLimit(nbytes=80 * 10**9, state="int8", activations=12 * 10**9))
     """
 
     nbytes: int
+    """Maximum number of bytes that a rank may hold."""
+
     state: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of the moments that the optimizer will keep. Optimizers of PyTorch with two moments count as `"fp32"`."""
+    """Format of the optimizer's moments. PyTorch's optimizers with two moments count as `"fp32"`."""
 
     in_backward: bool = False
     """Whether the optimizer will step in the backward."""
@@ -135,11 +138,7 @@ class MemoryLimit:
     """Bytes of the program's own tensors at their peak, as `shardlite plan` predicts them for a batch."""
 
     def __post_init__(self) -> None:
-        """Validate the options.
-
-        Raises:
-            ValueError: the limit is not positive, bytes are negative, or the format is unknown.
-        """
+        """Check the options."""
         if self.nbytes <= 0 or self.activations < 0:
             raise ValueError(
                 f"memory_limit must be above 0 and activations at least 0, in bytes; got {self.nbytes} and "
@@ -150,10 +149,10 @@ class MemoryLimit:
 
 
 def memory_limit_of(limit: "int | MemoryLimit | None") -> "MemoryLimit | None":
-    """Return `limit` as a record.
+    """Return a limit as a record.
 
     Raises:
-        TypeError: it is neither a number of bytes nor a `MemoryLimit`.
+        TypeError: `limit` is neither a number of bytes nor a `MemoryLimit`.
     """
     if limit is None or isinstance(limit, MemoryLimit):
         return limit
@@ -172,6 +171,10 @@ OrderName = Literal["ring", "tree"]
 class Route:
     """Select how messages travel between ranks, and in which order gradients are added.
 
+    Raises:
+        TypeError: an option has a wrong type.
+        ValueError: an option is unknown, or options exclude each other.
+
     Example:
         >>> ShardLite(model, route=Route(transport="p2p", algorithm="bidirectional"))
         >>> ShardLite(model, route=Route(order="tree", parts=8))
@@ -180,60 +183,56 @@ class Route:
     transport: TransportName = "auto"
     """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
     `"symmetric_memory"`: CUDA tensors go through memory that all GPUs of one host can read (PyTorch's symmetric memory;
-    64 MiB per rank and connection). Experimental: it has not run between GPUs. `"p2p"`: point-to-point messages of the
-    process group (NCCL, gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives
-    of the process group (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared
-    memory where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm other than
-    `"hierarchical"` is named. It never selects symmetric memory.
+    64 MiB per rank and connection). This is experimental, and has not run between GPUs. `"p2p"`: point-to-point
+    messages of the process group (NCCL, gloo). Gloo stages CUDA tensors in pinned memory. `"collectives"`: collectives
+    of the process group (NCCL, or gloo for CPU tensors), with the same bits as the ring. `"auto"`: for CPU tensors,
+    shared memory where available, else `"p2p"`. Over NCCL, `"collectives"`, or `"p2p"` if `algorithm` is neither
+    `"auto"` nor `"hierarchical"`. It never selects symmetric memory.
     """
 
     algorithm: AlgorithmName = "auto"
     """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
-    the same order. Other schedules add in another order and so differ in the last bits. `"hierarchical"` adds inside
-    each node first and then across the nodes, so bits depend on the ranks per node; over collectives it makes each
-    reduction two exchanges. Collectives have no other schedule, and symmetric memory has none.
+    the same order. Other schedules add in another order, so results differ in the last bits. `"hierarchical"` adds
+    inside each node first and then across nodes, so the bits depend on the number of ranks per node. Over collectives
+    each reduction is then two exchanges. `transport="collectives"` supports no other schedule, and
+    `transport="symmetric_memory"` none at all.
     """
 
     reduce: ReduceName = "exact"
-    """`"fast"`: over collectives, the process group adds up gradients by its own reduce-scatter, in an order and with
-    roundings that depend on the backend, its version, the buffer's length and the number of ranks. Nothing that
-    `docs/numerics.md` promises then holds: results differ from those of other transports, stages and runs.
+    """`"fast"`: over collectives, gradients are added by the process group's reduce-scatter. The order and roundings
+    then depend on the backend, its version, the buffer's length and the number of ranks. The guarantees of
+    `docs/numerics.md` do not hold: results differ from those of other transports, stages and runs.
     """
 
     order: OrderName = "ring"
     """Order in which gradients are added. `"ring"`: in the order of the ranks. `"tree"`: as a balanced binary tree over
-    the `parts` of a global batch, so that a run has the same bits on any number of ranks. Reductions then use the
+    the `parts` of a global batch, so that a run computes the same bits on any number of ranks. Reductions then use the
     algorithm `"halving"`. See `docs/elastic.md`.
     """
 
     parts: int | None = None
     """Number of parts of each global batch with `order="tree"`: a power of two, and at least the number of ranks.
-    `ShardLite.parts()` yields those of this rank.
+    `ShardLite.parts()` yields the parts of this rank.
     """
 
     registered: bool = False
-    """Whether gather buffers, gradient buckets and what reductions receive are memory of NCCL's allocator that is
-    registered with the communicator that sends it, so that NCCL can read it where it lies, with fewer SMs. Off by
-    default: it has not been measured between GPUs. See `docs/rings.md`.
+    """Whether gather buffers, gradient buckets and receive buffers of reductions come from NCCL's allocator and are
+    registered with their communicator. NCCL can then read them in place, with fewer SMs. Off by default, because the
+    effect has not been measured between GPUs. See `docs/rings.md`.
     """
 
     max_ctas: int | None = None
-    """Maximum number of thread blocks, so of SMs, that one kernel of NCCL takes in gathers and reductions. `None`: as
-    the process group's own options say.
+    """Maximum number of thread blocks, and so of SMs, per NCCL kernel in gathers and reductions. `None`: the limit in
+    the process group's options.
     """
 
     high_priority: bool = True
-    """Whether a GPU schedules gathers and reductions before the computation: the priority of the streams on which they
-    run. Whole collectives run on streams of ShardLite, messages on one of NCCL's.
+    """Whether gathers and reductions run on high-priority streams, so that a GPU schedules them before computation.
+    Collectives run on ShardLite's streams, point-to-point messages on a stream of NCCL.
     """
 
     def __post_init__(self) -> None:
-        """Validate the options.
-
-        Raises:
-            TypeError: an option is of another type.
-            ValueError: an option is unknown, or options exclude each other.
-        """
+        """Check the options."""
         self._check_nccl()
         for name, value, names in (
             ("transport", self.transport, get_args(TransportName)),
@@ -247,7 +246,7 @@ class Route:
         if self.algorithm not in whole.get(self.transport, ("auto", *ALGORITHMS)):
             raise ValueError(
                 f"algorithm={self.algorithm!r} is a schedule of messages, and transport={self.transport!r} has none: "
-                "leave algorithm='auto', or take transport='p2p'"
+                "leave algorithm='auto', or pass transport='p2p'"
             )
         if self.reduce == "fast" and self.algorithm == "hierarchical":
             raise ValueError(
@@ -255,7 +254,7 @@ class Route:
                 "the process group: leave algorithm='auto', or reduce='exact'"
             )
         if self.order == "ring" and self.parts is not None:
-            raise ValueError(f"parts={self.parts!r} requires order='tree': set both, or neither")
+            raise ValueError(f"parts={self.parts!r} requires order='tree': pass both, or neither")
         if self.order == "tree" and (type(self.parts) is not int or self.parts.bit_count() != 1):
             raise ValueError(
                 "order='tree' requires parts=P, the number of parts of each global batch: a power of two; got "
@@ -263,12 +262,12 @@ class Route:
             )
         if self.order == "tree" and (self.reduce != "exact" or self.algorithm not in ("auto", "halving")):
             raise ValueError(
-                f"order='tree' fixes the order in which gradients are added, and reduce={self.reduce!r} with "
-                f"algorithm={self.algorithm!r} has another one: leave reduce='exact' and algorithm='auto'"
+                f"order='tree' fixes the order in which gradients are added, but reduce={self.reduce!r} with "
+                f"algorithm={self.algorithm!r} adds in another order: leave reduce='exact' and algorithm='auto'"
             )
 
     def _check_nccl(self) -> None:
-        """Check the options of NCCL's communicators."""
+        """Check the options for NCCL communicators."""
         for name, value in (("registered", self.registered), ("high_priority", self.high_priority)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -280,32 +279,32 @@ class Route:
             raise ValueError(f"max_ctas must be at least 1, got {self.max_ctas}")
 
     def of_nccl(self) -> str:
-        """Return the options of NCCL's communicators that are not the default, as arguments."""
-        plain = Route()
-        asked = {name: getattr(self, name) for name in _OF_NCCL if getattr(self, name) != getattr(plain, name)}
+        """Return the options for NCCL communicators that are not the default, as arguments."""
+        asked = {name: getattr(self, name) for name, default in _OF_NCCL.items() if getattr(self, name) != default}
         return ", ".join(f"{name}={value!r}" for name, value in asked.items())
 
     def without_nccl(self) -> "Route":
-        """Return the route without options of NCCL's communicators, for tensors that go elsewhere."""
-        return replace(self, **{name: getattr(Route(), name) for name in _OF_NCCL})
+        """Return the route without options for NCCL communicators, for tensors that are not sent by NCCL."""
+        return replace(self, **_OF_NCCL)
 
 
-_OF_NCCL = ("registered", "max_ctas", "high_priority")
+_OF_NCCL: dict[str, Any] = {name: getattr(Route, name) for name in ("registered", "max_ctas", "high_priority")}
+"""Defaults of the options for NCCL communicators."""
 
 
 _DEPRECATED = {
     **dict.fromkeys(("transport", "algorithm", "reduce", "order", "parts"), "route=Route"),
     "quantized_gather": "precision=Precision",
 }
-"""Keywords of `ShardLite` that became fields of an option record, and that record."""
+"""Deprecated keywords of `ShardLite`, with the record that has them as fields."""
 
 
 def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, Any]) -> tuple[Route, Precision]:
-    """Return both records with the fields that were given as keywords of `ShardLite`. Warn of each keyword.
+    """Set the fields of both records that were passed as keywords of `ShardLite`, and warn for each keyword.
 
     Raises:
         TypeError: a keyword is unknown, or a record has a wrong type.
-        ValueError: a keyword of `Route` and a `Route` are both given.
+        ValueError: a keyword of `Route` and a `Route` are both passed.
     """
     for name, record, kind in (("precision", precision, Precision), ("route", route, Route)):
         if not isinstance(record, kind):
@@ -319,31 +318,31 @@ def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, A
     if "quantized_gather" in fields:
         precision = replace(precision, quantized_gather=fields.pop("quantized_gather"))
     if fields and route != Route():
-        raise ValueError(f"{', '.join(fields)} are fields of route={route}: set them there only")
+        raise ValueError(f"{', '.join(fields)} are fields of route={route}: set them there, not as keywords")
     return replace(route, **fields), precision
 
 
 def with_environment(route: Route) -> Route:
-    """Return `route` with the transport of `SHARDLITE_TRANSPORT`, if that is set and `route` leaves the transport open.
+    """Return `route`, with the transport of the variable `SHARDLITE_TRANSPORT` if `route` has `transport="auto"`.
 
     Raises:
-        ValueError: the variable does not name a transport that goes with the rest of the route.
+        ValueError: the variable does not name a transport, or the transport excludes another option of the route.
     """
     named = os.environ.get("SHARDLITE_TRANSPORT", "auto")
     return route if route.transport != "auto" else replace(route, transport=cast(TransportName, named))
 
 
 def check_timeout(timeout: timedelta) -> None:
-    """Check that a timeout is a positive `timedelta`.
+    """Check a timeout.
 
     Raises:
-        TypeError: it is not a `timedelta`.
-        ValueError: it is not positive.
+        TypeError: `timeout` is not a `timedelta`.
+        ValueError: `timeout` is not positive.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
     if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be above zero, got {timeout}: it is how long a rank waits for another one")
+        raise ValueError(f"timeout must be above zero, got {timeout}: ranks wait for each other so long")
 
 
 def devices_may_overlap() -> bool:
@@ -359,6 +358,6 @@ def streams_share_a_queue() -> bool:
 def poison_evicted_buffers() -> bool:
     """Return whether buffers are filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
 
-    Code that reads an evicted buffer then computes NaN at once instead of plausible numbers. All tests run this way.
+    Code that reads an evicted buffer then computes NaN instead of plausible numbers. All tests set this variable.
     """
     return os.environ.get("SHARDLITE_POISON", "0") not in ("", "0")

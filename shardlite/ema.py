@@ -1,12 +1,12 @@
-"""Exponential moving averages of a wrapped model's weights, sharded like them.
+"""Exponential moving averages of a wrapped model's weights, sharded like the weights.
 
-Averages are laid out like this rank's weights, so one call updates each arena:
+Averages have the layout of this rank's weights, so one call updates each arena:
 
     arena     [ unit 0 | unit 1 | unit 2 | ... ]     current weights
     averages  [ unit 0 | unit 1 | unit 2 | ... ]     += (1 - decay) * (weights - averages)
 
-At stages 1 and 2, where a shard is a part of the full weights, there is one call per unit. For an evaluation, arena and
-averages swap their contents in place. Averages of split weights are fp32; a swap rounds them to the 24 bits that the
+At stages 1 and 2 a shard is a part of the full weights, so there is one call per unit. For an evaluation, arena and
+averages swap their contents in place. Averages of split weights are fp32. A swap rounds them to the 24 bits that the
 model keeps.
 
 Legend: `n` elements that this rank keeps of a flat.
@@ -22,46 +22,46 @@ from torch import Tensor
 
 from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError, lacking
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.params import Flat, allocate_arenas, join_halves, merge_adjacent, zeros_on
 
 Decay = float | Callable[[int], float]
 
 _CHUNK = 1 << 18
-"""Elements that are swapped at a time; bounds the memory that a swap takes."""
+"""Number of elements that are swapped at a time, to bound the memory of a swap."""
 
 
 class EMA:
     """Average the trainable parameters of `model`: `average = decay * average + (1 - decay) * weight`.
 
-        ema = EMA(model, decay=0.999)
-        for x, y in batches:
-            ...
-            optimizer.step()
-            ema.update()
-        with ema.swapped():
-            validate(model)
+    Averages start as the current weights. They have the precision in which weights are kept, at least fp32. At any
+    stage and number of ranks they are bit-equal to the averages of `torch.optim.swa_utils.get_ema_multi_avg_fn` on
+    whole parameters. Each rank averages the weights that it keeps, without communication: all weights at stage 0, 1/W
+    of them at other stages.
 
-    Averages start as the current weights and have the precision in which weights are kept, at least fp32. They equal,
-    to the bit, those of `torch.optim.swa_utils.get_ema_multi_avg_fn` on whole parameters, at any stage and number of
-    ranks. Each rank averages the weights that it keeps, without communication: 1/W of the model from stage 1 on, all of
-    it at stage 0.
-
-    Frozen parameters have no average and take no memory for one. A parameter that is unfrozen is averaged from its
-    first step on; a parameter that is frozen later keeps being averaged. Buffers (BatchNorm statistics) and ignored
-    parameters are not averaged: the averaged model uses those of the model, as `AveragedModel(use_buffers=False)` does.
+    Frozen parameters have no average, and take no memory for one. A parameter that is unfrozen is averaged from its
+    first step on. A parameter that is frozen later is still averaged. Buffers (BatchNorm statistics) and ignored
+    parameters are not averaged: the averaged model has the model's values, as with `AveragedModel(use_buffers=False)`.
 
     `model.memory()` counts the averages under `averages`.
 
     Args:
         model: a wrapped model. It may have several averages.
-        decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first), to warm up:
-            `lambda n: min(0.999, (1 + n) / (10 + n))`.
+        decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first update). A function
+            can warm up the decay: `lambda n: min(0.999, (1 + n) / (10 + n))`.
 
     Raises:
         TypeError: `model` is not wrapped, or `decay` is neither a number nor callable.
         ValueError: `decay` is not from 0 to 1.
         PhaseError: inside `swapped()` of another average of `model`.
+
+    Example:
+        >>> ema = EMA(model, decay=0.999)
+        >>> for x, y in batches:
+        ...     train_step(x, y)
+        ...     ema.update()
+        >>> with ema.swapped():
+        ...     validate(model)
     """
 
     def __init__(self, model: ShardLite, decay: Decay = 0.999) -> None:
@@ -74,7 +74,7 @@ class EMA:
         """Number of updates so far."""
         self._decay = decay if callable(decay) else _checked(decay)
         self._model = model
-        self._state = state_of(model)
+        self._state = ModelState(model)
         self._stepping = self._state.bridge.in_backward
         self._swapped = False
         self._averages: dict[Flat, Tensor] = {}
@@ -86,11 +86,15 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages with the current weights. Call it on every rank after each step of the optimizer.
+        """Update the averages with the current weights. Every rank must call it after each step of the optimizer.
 
         Raises:
             PhaseError: inside `swapped()`.
             ValueError: the callable `decay` returned a value that is not from 0 to 1.
+
+        Example:
+            >>> optimizer.step()
+            >>> ema.update()
         """
         self._stepping.announce_change()
         decay = _checked(self._decay(self.updates), self.updates) if callable(self._decay) else self._decay
@@ -102,17 +106,25 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[ShardLite]:
-        """Give the model its averaged weights inside, and its trained weights back afterwards.
+        """Let the model use its averaged weights inside the context. Collective.
 
-        Weights and averages are swapped, so the trained weights return to the bit, also after an exception. Gradients
-        and the optimizer's state are not changed. Writing to the weights inside changes the averages:
-        `model.load_full_state_dict(saved)` loads averages that `full_state_dict()` returned.
+        Weights and averages are swapped on entry and swapped back on exit, also after an exception. So the trained
+        weights return to the bit. Gradients and the optimizer's state are not changed. Writing to the weights inside
+        changes the averages: inside, `model.load_full_state_dict(saved)` loads averages that `full_state_dict()` has
+        returned.
 
-        An optimizer cannot step inside. A backward must run on the same side as its forward; otherwise it raises. Every
-        rank must enter and leave, because the weights are gathered again after both.
+        An optimizer cannot step inside. A forward and its backward must both run inside, or both outside; otherwise the
+        backward raises.
+
+        Returns:
+            A context manager. `with` binds the model.
 
         Raises:
             PhaseError: the model has averaged weights already, or is inside a forward or `gathered()`.
+
+        Example:
+            >>> with ema.swapped():
+            ...     validate(model)
         """
         self._stepping.announce_change()
         if any(unit.users for unit in self._state.units):
@@ -128,40 +140,70 @@ class EMA:
                 self._exchange()
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
-        """Return the averaged model as `model.full_state_dict(rank=rank)` does: whole tensors of an unsharded model.
+        """Return the averaged model as whole tensors, as `model.full_state_dict(rank=rank)` does. Collective.
 
-        Entries that are not averaged are those of the model. The weights are swapped, so call it on every rank between
-        a step and the next forward.
+        Entries without an average have the model's values. The weights are swapped meanwhile, so call this between a
+        step and the next forward.
+
+        Args:
+            rank: the only rank that returns the tensors. Other ranks return an empty dict. `None`: every rank.
+
+        Returns:
+            Whole tensors by name.
+
+        Raises:
+            PhaseError: the model is inside a forward, `gathered()`, or `swapped()` of another average.
+
+        Example:
+            >>> torch.save(ema.full_state_dict(rank=0), "averaged.pt")
         """
         with nullcontext() if self._swapped else self.swapped():
             return self._model.full_state_dict(rank=rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's averages by name, each as long as this rank's shard, and the number of updates.
+        """Return this rank's averages and the number of updates.
 
-        The tensors are not copies. `load_state_dict` takes them on the same rank, at the same world size and stage.
+        `load_state_dict` requires the same rank, world size and stage.
+
+        Returns:
+            `updates`, `part` (the part of the weights that this rank keeps) and `averages`: tensors by name, each of
+            the length of this rank's shard. The tensors are not copies.
 
         Raises:
             PhaseError: inside `swapped()`.
+
+        Example:
+            >>> save("runs/first", model, optimizer, {"ema": ema})  # calls it
         """
         self._refuse_if_swapped()
         return {"updates": self.updates, "part": self._part(), "averages": dict(_named(self._averages.items()))}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict()` returned. It contains neither the model, nor `decay`, nor what is frozen.
+        """Load the result of `state_dict()`. It has neither the model's weights, nor `decay`, nor frozen parameters.
+
+        Args:
+            state_dict: the state of the same rank, at the same world size and stage.
 
         Raises:
-            LayoutError: the state is of another rank or model; nothing was changed.
+            LayoutError: the state is of another rank or model. Nothing was changed.
             PhaseError: inside `swapped()`.
         """
         self._refuse_if_swapped()
         part, given = state_dict.get("part"), state_dict.get("averages", {})
         if part != self._part():
-            raise LayoutError(f"EMA: the state is of {part or 'something else'}, this rank keeps {self._part()}")
+            raise LayoutError(f"EMA: the state is of {part or 'something else'}, but this rank keeps {self._part()}")
         named = [(flat, {slot.name for slot in flat.layout.slots}) for flat in flats_of(self._state.units)]
         flats = [flat for flat, names in named if flat in self._averages or names & given.keys()]
-        _check_fit(dict(_named((flat, flat.local) for flat in flats)), given)
+        ours = dict(_named((flat, flat.local) for flat in flats))
+        missing, unknown = ours.keys() - given.keys(), given.keys() - ours.keys()
+        if missing or unknown:
+            raise LayoutError(
+                f"EMA: the state {lacking(missing, unknown)}: was it saved from another model, or with others frozen?"
+            )
+        for name, mine in ours.items():
+            if (shape := given[name].shape) != mine.shape:
+                raise LayoutError(f"EMA: {name!r} has shape {list(shape)}, this rank's is {list(mine.shape)}")
         self._start(flat for flat in flats if flat not in self._averages)
         for name, average in _named(self._averages.items()):
             average.copy_(given[name])
@@ -172,7 +214,7 @@ class EMA:
         return f"EMA(decay={self._decay}, updates={self.updates}, elements={numel})"
 
     def before_change(self) -> None:
-        """Start to average unfrozen parameters, before the first step changes them.
+        """Start to average unfrozen parameters before their first step. The model calls this before each change.
 
         Raises:
             PhaseError: inside `swapped()`.
@@ -187,7 +229,7 @@ class EMA:
             )
 
     def _start(self, flats: Iterable[Flat]) -> None:
-        """Start to average these flats, with their current weights."""
+        """Allocate averages of these flats, and set them to the current weights."""
         new = list(flats)
         if not new:
             return
@@ -207,7 +249,8 @@ class EMA:
     def _exchange(self) -> None:
         """Swap weights and averages."""
         for average, weights in self._runs:
-            _exchange(average, weights)
+            for ours, theirs in zip(torch.split(average, _CHUNK), torch.split(weights, _CHUNK), strict=True):
+                _swap(ours, theirs)
         for chunk, high, low in self._split_chunks():
             weights = join_halves(high, low)
             split(high, low, chunk)
@@ -216,32 +259,28 @@ class EMA:
         self._state.bridge.mark_changed()
 
     def _split_chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield averages of split weights with both parts of the weights, chunk by chunk."""
+        """Yield chunks of the averages of split weights, with both parts of the weights."""
         for average, high, low in self._split:
             yield from zip(*(torch.split(each, _CHUNK) for each in (average, high, low)), strict=True)
 
     def _part(self) -> str:
-        """Describe which part of the weights this rank keeps."""
+        """Return a description of the part of the weights that this rank keeps."""
         shard, ranks = self._state.shard, self._state.context.transport.world_size
         return "all" if shard is None else f"part {shard} of {ranks}"
 
 
-def _exchange(first: Tensor, second: Tensor) -> None:
-    """Swap the elements of two tensors [n]."""
-    held = first.new_empty(min(first.numel(), _CHUNK))
-    for start in range(0, first.numel(), _CHUNK):
-        ours, theirs = first[start : start + _CHUNK], second[start : start + _CHUNK]
-        held[: ours.numel()].copy_(ours)
-        ours.copy_(theirs)
-        theirs.copy_(held[: ours.numel()])
+def _swap(ours: Tensor, theirs: Tensor) -> None:
+    kept = ours.clone()
+    ours.copy_(theirs)
+    theirs.copy_(kept)
 
 
 def _checked(decay: float, update: int | None = None) -> float:
-    """Return `decay` if it is valid.
+    """Check a decay and return it.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is not from 0 to 1.
+        TypeError: the decay is not a number.
+        ValueError: the decay is not from 0 to 1.
     """
     when = "" if update is None else f" for update {update}"
     if isinstance(decay, bool) or not isinstance(decay, int | float):
@@ -252,19 +291,7 @@ def _checked(decay: float, update: int | None = None) -> float:
 
 
 def _named(memory: Iterable[tuple[Flat, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a view of each shard, with its parameter's name, in tensors laid out like `flat.local`, [n]."""
+    """Yield names of parameters, and views of their shards in tensors with the layout of `flat.local`, [n]."""
     for flat, local in memory:
         for slot, view in zip(flat.layout.slots, flat.shard_views(local), strict=True):
             yield slot.name, view
-
-
-def _check_fit(ours: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise `LayoutError` unless `given` has the names and shapes of `ours`."""
-    missing, unknown = ours.keys() - given.keys(), given.keys() - ours.keys()
-    if missing or unknown:
-        raise LayoutError(
-            f"EMA: the state {lacking(missing, unknown)}: was it saved from another model, or while others were frozen?"
-        )
-    for name, mine in ours.items():
-        if given[name].shape != mine.shape:
-            raise LayoutError(f"EMA: {name!r} has shape {list(given[name].shape)}, this rank's is {list(mine.shape)}")

@@ -12,35 +12,35 @@ class LayoutError(ShardLiteError, ValueError):
 
 
 class PhaseError(ShardLiteError, RuntimeError):
-    """An illegal state transition, for example a gradient that arrives after its unit was reduced."""
+    """A call or gradient in a state that does not allow it, for example a gradient after its unit was reduced."""
 
 
 class CommError(ShardLiteError, RuntimeError):
     """A peer failed, timed out, or runs another operation than this rank.
 
-    The buffers of the operation are undefined afterwards, and the connection to the peer may be closed for good: end
+    Afterwards the buffers of the operation are undefined, and the connection to the peer may be closed permanently. End
     the run and let `torchrun` restart it.
     """
 
 
 class DesyncError(CommError):
-    """Ranks run different passes or numbers of steps. Detected by comparison, before any data were mixed."""
+    """Ranks run different passes or numbers of steps. Detected by comparison, before any data is mixed."""
 
 
 SAME_PASSES = (
-    "Before each step every rank makes as many forwards and backwards. Where ranks have different numbers of "
-    "micro-batches, iterate over them by `for batch in model.join(batches)`; or, at stages 0 to 2, make all backwards "
-    "but each rank's last inside `model.no_sync()`"
+    "Before each step, every rank must run the same number of forwards and backwards. If ranks have different numbers "
+    "of micro-batches, iterate over them by `for batch in model.join(batches)`; or, at stages 0 to 2, run all but the "
+    "last backward of each rank inside `model.no_sync()`"
 )
-"""What to do about a `DesyncError`."""
+"""Remedy for a `DesyncError`, for its message."""
 
 
 class CheckpointError(ShardLiteError, RuntimeError):
-    """A checkpoint is missing, damaged, or of something else, or could not be written. Names the file."""
+    """A checkpoint is missing, damaged, of another model, or could not be written. The message names the file."""
 
 
 class EscapedViewWarning(UserWarning):
-    """A view of gathered weights outlived their use. Results are right, but the memory cannot be reused."""
+    """A view of gathered weights is still alive after their use. Results are right, but the memory is not reused."""
 
 
 class NonFiniteWarning(UserWarning):
@@ -48,20 +48,20 @@ class NonFiniteWarning(UserWarning):
 
 
 class ShardWarning(UserWarning):
-    """A value was computed from a shard as if it were the whole parameter."""
+    """A value was computed from a shard as if the shard were the whole parameter."""
 
 
 class NonFiniteError(ShardLiteError, ArithmeticError):
-    """Too many consecutive steps were skipped because gradients contained a NaN or an infinity."""
+    """Too many consecutive steps were skipped, because gradients contained a NaN or an infinity."""
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Return up to eight of the sorted names and the number of others; `nothing` for none."""
+    """Join up to eight of the sorted names, with the number of others. Return `nothing` if there are no names."""
     listed = sorted(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
 
 
 def lacking(missing: Collection[str], unknown: Collection[str]) -> str:
-    """Return `lacks A and has unknown B`, without a half that has no names."""
+    """Return `lacks A and has unknown B`. Leave out a half without names."""
     parts = (f"{what} {some_of(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names)
     return " and ".join(parts)

@@ -1,13 +1,12 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
 from inspect import ismethod
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from shardlite_kernels import chunk_memory
@@ -34,7 +33,7 @@ from shardlite.build import (
     placement_of,
     validate,
 )
-from shardlite.comm import Context, GroupLike, Ranks, Sent, Transport, agree, all_gather_json, ranks_of, share
+from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, ranks_of, share
 from shardlite.config import MemoryLimit, Precision, Route, memory_limit_of, take_deprecated, with_environment
 from shardlite.engine import (
     NO_COPY,
@@ -63,24 +62,15 @@ from shardlite.engine import (
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
-from shardlite.params import ShardTensor, Unit
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+# `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
+_uncompiled = torch._disable_dynamo
 
 
-def _uncompiled(function: _Function) -> _Function:
-    """Exclude a function from `torch.compile`: it reads placeholders or the state of autograd.
-
-    `torch.compiler.disable` would import the compiler here. This imports it at the first call, as PyTorch's optimizers
-    do.
-    """
-    return torch._disable_dynamo(function)  # type: ignore[return-value]
-
-
-def _give_back(transports: Iterable[Transport]) -> None:
-    """Return a deleted model's memory to the operating system, including memory that is freed later."""
+def _trim(transports: Iterable[Transport]) -> None:
+    """Return a deleted model's memory to the operating system, including memory freed later."""
     for transport in transports:
         transport.trim(keep=0)
 
@@ -101,77 +91,77 @@ class _Uncompiled:
 
 
 class _UnwrappedError(PhaseError, AttributeError):
-    """The model was unwrapped. It is an `AttributeError` so that `hasattr` returns `False`."""
+    """The model was unwrapped. This is also an `AttributeError`, so that `hasattr` returns `False`."""
 
 
 class _SignatureOfModule:
-    """A method with the signature of the wrapped module's `forward`, by which trainers choose inputs."""
+    """A method with the signature of the wrapped module's `forward`. Trainers choose inputs by this signature."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
-    def __get__(self, model: "ShardLite | None", _: object = None) -> Callable[..., Any]:
+    def __get__(self, model: "ShardLite | None", _: object = None) -> Any:
         """Bind the method. `inspect.signature` follows `__wrapped__`."""
         if model is None:
             return self._method
         bound: Any = partial(self._method, model)
         bound.__wrapped__ = model.module.forward
-        return cast(Callable[..., Any], bound)
+        return bound
 
 
 class ShardLite(nn.Module):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
-    Call this on every rank with the same module. Rank 0's values are used; on other ranks the parameters may be on the
-    meta device. Then build an optimizer from `parameters()` of the wrapped model, and train as before, each rank on its
-    own part of the batch. Gradients are means over the ranks.
+    Wrap the same module on every rank. All ranks start from rank 0's values; on other ranks the parameters may be on
+    the meta device. Then build an optimizer from `parameters()` of the wrapped model and train as before, each rank on
+    its own part of the batch. Gradients are averaged over the ranks.
 
     Args:
-        module: the model. It is modified in place, and it and its submodules may still be called.
-        stage: what is sharded, by the stages of ZeRO (Rajbhandari et al. 2020): 0 nothing (plain data parallel), 1 the
-            optimizer state, 2 also gradients, 3 also parameters. All stages give the same bits.
+        module: the model. It is modified in place. The module and its submodules may still be called.
+        stage: ZeRO stage (Rajbhandari et al. 2020). Stage 0 shards nothing (plain data parallel), 1 the optimizer
+            state, 2 also gradients, 3 also parameters. All stages compute the same bits.
         units: the modules that are gathered as a whole: a module class, a tuple of classes, or `callable(name, module)
             -> bool`. `None` selects the repeated blocks of the model, and large embeddings and heads.
-        precision: the dtypes of computation, reduction and optimizer, see `shardlite.Precision`.
-        reshard_after_forward: whether a unit's full parameters are freed after its forward. If `False`, they are kept
-            until the backward, which saves one all-gather per unit. `callable(name, module) -> bool` decides for each
-            unit. Stage 3 only.
+        precision: dtypes of computation, reduction and optimizer, see `shardlite.Precision`.
+        reshard_after_forward: whether to free a unit's full parameters after its forward. `False` keeps them until the
+            backward, which saves one all-gather per unit. `callable(name, module) -> bool` decides for each unit. Stage
+            3 only.
         group: the ranks to shard over. `None` is the default group. A `DeviceMesh` has one dimension, or two for hybrid
             sharding: (replicate, shard). The model is then sharded within each group of the second dimension.
         ignore: modules and parameters that are not sharded. Each rank trains its own, and their gradients are not
             averaged.
-        device: the device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
-            meta device, it is the current CUDA device if the group can use one, else the CPU.
-        init: a function that initializes meta tensors, called on rank 0 as by `nn.Module.apply`: with each module,
-            children first, that has parameters or buffers on the meta device. It must write all of the module's own,
-            and nothing outside of the module's unit, because memory is allocated unit by unit. `None` calls
-            `reset_parameters()`. A tied parameter is initialized with the first module that owns it. The numbers drawn
-            do not depend on stage, units and ranks. If constructors draw in the order of registration, as those of
-            `torch.nn` do, the weights are those of a model that is built off the meta device. Generators of other ranks
-            are not advanced.
-        prefetch: the number of units that are gathered ahead of use. Each takes a buffer.
-        route: how messages travel and in which order gradients are added, see `shardlite.Route`. `repr` shows what
-            `"auto"` has selected.
-        buffers: `"rank0"`: rank 0's buffers (running statistics) are broadcast before a forward, as by
-            `DistributedDataParallel`, if a forward outside of `no_sync()` and `torch.no_grad()` has changed them on
-            some rank. `"own"`: each rank keeps its own buffers.
+        device: device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
+            meta device, the default is the current CUDA device if the group supports CUDA, else the CPU.
+        init: function that initializes tensors on the meta device. Rank 0 calls it with each module that owns such
+            parameters or buffers, children first, as `nn.Module.apply` does. It must write all parameters and buffers
+            that the module owns, and nothing outside the module's unit, because memory is allocated unit by unit.
+            `None` calls `reset_parameters()`. A tied parameter is initialized with the first module that owns it. The
+            random numbers do not depend on stage, units or ranks. If constructors draw in the order of registration, as
+            in `torch.nn`, the weights equal those of a model built off the meta device. Generators of other ranks are
+            not advanced.
+        prefetch: number of units that are gathered ahead of use. Each takes a buffer.
+        route: how messages travel and in which order gradients are added, see `shardlite.Route`. `repr` shows the
+            transport and algorithm that `"auto"` has selected.
+        buffers: `"rank0"` broadcasts rank 0's buffers (running statistics) before a forward, as
+            `DistributedDataParallel` does, if a forward outside `no_sync()` and `torch.no_grad()` has changed them on
+            some rank. `"own"` lets each rank keep its own buffers.
         diagnose: whether to warn which parameter on which rank has a gradient that is not finite. The host then waits
-            in each backward.
-        memory_limit: the bytes that a rank may hold, or a `MemoryLimit`. A larger model is refused before memory is
-            allocated, with options that fit.
+            for the device in each backward.
+        memory_limit: maximum number of bytes per rank, or a `MemoryLimit`. A model that needs more is refused before
+            memory is allocated. The error suggests options that fit.
         timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
             group's timeout applies to messages.
 
     Raises:
-        LayoutError: there is no process group, nothing to shard, another model on another rank, a wrapped model inside
-            `module`, an uninitialized parameter or buffer, or less memory than needed.
+        LayoutError: there is no process group, the module has nothing to shard, another rank wraps another model,
+            `module` contains a wrapped model or an uninitialized parameter or buffer, or memory does not suffice.
         CommError: another rank failed or timed out.
         TypeError: an option has a wrong type, or is unknown.
         ValueError: an option has an invalid value.
 
     .. deprecated:: 0.2
-        `transport`, `algorithm`, `reduce`, `order` and `parts` are fields of `Route`, and `quantized_gather` is one of
-        `Precision`. As keywords they warn, and will be removed in 0.3.
+        The keywords `transport`, `algorithm`, `reduce`, `order` and `parts` are fields of `Route`, and
+        `quantized_gather` is a field of `Precision`. As keywords they warn, and will be removed in 0.3.
 
     Example:
         >>> model = ShardLite(model, precision=Precision(compute=torch.bfloat16))
@@ -205,8 +195,6 @@ class ShardLite(nn.Module):
         route, precision = take_deprecated(route, precision, deprecated)
         self.stage, self.precision, self.module = stage, precision, module
         self._ignored_modules, self._ignored = validate.split_ignored(ignore)
-        self._forwards = 0  # that are running
-        self._unsynced: ExitStack | None = None
         options = Options(
             stage=stage,
             units=units,
@@ -222,19 +210,18 @@ class ShardLite(nn.Module):
             memory_limit=memory_limit_of(memory_limit),
             timeout=timeout,
         )
-        self._groups = ranks_of(group)
-        plan = agree_on_plan(module, options, self._groups, ShardLite)
-        check_memory_limit(module, plan, options, self._groups.shards)
-        self._context = share(self._groups, plan.device, options.timeout, options.route)
-        self._placement = placement_of(plan, options, self._context.transport.rank, self._context.world_size)
-        self._units = self._build(plan, init)
-        self._connect(plan, options)
+        self._forwards = 0  # number of running forwards
+        self._unsynced: ExitStack | None = None
+        plan = self._agree(options, group)
+        self._allocate(plan, options)
+        self._connect(options)
+        self._install(plan)
 
-    # ---- what a module does -------------------------------------------------------------------------------------
+    # ---- behavior of a module ---------------------------------------------------------------------------------------
 
     @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward and the hooks that are registered on the wrapper. Hooks may use weights as well."""
+        """Run the forward and the hooks that are registered on this model. Hooks may use weights as well."""
         if not (self._forward_pre_hooks or self._forward_hooks):
             return super().__call__(*args, **kwargs)
         self._ready_for_forward()
@@ -242,9 +229,22 @@ class ShardLite(nn.Module):
             return super().__call__(*args, **kwargs)
 
     @_SignatureOfModule
-    @torch._disable_dynamo(recursive=False)  # the module's own is compiled
+    @torch._disable_dynamo(recursive=False)  # the module's forward is compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Inputs are cast to `precision.compute`, outputs to `precision.output`."""
+        """Run the module. Every rank must call it.
+
+        Args:
+            args, kwargs: inputs of the module. Floating-point tensors are cast to `precision.compute`.
+
+        Returns:
+            The module's outputs. Floating-point tensors are cast to `precision.output`.
+
+        Raises:
+            CommError: another rank failed, timed out, or runs another module.
+
+        Example:
+            >>> loss = model(inputs).sum()
+        """
         self._ready_for_forward()
         self._share_buffers()
         if self.precision.compute is not None:
@@ -258,9 +258,15 @@ class ShardLite(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards under the original names.
 
-        A shard is a view of the memory that the optimizer steps. It has the original shape if this rank has the whole
-        parameter, else the shape `[k, 1, ...]` with the original number of dimensions; `k` may be 0. Ignored parameters
-        are yielded as they are.
+        A shard is a view of the memory that the optimizer steps. If this rank has the whole parameter, the shard has
+        the original shape. Otherwise its shape is `[k, 1, ...]` with the original number of dimensions; `k` may be 0.
+        Ignored parameters are yielded unchanged.
+
+        Args:
+            prefix, recurse, remove_duplicate: as for `nn.Module.named_parameters`.
+
+        Returns:
+            An iterator over names and shards.
 
         Raises:
             LayoutError: the module has a parameter that was added after wrapping.
@@ -271,26 +277,54 @@ class ShardLite(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's buffers under the original names. They are not sharded."""
+        """Yield the module's buffers under the original names. Buffers are not sharded.
+
+        Args:
+            prefix, recurse, remove_duplicate: as for `nn.Module.named_buffers`.
+
+        Returns:
+            An iterator over names and buffers.
+        """
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield the modules. Raise under `torch.export`, which cannot record the wrapper."""
+        """Yield this model and all modules inside it, as `nn.Module.named_modules` does.
+
+        Args:
+            args, kwargs: as for `nn.Module.named_modules`.
+
+        Returns:
+            An iterator over names and modules.
+
+        Raises:
+            LayoutError: `torch.export` calls this. It cannot record a wrapped model.
+        """
         if torch.compiler.is_exporting():
             raise LayoutError(NO_GRAPH)
         yield from super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
-        """Set `requires_grad` on the module's own parameters. It may change between steps."""
+        """Set `requires_grad` of the module's own parameters. It may change between steps.
+
+        Args:
+            requires_grad: whether the parameters are trained.
+
+        Returns:
+            This model.
+        """
         self.module.requires_grad_(requires_grad)
         return self
 
     def numel(self) -> int:
-        """Return the number of elements of all parameters on all ranks together."""
+        """Return the total number of elements of all parameters, over all ranks."""
         return sum(param.numel() for param in self.module.parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including those accumulated in `no_sync()`, which `optimizer.zero_grad()` keeps."""
+        """Drop all gradients, including those accumulated in `no_sync()`, which `optimizer.zero_grad()` keeps.
+
+        Args:
+            set_to_none: whether to set gradients to `None` instead of zero.
+        """
         self._recover()
         super().zero_grad(set_to_none)
         self._reducer.discard()
@@ -315,7 +349,7 @@ class ShardLite(nn.Module):
             with self._running():
                 results = method(*args, **kwargs)
             for each in tree_leaves(results):
-                if isinstance(each, Optimizer):  # it can know the module's own parameters only
+                if isinstance(each, Optimizer):  # the module can only give it its own parameters
                     give_shards(each, self._bridge)
             return results
 
@@ -340,7 +374,7 @@ class ShardLite(nn.Module):
         raise LayoutError(NO_COPY)
 
     def extra_repr(self) -> str:
-        """Return stage, ranks, route and units."""
+        """Return the stage, number of ranks, route and units."""
         if self._unwrapped:
             return "unwrapped"
         algorithm = self._context.reducing[0].algorithm
@@ -350,30 +384,30 @@ class ShardLite(nn.Module):
 
     @property
     def unit_names(self) -> list[str]:
-        """Names of the units in the order of registration. `(root)` holds what no other unit does."""
+        """Names of the units in the order of registration. `(root)` has the parameters that no other unit has."""
         return [unit.name for unit in self._units]
 
-    # ---- training -----------------------------------------------------------------------------------------------
+    # ---- training ---------------------------------------------------------------------------------------------------
 
     def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
         """Iterate over this rank's parts of a global batch, with `Route(order="tree")`.
 
-        Run one forward and one backward on each part. The last backward reduces. All parts must have the same number of
-        samples; gradients are means over the parts.
+        Run one forward and one backward on each part. The last backward reduces the gradients. All parts must have the
+        same number of samples. Gradients are averaged over the parts.
 
-        PyTorch's generators of the CPU and of the model's device are seeded for each part from `seed`, `step` and the
-        part, so dropout does not depend on the number of ranks. Their state is restored after the loop.
+        For each part, PyTorch's generators of the CPU and of the model's device are seeded from `seed`, `step` and the
+        part's number. So dropout does not depend on the number of ranks. The generators are restored after the loop.
 
         Args:
             step: number of the step. Defaults to the number of finished loops, which `shardlite.save` stores.
             seed: seed of the run.
 
         Returns:
-            An iterator over the numbers of the parts, in ascending order.
+            An iterator over the numbers of this rank's parts, in ascending order.
 
         Raises:
-            LayoutError: the model adds in the order of the ring.
-            PhaseError: in the loop, if another loop is running, or a part did not have exactly one backward.
+            LayoutError: the model was not wrapped with `Route(order="tree")`.
+            PhaseError: inside the loop, if another loop is running, or a part did not have exactly one backward.
 
         Example:
             >>> for part in model.parts():
@@ -396,16 +430,20 @@ class ShardLite(nn.Module):
     def _refuse_with_parts(self, what: str) -> None:
         if self._parts is not None:
             raise LayoutError(
-                f"{what}: order='tree' adds by parts of the global batch, which a rank runs one after the other in "
-                "`for part in model.parts(): ...`; there is nothing else to accumulate, and no rank has fewer"
+                f"{what}: order='tree' adds by parts of the global batch: use `for part in model.parts(): ...`, which "
+                "has the same number of parts on every rank"
             )
 
     def no_sync(self, *, sharded: bool = False) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them.
 
         Args:
-            sharded: if `False`, this rank keeps full gradients, and the next backward outside reduces their sum: the
-                fewest messages. If `True`, each backward reduces its gradients into the shards: the least memory.
+            sharded: `False` keeps full gradients on this rank. The next backward outside reduces their sum. This sends
+                the fewest messages. `True` reduces the gradients of each backward into the shards. This takes the
+                least memory.
+
+        Returns:
+            A context manager. Backwards inside accumulate gradients.
 
         Raises:
             LayoutError: the model was wrapped with `Route(order="tree")`.
@@ -425,7 +463,7 @@ class ShardLite(nn.Module):
     def require_backward_grad_sync(self) -> bool:
         """Whether backwards reduce gradients, as in `DistributedDataParallel`.
 
-        Setting it to `False` is equivalent to entering `no_sync()`, setting it to `True` to leaving it.
+        Setting it to `False` is equivalent to entering `no_sync()`. Setting it to `True` is equivalent to leaving it.
         """
         return self._unsynced is None
 
@@ -446,7 +484,7 @@ class ShardLite(nn.Module):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the global norm of all gradients. Collective. The host does not wait.
+        """Clip the global norm of all gradients. Collective. The host does not wait for the device.
 
         `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` gives the same result. Ignored parameters are not
         included.
@@ -460,6 +498,10 @@ class ShardLite(nn.Module):
 
         Raises:
             PhaseError: the optimizer steps in the backward.
+
+        Example:
+            >>> norm = model.clip_grad_norm_(1.0)
+            >>> optimizer.step()
         """
         self._in_backward.refuse("clip_grad_norm_")
         clipper = self._bridge.clipper
@@ -468,19 +510,28 @@ class ShardLite(nn.Module):
         return norm
 
     def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
-        """Yield this rank's `batches`; once it has run out its last one, until no rank has any more.
+        """Iterate over this rank's `batches`, and repeat the last one until all ranks have run out.
 
-        So ranks with different numbers of batches finish together: `for batch in model.join(loader)`. A rank that has
-        run out (`model.joined`) computes with the others, but its gradients do not count: means are those of the ranks
-        that have a batch. Its running statistics (batch norm) see the last batch again. Every rank calls this with at
-        least one batch, and none leaves the loop alone. The host waits once per batch.
+        So ranks with different numbers of batches finish together. A rank that has run out (`model.joined`) still
+        computes, because other ranks need its shards, but its gradients do not count: gradients are averaged over the
+        ranks that have a batch. Its running statistics (batch norm) see the last batch again. Every rank must call
+        this with at least one batch, and must not leave the loop early. The host waits for the other ranks once per
+        batch.
 
         Args:
-            batches: this rank's.
-            also: further wrapped models over the same ranks that are trained in the loop.
+            batches: this rank's batches.
+            also: other wrapped models over the same ranks that are trained in the loop.
+
+        Returns:
+            An iterator over batches, of the same length on every rank.
 
         Raises:
-            LayoutError: a rank has no batch at all; on every rank.
+            LayoutError: a rank has no batch, or a model was wrapped with `Route(order="tree")`; on every rank.
+
+        Example:
+            >>> for batch in model.join(loader):
+            ...     model(batch).backward()
+            ...     optimizer.step()
         """
         models = [self, *also]
         for model in models:
@@ -489,7 +540,7 @@ class ShardLite(nn.Module):
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has run out of batches in `join`, so that what it computes does not count."""
+        """Whether this rank has run out of batches in `join`. Its losses and gradients then do not count."""
         return self._join.joined
 
     @property
@@ -500,14 +551,14 @@ class ShardLite(nn.Module):
         """
         return self._bridge.skips.total()
 
-    # ---- memory and traffic -----------------------------------------------------------------------------------
+    # ---- memory and traffic -----------------------------------------------------------------------------------------
 
     def memory(self, *, process: bool = False) -> dict[str, Held]:
-        """Return the bytes that this rank holds for the model, by purpose: now, and the peak since the last reset.
+        """Return the number of bytes that this rank holds for the model, by purpose.
 
         Each storage is counted once, from its allocation until it is freed:
 
-        - `parameters`: shards, and full weights that are permanent
+        - `parameters`: shards, and permanent full weights
         - `gather buffers`: full weights while they are needed
         - `gradient buckets`: gradients of this rank before they are reduced
         - `gradients`: gradient shards, or full gradients at stages 0 and 1
@@ -516,24 +567,27 @@ class ShardLite(nn.Module):
         - `buffers`: of the module
         - `staging`: where partial sums, 8-bit codes and values for all ranks arrive
         - `copies`: shards before `gathered(writeback=True)`
-        - `chunks of a step`: intermediate values of a CPU step; of all models in the process
-        - `messages`, `mailboxes`, `pinned memory`: of the transport; of all models over the same ranks
+        - `chunks of a step`: intermediate values of a CPU step, of all models in the process
+        - `messages`, `mailboxes`, `pinned memory`: of the transport, of all models over the same ranks
         - `idle shared memory`: freed pages that the next allocation reuses
 
-        `model.ledger.reset_peak()` resets the peaks, but not those of messages, mailboxes and pinned memory.
+        `model.ledger.reset_peak()` resets the peaks, except those of messages, mailboxes and pinned memory.
 
         Args:
-            process: also return `process`, the memory of this process, and `unexplained`, the part of it without a
-                purpose above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU `process` is
-                the proportional set size, and its peak is the largest resident set size, in which shared pages count in
-                full. On CUDA both are the bytes that PyTorch's allocator has reserved.
+            process: also return `process`, the memory of this process, and `unexplained`, the part of it that has none
+                of the purposes above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU,
+                `process` is the proportional set size, and its peak is the largest resident set size, which counts
+                shared pages in full. On CUDA, both are the bytes that PyTorch's allocator has reserved.
+
+        Returns:
+            For each purpose the bytes held `now`, and their `peak` since the last reset.
 
         Example:
             >>> model.memory()["gather buffers"].peak
         """
         for shard in self._bridge.shards:
             if shard.grad is not None:
-                self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
+                self.ledger.track("gradients", shard.grad)  # on a single rank autograd has allocated them
         for tensor in optimizer_tensors(self._bridge):
             self.ledger.track("optimizer state", tensor)
         for tensor in chunk_memory():
@@ -546,36 +600,41 @@ class ShardLite(nn.Module):
         return held
 
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
-        """Return what this rank has sent since the model was wrapped: calls, messages and bytes by unit and purpose.
-
-        Gathers and reductions also have their duration, and how long computation waited for them (`exposed`). On a GPU
-        these are measured from the first call of this method on.
+        """Return this rank's traffic since the model was wrapped, by unit and purpose.
 
         Purposes of a unit are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over
-        replicas` (hybrid sharding), `used` (in-backward steps) and `full state`. `"(no unit)"` has those of the whole
-        model, such as `order negotiation`, `gradient flags` and `norm`. `across` counts the bytes of two-level
-        reductions that leave a node. Control messages, by which ranks compare what they wrap, are not counted.
+        replicas` (hybrid sharding), `used` (in-backward steps) and `full state`. The unit `"(no unit)"` stands for the
+        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, by which
+        ranks compare the models that they wrap, are not counted.
+
+        Returns:
+            Numbers of calls, messages and bytes. `across` is the number of bytes of two-level reductions that leave a
+            node. Gathers and reductions also have their duration, and the time that computation waited for them
+            (`exposed`). On a GPU these times are measured from the first call of this method on.
 
         Example:
             >>> model.traffic()["blocks.0"]["gather"].nbytes
         """
         return self._context.traffic.by_unit()
 
-    # ---- full parameters ----------------------------------------------------------------------------------------
+    # ---- full parameters --------------------------------------------------------------------------------------------
 
     def gathered(self, *names: str, writeback: bool = True) -> AbstractContextManager[None]:
         """Unshard the module's own parameters inside the context. Collective.
 
-        Inside, they can be read, used in computations with gradients and, with `writeback`, changed in place under
-        `torch.no_grad()`. Every rank must make the same changes: each rank writes its own shard back. After an
-        exception inside nothing is written back.
+        Inside, the parameters can be read and used in computations with gradients. With `writeback` they can also be
+        changed in place under `torch.no_grad()`. Every rank must make the same changes, because each rank writes back
+        its own shard only. After an exception inside, nothing is written back.
 
-        `torch.export` and `torch.jit.trace` work on `model.module` inside. Use and save their results inside as well,
-        because these hold the model's weights.
+        Inside, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save their results inside as well,
+        because the results refer to the model's weights.
 
         Args:
-            names: names of parameters, whose units are unsharded. Defaults to all.
+            names: names of parameters. Their units are unsharded. Defaults to all parameters.
             writeback: whether changes are kept.
+
+        Returns:
+            A context manager.
 
         Raises:
             LayoutError: there is no parameter of that name.
@@ -592,20 +651,26 @@ class ShardLite(nn.Module):
         """Return copies of all parameters and persistent buffers, with original names and shapes. Collective.
 
         The copies are on the CPU, in the precision in which the model stores them. Units are gathered one after the
-        other. Ignored parameters are this rank's.
+        other. Each rank returns its own ignored parameters.
 
         Args:
-            rank: the only rank that gets the copies. Other ranks get an empty dict. `None`: every rank gets them.
+            rank: the only rank that returns the copies. Other ranks return an empty dict. `None`: every rank.
+
+        Returns:
+            Whole tensors by name.
 
         Raises:
             NonFiniteError: an in-backward step had gradients that were not finite.
+
+        Example:
+            >>> torch.save(model.full_state_dict(rank=0), "model.pt")
         """
         self._recover()
         self._in_backward.check()
         return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
-        """Load rank 0's `state_dict`, as `full_state_dict` or an unsharded model returns it. Collective.
+        """Load rank 0's `state_dict`, of an unsharded model or from `full_state_dict`. Collective.
 
         Ignored parameters and the optimizer state are not changed.
 
@@ -618,7 +683,10 @@ class ShardLite(nn.Module):
             `missing_keys` and `unexpected_keys` on every rank, as `nn.Module.load_state_dict` does.
 
         Raises:
-            LayoutError: on every rank, if names or shapes do not match. Nothing has changed then.
+            LayoutError: on every rank, if names or shapes do not match. Nothing was changed.
+
+        Example:
+            >>> model.load_full_state_dict(torch.load("model.pt"))
         """
         self._recover()
         given = state_dict or {}
@@ -626,7 +694,10 @@ class ShardLite(nn.Module):
         agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._context.timeout)
         self._bridge.gatherer.settle()
         entries = self._full.entries()
-        missing, unexpected = self._from_first_rank(self._full.other_names(given))
+        names = self._full.other_names(given)
+        for group in self._groups.all:
+            names = all_gather_json(group, names, "load_full_state_dict", self._context.timeout)[0]
+        missing, unexpected = names
         kept = self._full.state_dict(0, missing) if missing else {}
         source = {entry: kept.get(name, entry) for name, entry in entries.items()}
         source.update({entry: given[name] for name, entry in entries.items() if name in given})  # by any of tied names
@@ -641,12 +712,6 @@ class ShardLite(nn.Module):
         self._bridge.mark_changed()
         return _IncompatibleKeys(missing, unexpected)
 
-    def _from_first_rank(self, names: tuple[list[str], list[str]]) -> tuple[list[str], list[str]]:
-        """Return rank 0's argument. Collective."""
-        for group in self._groups.all:
-            names = all_gather_json(group, names, "load_full_state_dict", self._context.timeout)[0]
-        return names
-
     def unwrap(self) -> nn.Module:
         """Return the wrapped module as a plain one, with whole weights on every rank. Collective.
 
@@ -654,14 +719,21 @@ class ShardLite(nn.Module):
         parameters are the objects that were wrapped, in the precision in which the model stores them, without
         gradients. Afterwards this model and its optimizers raise when they are used.
 
+        Returns:
+            The module that was wrapped.
+
         Raises:
             PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`, or
                 has gradients that are not reduced (`no_sync()`, `parts()`).
+
+        Example:
+            >>> module = model.unwrap()
+            >>> module.save_pretrained("weights")
         """
         self._recover()
+        problem = None
         try:
             self._check_idle()
-            problem = None
         except PhaseError as error:
             problem = error
         agree(self._groups, [], problem, what="unwrap", timeout=self._context.timeout)
@@ -696,12 +768,21 @@ class ShardLite(nn.Module):
 
         Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` (DCP) saves and loads at any world size.
         Buffers, and all parameters at stage 0, are plain tensors. The tensors share memory with the model, so DCP loads
-        into the model; call `load_state_dict()` afterwards. `torch.save` writes this rank's elements only. For whole
-        tensors call `full_state_dict()`, and to save a run `shardlite.save`.
+        into the model. Call `load_state_dict()` afterwards. `torch.save` writes this rank's elements only. For whole
+        tensors call `full_state_dict()`. To save a run call `shardlite.save`.
 
         Args:
-            destination, prefix: as in `nn.Module.state_dict`, which passes them if this model is inside another module.
-            keep_vars: ignored, because shards have no history.
+            destination, prefix: as for `nn.Module.state_dict`, which passes them if this model is inside another
+                module.
+            keep_vars: ignored, because shards have no autograd history.
+
+        Returns:
+            Shards by name.
+
+        Example:
+            >>> state = {"model": model.state_dict()}
+            >>> torch.distributed.checkpoint.load(state, checkpoint_id="checkpoint")
+            >>> model.load_state_dict(state["model"])
         """
         self._recover()
         entries = {f"{prefix}{name}": value for name, value in self._full.sharded_state_dict().items()}
@@ -714,16 +795,19 @@ class ShardLite(nn.Module):
         """Load a sharded state. Collective.
 
         Args:
-            state_dict: the `state_dict()` of a model with the same ranks, stage and units; or whole tensors, of which
-                each rank loads its part.
+            state_dict: the `state_dict()` of a model with the same ranks, stage and units, or whole tensors. Each rank
+                loads its part of whole tensors.
             strict: whether names must match those of the model.
-            assign: must be `False`: shards are views of one block of memory.
+            assign: must be `False`, because shards are views of one block of memory.
 
         Returns:
             `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
 
         Raises:
-            LayoutError: on every rank, if names, shapes or shards do not match. Nothing has changed then.
+            LayoutError: on every rank, if names, shapes or shards do not match. Nothing was changed.
+
+        Example:
+            >>> model.load_state_dict(other.state_dict())
         """
         self._recover()
         problem = self._full.misfit(state_dict, strict=strict) or self._full.shard_misfit(state_dict)
@@ -741,7 +825,7 @@ class ShardLite(nn.Module):
         """Raise: PyTorch calls this if the model is inside a module whose `load_state_dict()` is called."""
         raise LayoutError(
             f"load_state_dict() of a module with a ShardLite model inside, {prefix.removesuffix('.')!r}: load the "
-            "ShardLite model by its own load_state_dict() or load_full_state_dict(), and the rest by itself"
+            "ShardLite model by its own load_state_dict() or load_full_state_dict(), and the other modules separately"
         )
 
     @property
@@ -757,40 +841,43 @@ class ShardLite(nn.Module):
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    # ---- construction -------------------------------------------------------------------------------------------
+    # ---- construction -----------------------------------------------------------------------------------------------
 
-    def _build(self, plan: Plan, init: Init) -> list[Unit]:
-        """Allocate shards, move the parameters' values into them, and initialize those on the meta device.
+    def _agree(self, options: Options, group: GroupLike) -> Plan:
+        """Plan the units, check that all ranks have the same plan, and connect the ranks."""
+        self._groups = ranks_of(group)
+        plan = agree_on_plan(self.module, options, self._groups, ShardLite)
+        check_memory_limit(self.module, plan, options, self._groups.shards)
+        self._context = share(self._groups, plan.device, options.timeout, options.route)
+        self.ledger, self.trace = self._context.ledger, self._context.trace
+        return plan
+
+    def _allocate(self, plan: Plan, options: Options) -> None:
+        """Allocate shards, move rank 0's values into them, and initialize parameters on the meta device.
 
         Raises:
             LayoutError: on every rank, if a parameter is not initialized. The module can no longer be used then.
         """
         context = self._context
-        self.ledger, self.trace = context.ledger, context.trace
-        units = build_units(plan, self._placement)
-        error = broadcast_init(plan.units, units, self.module, init, context)
-        validate.mark_wrapped(units)
+        self._placement = placement_of(plan, options, context.transport.rank, context.world_size)
+        self._units = build_units(plan, self._placement)
+        error = broadcast_init(plan.units, self._units, self.module, options.init, context)
+        validate.mark_wrapped(self._units)
         agree(self._groups, [], error, what="initial values", timeout=context.timeout)
         broadcast_buffers(self.module, context)
-        for flat in flats_of(units):
+        for flat in flats_of(self._units):
             for memory in (flat.local, flat.low, flat.full):
                 if memory is not None:
                     self.ledger.track("parameters", memory)
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
         context.trim(keep=0)
-        weakref.finalize(self, _give_back, context.transports).atexit = False
-        return units
+        weakref.finalize(self, _trim, context.transports).atexit = False
 
-    def _connect(self, plan: Plan, options: Options) -> None:
-        """Build what drives the units, from the bottom up: weights, gradients, hooks, and the bridge to optimizers."""
+    def _connect(self, options: Options) -> None:
+        """Build the objects that drive the units, from the bottom up: weights, gradients, hooks, optimizers."""
         context, units, single_rank = self._context, self._units, self._placement.single_rank
-        diagnose, parts = options.diagnose, options.route.parts
-        self._join = Join(context)
-        self._parts = None if parts is None else PartLoop(parts, context)
-        self._first_ranks = Buffers(self.module, context, self._ignored_modules) if options.buffers == "rank0" else None
-        refuse_conversions(self.module, self._ignored_modules, self._ignored)
-        flats = flats_of(units)
+        diagnose, parts, flats = options.diagnose, options.route.parts, flats_of(self._units)
         gatherer: Gatherer | ResidentWeights
         if self._placement.permanent:
             gatherer = ResidentWeights(units, context)
@@ -798,6 +885,9 @@ class ShardLite(nn.Module):
             gatherer = Gatherer(units, context, prefetch=options.prefetch)
         shards = Shards(units, self.trace)
         self._in_backward = InBackwardOptimizer(shards, gatherer)
+        self._join = Join(context)
+        self._parts = None if parts is None else PartLoop(parts, context)
+        self._first_ranks = Buffers(self.module, context, self._ignored_modules) if options.buffers == "rank0" else None
         reduced = [] if single_rank else units
         self._reducer = Reducer(reduced, context, stage=self.stage, diagnose=diagnose, parts=parts)
         begin_steps = self._in_backward.prepare_backward
@@ -817,14 +907,18 @@ class ShardLite(nn.Module):
             gatherer=gatherer,
             place=f"rank {context.rank} of {context.world_size} (stage {self.stage})",
         )
-        if not single_rank:
-            modules = needs(self.module, plan.units, units)
+
+    def _install(self, plan: Plan) -> None:
+        """Hook the module, its gradients and all optimizers."""
+        refuse_conversions(self.module, self._ignored_modules, self._ignored)
+        if not self._placement.single_rank:
+            modules = needs(self.module, plan.units, self._units)
             roots = [unit.module for unit in plan.units]
-            self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
-            shards.attach(self._hooks, self._backward)
+            self._hooks.install(modules, param_locations(self.module, self._units), roots, keeps=self._bridge)
+            self._bridge.shards.attach(self._hooks, self._backward)
         self._backward.catch_gradients()
         register_model(self._bridge)
-        adopt(shards.by_param(), part_of(units))
+        adopt(self._bridge.shards.by_param(), part_of(self._units))
 
     def _recover(self) -> None:
         """Clean up after an exception. Other ranks may be waiting in the unfinished operation."""
@@ -846,27 +940,24 @@ class ShardLite(nn.Module):
 # ---- access for checkpoints, averages and measurements --------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class ModelState:
-    """The parts of a wrapped model that checkpoints and averages read and change."""
+    """The parts of a wrapped model that checkpoints and averages use. They read no private attributes of `ShardLite`.
 
-    ranks: Ranks
-    context: Context
-    units: Sequence[Unit]
-    ignored: Collection[Tensor]
-    """Parameters that each rank trains by itself."""
+    Args:
+        model: the model.
+    """
 
-    shard: int | None
-    """Index of the shard of each flat that this rank keeps; `None` if it keeps all of it."""
+    def __init__(self, model: ShardLite) -> None:
+        self.ranks, self.context, self.units = model._groups, model._context, model._units
+        self.bridge = model._bridge
+        self.ignored = model._ignored
+        """Parameters that each rank trains by itself."""
 
-    loops: PartLoop | None
-    """Loops over parts, with `order="tree"`."""
+        self.shard = model._placement.rank
+        """Index of the shard of each flat that this rank keeps; `None` if it keeps all of it."""
 
-    bridge: OptimizerBridge
-
-    def shard_tensors(self) -> dict[Tensor, Callable[..., ShardTensor]]:
-        """Return for each shard a function that makes a `ShardTensor` of a tensor like it; none if none is partial."""
-        return self.bridge.shards.shard_tensors(self.context)
+        self.loops = model._parts
+        """Loops over parts, with `order="tree"`."""
 
     def settle(self) -> None:
         """Wait until no rank needs the current weights."""
@@ -886,16 +977,3 @@ class ModelState:
             yield
         finally:
             self.bridge.mark_changed()
-
-
-def state_of(model: ShardLite) -> ModelState:
-    """Return access to the state of a wrapped model. No other module reads private attributes of `ShardLite`."""
-    return ModelState(
-        ranks=model._groups,
-        context=model._context,
-        units=model._units,
-        ignored=model._ignored,
-        shard=model._placement.rank,
-        loops=model._parts,
-        bridge=model._bridge,
-    )

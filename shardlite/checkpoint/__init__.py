@@ -1,4 +1,4 @@
-"""Save and load runs in shards: any number of ranks, at any stage and in any format, loads a checkpoint.
+"""Save and load runs in shards. A checkpoint can be loaded at any number of ranks, at any stage and in any format.
 
 In: a wrapped model, its optimizer, and values of the program. Out: a folder in the format of
 `torch.distributed.checkpoint` (DCP), with checksums, published by one rename; and the restored run. Read `saving.py`
@@ -7,10 +7,10 @@ first.
     checkpoints/                    folder of a run: the `path` of `save` and `load`
       step-00000100/                one checkpoint
         __0_0.distcp, __1_0.distcp  written by each rank
-        .metadata                   where the parts of each tensor lie, as DCP writes and reads it
+        .metadata                   locations of the parts of each tensor, in DCP's format
         shardlite.json              step, number of ranks, checksums of all other files
-      .saving-step-00000200/        a checkpoint that is being written, or was when the run died
-      .lease                        the job that saves here
+      .saving-step-00000200/        a checkpoint that is being written, or that a dead run has left
+      .lease                        the job that saves into the folder
 """
 
 from shardlite.checkpoint.files import BLOCK, REMEDY, begin_writeback, check_blocks, checkpoints_in, find, latest

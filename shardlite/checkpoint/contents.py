@@ -5,7 +5,7 @@
     optimizer.param_groups.<i>.<option>     hyperparameters, and `params`: names
     ranks.<r>.extra, ranks.<r>.generators   `extra` of rank r, and the states of its random number generators
 
-The first three are the names that FSDP2 programs get from `torch.distributed.checkpoint.state_dict`.
+FSDP2 programs get the first three names from `torch.distributed.checkpoint.state_dict`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import re
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +29,11 @@ from shardlite.model import ShardLite
 from shardlite.optim import AdamW
 
 Paths = dict[str, tuple[str | int, ...]]
-"""Keys of each entry in the nested state dict, by the entry's name."""
+"""For each entry its keys in the nested state dict."""
 
 
 class Run(NamedTuple):
-    """What is saved and loaded: the arguments of `save`, `save_in_memory` and `load`."""
+    """Arguments of `save`, `save_in_memory` and `load`: the objects to save or load."""
 
     model: ShardLite
     optimizer: Optimizer | None
@@ -40,13 +41,13 @@ class Run(NamedTuple):
 
 
 def contents(run: Run, rank: int) -> tuple[dict[str, Any], Paths]:
-    """Return the entries that this rank knows, by name: tensors, and objects to pickle."""
+    """Return the entries that this rank has, by name: tensors, and objects to pickle."""
     state: dict[str, Any] = {"model": run.model.state_dict()}
     if run.optimizer is not None:
         state["optimizer"] = _named_state(run.model, run.optimizer)
     flat, paths = flatten_state_dict(state)
     for name, value in flat.items():
-        if isinstance(value, Tensor) and value.numel() == 0:  # no rank has a shard of it
+        if isinstance(value, Tensor) and value.numel() == 0:  # no rank has a shard of the tensor
             flat[name] = torch.empty(value.shape, dtype=value.dtype)
     for key, value in (("extra", states_in(run.extra or {})), ("generators", generators())):
         name = f"ranks.{rank}.{key}"
@@ -56,30 +57,32 @@ def contents(run: Run, rank: int) -> tuple[dict[str, Any], Paths]:
 
 def _named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
     """Return `optimizer.state_dict()` with names of parameters instead of their numbers."""
-    saved = optimizer.state_dict()
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, names_of(model, optimizer), strict=True))
-    # DCP loads no group that lacks options of PyTorch's AdamW, and ours has fewer.
+    saved, names = optimizer.state_dict(), names_of(model, optimizer)
+    numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    by_number = dict(zip(numbers, chain.from_iterable(names), strict=True))
+    # DCP does not load a group without all options of PyTorch's AdamW. Ours has fewer options.
     others = torch.optim.AdamW([torch.zeros(0)]).defaults if isinstance(optimizer, AdamW) else {}
-    groups = [{**others, **group, "params": [by_number[i] for i in group["params"]]} for group in saved["param_groups"]]
+    groups = [{**others, **group, "params": own} for group, own in zip(saved["param_groups"], names, strict=True)]
     return {"state": {by_number[i]: entry for i, entry in saved["state"].items()}, "param_groups": groups}
 
 
-def names_of(model: ShardLite, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order.
+def names_of(model: ShardLite, optimizer: Optimizer | None) -> list[list[str]]:
+    """Return the names of the parameters in each param group of an optimizer.
 
     Raises:
         CheckpointError: the optimizer has a parameter that is not the model's.
     """
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param in params:
+
+    def name_of(param: Tensor) -> str:
         if param not in names:
             raise CheckpointError(
-                f"{type(optimizer).__name__} holds a parameter of shape {list(param.shape)} that is not one of "
+                f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that is not one of "
                 "`model.parameters()`: a checkpoint has the state of one model. Save the other model separately"
             )
-    return [names[param] for param in params]
+        return names[param]
+
+    return [[*map(name_of, group["params"])] for group in (optimizer.param_groups if optimizer is not None else ())]
 
 
 # ---- extra ----------------------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ def _is_stateful(value: object) -> bool:
 
 
 def restore(extra: Any, saved: Any) -> Any:
-    """Load saved states into the stateful objects of `extra`, and return everything else as it was saved."""
+    """Load saved states into the stateful objects of `extra`. Return `saved` with these objects in their places."""
     if _is_stateful(extra):
         extra.load_state_dict(saved)
         return extra
@@ -111,13 +114,17 @@ def restore(extra: Any, saved: Any) -> Any:
 
 
 def check_keys(extra: Any, saved: Any, where: object) -> None:
-    """Raise `CheckpointError` if a stateful object of `extra` has no saved state."""
+    """Check that each stateful object of `extra` has a saved state.
+
+    Raises:
+        CheckpointError: an object has no saved state.
+    """
     for key, value in extra.items() if isinstance(extra, Mapping) else ():
         if isinstance(saved, Mapping) and key in saved:
             check_keys(value, saved[key], where)
         elif _is_stateful(value):
             known = ", ".join(map(repr, saved)) if isinstance(saved, Mapping) and saved else "nothing"
-            raise CheckpointError(f"{where} has no state for {key!r} of extra, only {known}")
+            raise CheckpointError(f"{where} has no state for extra[{key!r}], only for {known}")
 
 
 # ---- objects as bytes -----------------------------------------------------------------------------------------------
@@ -127,8 +134,8 @@ def pickled(name: str, value: object) -> io.BytesIO:
     """Pickle an object as `torch.save` does.
 
     Raises:
-        CheckpointError: the object contains something other than tensors, plain values and containers, which loading
-            would refuse.
+        CheckpointError: the object contains a value that is neither a tensor, nor plain, nor a container. Loading would
+            refuse such a value.
     """
     content = io.BytesIO()
     torch.save(value, content)
@@ -142,7 +149,7 @@ def unpickled(name: str, content: io.BytesIO) -> Any:
     """Unpickle an object that consists of tensors, plain values and containers.
 
     Raises:
-        CheckpointError: it contains something else.
+        CheckpointError: the object contains another value.
     """
     try:
         return torch.load(content, weights_only=True, map_location="cpu")
@@ -150,7 +157,7 @@ def unpickled(name: str, content: io.BytesIO) -> Any:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
             f"{name!r} holds something that is neither a tensor, a number, a string, nor a dict, list or tuple of these"
-            f"{f' ({found[1]})' if found else ''}, so that loading it could execute code: convert it (`float(x)`, "
+            f"{f' ({found[1]})' if found else ''}. Loading it could execute code: convert it (`float(x)`, "
             "`x.tolist()`, `vars(x)`), or pass an object with state_dict() and load_state_dict()"
         ) from None
 
@@ -170,7 +177,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Set the generators of this process to states that `generators` returned."""
+    """Restore this process's random number generators from the result of `generators`."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states and torch.cuda.is_available():

@@ -1,8 +1,8 @@
 """The folder of a run: names, publication, manifest and checksums.
 
-A checkpoint is written into a temporary folder and published by one rename, so it is absent or complete whenever a
-process dies. Each file has one CRC-32 per 4 MiB, computed while the file is written; a reader checks the blocks that it
-needs.
+A checkpoint is written into a temporary folder and published by one rename. So whenever a process dies, the checkpoint
+is either absent or complete. Each file has one CRC-32 per 4 MiB, computed while the file is written. A reader checks
+the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from shardlite.errors import CheckpointError
 METADATA = ".metadata"
 MANIFEST = "shardlite.json"
 LOOPS = "loops over parts"
-"""Manifest key of the number of finished loops over parts (`order="tree"`), on which random numbers depend."""
+"""Manifest key for the number of finished loops over parts (`order="tree"`). Random numbers depend on this number."""
 
 FORMAT = 1
-"""Format of the manifest."""
+"""Version of the manifest's format."""
 
 BLOCK = 1 << 22
-"""Bytes that share a checksum."""
+"""Number of bytes per checksum."""
 
 _PIECE = 1 << 18
-"""Bytes that are summed and then written: few enough to stay in the processor's cache in between."""
+"""Number of bytes that are summed and then written. They stay in the processor's cache in between."""
 
 _BUFFER = 1 << 16
-"""Bytes of the buffer for small writes. Less than a piece, which is therefore never copied."""
+"""Bytes of the buffer for small writes. It is smaller than a piece, so pieces are not copied into it."""
 
 _NAME = re.compile(r"(\.old-)?step-(\d+)")
 
 _OURS = b"ranks.0.generators"
-"""An entry that only `save` writes."""
+"""Name of an entry that only `save` writes."""
 
 REMEDY = "Nothing was loaded; take another checkpoint of the run"
 
@@ -57,9 +57,9 @@ def name_of(step: int) -> str:
 
 
 def folders_in(root: Path) -> dict[int, Path]:
-    """Return the folders that have the name of a checkpoint, by step in ascending order, including damaged ones.
+    """Return the folders of checkpoints by step, in ascending order, including damaged ones.
 
-    A crash while a checkpoint was replaced may have left the old one under another name.
+    If a crash has interrupted the replacement of a checkpoint, its folder may be named `.old-step-<step>`.
     """
     found: dict[int, Path] = {}
     for each in sorted(root.iterdir() if root.is_dir() else (), key=lambda path: path.name):
@@ -74,9 +74,9 @@ def checkpoints_in(root: Path) -> dict[int, Path]:
 
 
 def missing_file(folder: Path) -> str | None:
-    """Return the name of a file that a checkpoint needs and lacks, or `None`.
+    """Return the name of a required file that a checkpoint lacks, or `None`.
 
-    A checkpoint that another program has written needs no manifest.
+    The manifest is not required if another program has written the checkpoint.
     """
     if not (folder / METADATA).is_file():
         return METADATA
@@ -86,7 +86,7 @@ def missing_file(folder: Path) -> str | None:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """Return the newest checkpoint in the folder of a run, or `None` if there is none.
+    """Return the newest checkpoint in the folder of a run, or `None` if the folder has no checkpoint.
 
     Raises:
         CheckpointError: the newest checkpoint lacks a file.
@@ -101,7 +101,7 @@ def find(path: Path) -> Path:
     """Return `path` if it is a checkpoint, otherwise the newest checkpoint in it.
 
     Raises:
-        CheckpointError: there is none, or it lacks a file.
+        CheckpointError: there is no checkpoint, or the checkpoint lacks a file.
     """
     if (path / METADATA).is_file() or (path / MANIFEST).is_file() or _NAME.fullmatch(path.name):
         check_complete(path)
@@ -114,7 +114,11 @@ def find(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raise `CheckpointError` if a file or a dangling link prevents a folder at `path`."""
+    """Check that no file or dangling link is in place of a folder at `path`.
+
+    Raises:
+        CheckpointError: a file or a dangling link is there.
+    """
     for place in (*reversed(path.parents), path):
         if os.path.lexists(place) and not place.is_dir():
             gone = place.is_symlink() and not place.exists()
@@ -124,7 +128,11 @@ def check_folder(path: Path) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Raise `CheckpointError` if a checkpoint lacks a file that describes its contents."""
+    """Check that a checkpoint has the files that describe its contents.
+
+    Raises:
+        CheckpointError: a file is missing.
+    """
     if (missing := missing_file(folder)) is not None:
         older = [other for other in checkpoints_in(folder.parent).values() if other != folder]
         remedy = f"; the newest complete checkpoint is {older[-1]}" if older else ""
@@ -134,9 +142,19 @@ def check_complete(folder: Path) -> None:
 # ---- publication ----------------------------------------------------------------------------------------------------
 
 
+def next_step(root: Path) -> int:
+    """Return the step after that of the newest checkpoint in the folder of a run."""
+    return max(folders_in(root), default=-1) + 1
+
+
+def temporary(root: Path, step: int) -> Path:
+    """Return the folder in which the checkpoint of `step` is written."""
+    return root / f".saving-{name_of(step)}"
+
+
 def make_temporary(root: Path, step: int, lease: Lease) -> Path:
-    """Make the folder in which the checkpoint of `step` is written, after removing leftovers of a crash."""
-    folder = root / f".saving-{name_of(step)}"
+    """Remove leftovers of a crash, and make the temporary folder for the checkpoint of `step`."""
+    folder = temporary(root, step)
     for number, place in folders_in(root).items():
         if place.name != name_of(number):
             lease.check()
@@ -149,21 +167,21 @@ def make_temporary(root: Path, step: int, lease: Lease) -> Path:
 
 
 def discard(leftover: Path) -> None:
-    """Remove what a save has left, or log a warning. A link is removed, not followed."""
+    """Remove a leftover of a save, or log a warning. A link is removed, not followed."""
     try:
         leftover.unlink() if leftover.is_symlink() or not leftover.is_dir() else shutil.rmtree(leftover)
     except FileNotFoundError:
         pass
     except OSError as error:
-        log.warning("%s is left of a save and cannot be removed: %s", leftover, error)
+        log.warning("%s is a leftover of a save and cannot be removed: %s", leftover, error)
 
 
-def publish(folder: Path, root: Path, step: int, keep: int | None, lease: Lease) -> Path:
-    """Rename a finished checkpoint into its place, replacing an older one, and remove all but the `keep` newest.
+def publish(root: Path, step: int, keep: int | None, lease: Lease) -> Path:
+    """Publish the finished checkpoint of `step` by a rename, and remove all but the `keep` newest checkpoints.
 
-    Symbolic links are neither counted nor removed.
+    An older checkpoint of the same step is replaced. Symbolic links are neither counted nor removed.
     """
-    place, old = root / name_of(step), root / f".old-{name_of(step)}"
+    folder, place, old = temporary(root, step), root / name_of(step), root / f".old-{name_of(step)}"
     _sync(folder)
     lease.check()
     if place.exists() or place.is_symlink():
@@ -174,22 +192,16 @@ def publish(folder: Path, root: Path, step: int, keep: int | None, lease: Lease)
     expired = others[: max(0, len(others) + 1 - keep)] if keep is not None else []
     try:
         for each in ([old] if old.exists() or old.is_symlink() else []) + expired:
-            _remove(each, lease)
+            lease.check()
+            # Renamed first, because a folder without some of its files is not a checkpoint.
+            discard(each.rename(each.with_name(f".saving-{each.name}-removed")))
     except (CheckpointError, OSError) as error:  # the new one is published
         log.warning("%s is saved, but earlier checkpoints could not be removed: %s", place, error)
     return place
 
 
-def _remove(checkpoint: Path, lease: Lease) -> None:
-    """Remove a checkpoint. It is renamed first, because it is no checkpoint once a part is removed."""
-    expired = checkpoint.with_name(f".saving-{checkpoint.name}-removed")
-    lease.check()
-    checkpoint.rename(expired)
-    discard(expired)
-
-
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
+    """Write a file, and wait until its content is on the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -208,27 +220,25 @@ def _sync(folder: Path) -> None:
 
 
 class SummedFile:
-    """A file that is written sequentially, and the checksums of its blocks.
+    """A file that is written sequentially, with checksums of its blocks.
 
-    The system writes a finished block to the disk while the next one is summed.
+    The operating system writes a finished block to the disk while the next block is summed.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self.size = 0
         self.failure: OSError | None = None
         self._file = file
-        self._crc32 = [0]
-        self._left = BLOCK  # in the current block
+        self._crc32: list[int] = []
 
     def write(self, content: Any) -> int:
         """Write bytes, and add them to the checksums."""
         rest = memoryview(content).cast("B")
         nbytes = len(rest)
         while rest:
-            if self._left == 0:
+            if self.size % BLOCK == 0:
                 self._crc32.append(0)
-                self._left = BLOCK
-            piece = rest[: min(_PIECE, self._left)]
+            piece = rest[: min(_PIECE, BLOCK - self.size % BLOCK)]
             self._crc32[-1] = crc32(piece, self._crc32[-1])
             self._write_piece(piece)
             rest = rest[len(piece) :]
@@ -237,38 +247,38 @@ class SummedFile:
     def _write_piece(self, piece: memoryview) -> None:
         try:
             self._file.write(piece)
-        except OSError as error:  # `torch.save` raises another error that does not give the reason
+        except OSError as error:  # `torch.save` raises another error, which does not have the reason
             self.failure = error
             raise
         self.size += len(piece)
-        self._left -= len(piece)
-        if self._left == 0:
+        if self.size % BLOCK == 0:
             begin_writeback(self._file.fileno(), self.size - BLOCK)
 
     def flush(self) -> None:
-        """No-op, for `torch.save`: the file is flushed when it is complete."""
+        """Do nothing when `torch.save` calls this. The file is flushed when it is complete."""
 
     def sums(self) -> dict[str, Any]:
         """Return the size of the file and the checksums of its blocks."""
-        return {"size": self.size, "crc32": self._crc32}
+        return {"size": self.size, "crc32": self._crc32 or [0]}
 
 
 def begin_writeback(file: int, start: int) -> None:
-    """Ask the system to begin writing a block to the disk, so that `fsync` has less to wait for.
+    """Let the operating system start to write a block to the disk, so that `fsync` waits for less.
 
-    Linux does so when told that the pages will not be read soon. It keeps pages that are not on the disk yet.
+    Linux does this on the advice that the pages are not needed soon. It does not drop pages before they are on the
+    disk.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # some file systems take no advice
+        with suppress(OSError):  # some file systems do not support it
             os.posix_fadvise(file, start, BLOCK, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def summed(path: Path) -> Iterator[SummedFile]:
-    """Write a new file inside. Afterwards it is on the disk.
+    """Write a new file inside the context. At exit, wait until it is on the disk.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     file = None
     try:
@@ -314,7 +324,11 @@ def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str,
 
 
 def check_size(path: Path, least: int, *, exact: bool = True) -> None:
-    """Raise `CheckpointError` unless a file exists and has `least` bytes, or at least that many if not `exact`."""
+    """Check that a file exists and has `least` bytes or, if not `exact`, more.
+
+    Raises:
+        CheckpointError: the file is missing, or has another size.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing. {REMEDY}")
     found = path.stat().st_size
@@ -326,14 +340,14 @@ def check_size(path: Path, least: int, *, exact: bool = True) -> None:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write `shardlite.json`: `facts`, and the checksums of all files of a checkpoint."""
+    """Write `shardlite.json`: `facts`, and sizes and checksums of all `files` of a checkpoint."""
     manifest = {"format": FORMAT, **facts, "block": BLOCK, "files": dict(files)}
     text = json.dumps({**manifest, "crc32": _crc_of(manifest)}, indent=1)
     write_synced(folder / MANIFEST, text.encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the content of `shardlite.json`, or `None` for a checkpoint of another program.
+    """Return the content of `shardlite.json`, or `None` if another program has written the checkpoint.
 
     Raises:
         CheckpointError: the file is damaged, or has another format.

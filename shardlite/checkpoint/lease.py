@@ -1,12 +1,13 @@
 """The lease on the folder of a run: one process at a time saves into it.
 
-The owner keeps `.lease` in the folder open, and a thread renews it every `RENEWAL` seconds. Another process takes over
-the lease of a dead owner. On the same host it checks whether the owner's process lives. On another host the owner
-counts as dead if it does not renew the lease for `STALE` seconds while it is observed; no two clocks are compared. The
-new lease is renamed over the old one, so an old owner that still lives renews a file without a name. An
-owner reads the lease before each rename and removal, and stops if the lease is another's.
+The owner keeps the file `.lease` in the folder open, and a thread renews the lease every `RENEWAL` seconds. Another
+process may take over the lease of a dead owner. On the same host it checks whether the owner's process lives. On
+another host the owner counts as dead if it does not renew the lease for `STALE` seconds while the other process
+observes it. Clocks of two hosts are never compared. The new lease is renamed over the old one, so an old owner that
+still lives renews a file without a name. An owner reads the lease before each rename and removal, and stops if another
+process has the lease.
 
-This requires exclusive creation, atomic renames, and that an opened file shows what was synced before; NFS provides
+This requires exclusive creation, atomic renames, and that a newly opened file shows all synced writes. NFS provides
 these since version 3. `flock` is not used. An owner that is suspended for more than `STALE` seconds between its check
 and the rename can still publish once.
 """
@@ -34,16 +35,16 @@ RENEWAL = 10.0
 """Seconds between renewals."""
 
 STALE = 60.0
-"""Seconds without a renewal after which a lease of another host is taken over."""
+"""Seconds without a renewal after which a lease of another host may be taken over."""
 
 _POLL = 1.0
-"""Seconds between two reads of a lease that is observed."""
+"""Seconds between two reads of an observed lease."""
 
 _RACE = 0.1
-"""Seconds after a takeover in which another process may do the same: the last one has the lease."""
+"""Seconds after a takeover in which another process may take over, too. The last one gets the lease."""
 
 _NBYTES = 512
-"""Size of the file, constant so that a renewal never truncates it."""
+"""Size of the file. It is constant, so that a renewal never truncates the file."""
 
 Content = dict[str, Any]
 """Content of the file: `token`, `host`, `where`, `process`, `began`, `folder` and the number of renewals."""
@@ -51,34 +52,38 @@ Content = dict[str, Any]
 
 @dataclass(eq=False)
 class Lease:
-    """The lease of this process on a folder."""
+    """A lease of this process on a folder."""
 
     root: Path
     content: Content
     file: int
-    """The open file, -1 when closed. Writes have no effect after another process has taken the lease."""
+    """Descriptor of the open file; -1 if closed. After another process has taken the lease, writes have no effect."""
 
     holders: WeakSet[Any] = field(default_factory=WeakSet)
-    """Models that were saved here, and saves in progress. The lease is given up at the renewal that finds none."""
+    """Models that were saved here, and saves in progress. A renewal without any holder gives up the lease."""
 
     def is_mine(self) -> bool:
-        """Return whether the file is still this process's."""
+        """Return whether this process still has the lease."""
         content = _read(self.root / NAME)
         return content is not None and content.get("token") == self.content["token"]
 
     def check(self) -> None:
-        """Raise `CheckpointError` unless this process still has the lease."""
+        """Check that this process still has the lease.
+
+        Raises:
+            CheckpointError: another process has taken over the lease, or the lease was removed.
+        """
         if self.is_mine():
             return
         content = _read(self.root / NAME)
         reason = "was removed" if content is None else f"was taken over by {_owner(content)}"
         raise CheckpointError(
             f"the lease on {self.root} {reason}: this process had not renewed it for {STALE:g} s, or the folder was "
-            "replaced. The running save publishes nothing more, and leaves the files of the other job alone"
+            "replaced. The running save publishes nothing, and does not touch the files of the other job"
         )
 
     def renew(self) -> bool:
-        """Renew the lease. Return whether it is still this process's."""
+        """Renew the lease. Return whether this process still has it."""
         if self.file < 0 or not self.is_mine():
             return False
         self.content["renewals"] += 1
@@ -87,7 +92,7 @@ class Lease:
         return True
 
     def give_up(self) -> None:
-        """Remove the lease if it is this process's, and close it."""
+        """Remove the lease if this process still has it, and close the file."""
         with suppress(OSError):
             if self.is_mine():
                 (self.root / NAME).unlink()
@@ -105,20 +110,20 @@ _held: dict[tuple[int, int], Lease] = {}
 """Leases of this process, by device and inode of the folder."""
 
 _lock = threading.Lock()
-"""Protects `_held`. Not held while a lease is waited for."""
+"""Protects `_held`. It is free while a thread waits for a lease."""
 
 _acquiring = threading.Lock()
-"""Held while a lease is acquired, one at a time."""
+"""Serializes the acquisition of leases."""
 
 _renewing: list[threading.Thread] = []
 _ended = threading.Event()
 
 
 def acquire(root: Path, holder: object) -> Lease:
-    """Acquire the lease on a folder, or return the one that this process has, as long as `holder` lives.
+    """Acquire the lease on a folder for as long as `holder` lives. If this process has the lease, return it.
 
     Raises:
-        CheckpointError: another running job has it.
+        CheckpointError: another running job has the lease.
         OSError: the lease cannot be written.
     """
     root = root.resolve()
@@ -150,7 +155,7 @@ def _take(root: Path) -> Lease:
             return _created(root, path, mine)
         content = _read(path)
         if content is None:
-            continue  # it was given up meanwhile
+            continue  # its owner has given it up meanwhile
         _check_dead(root, path, content)
         temporary = root / f"{NAME}-{mine['token']}"
         lease = _created(root, temporary, mine)
@@ -169,14 +174,14 @@ def _take(root: Path) -> Lease:
 
 
 def _check_dead(root: Path, path: Path, content: Content) -> None:
-    """Return if the owner of a lease is dead, which may take `STALE` seconds.
+    """Check that the owner of a lease is dead. This may take `STALE` seconds.
 
     Raises:
-        CheckpointError: it is alive.
+        CheckpointError: the owner is alive.
     """
     if content.get("where") == _where():
-        copied = content.get("folder") != root.stat().st_ino  # with the folder
-        lost = content.get("process") == os.getpid()  # by this process
+        copied = content.get("folder") != root.stat().st_ino  # together with the folder
+        lost = content.get("process") == os.getpid()  # earlier by this process
         if not copied and not lost and _lives(content.get("process", 0), content.get("began")):
             raise _other_job(root, content)
         return
@@ -193,7 +198,7 @@ def _check_dead(root: Path, path: Path, content: Content) -> None:
 def _other_job(root: Path, content: Content) -> CheckpointError:
     return CheckpointError(
         f"{root} is the folder of another job, which is running: {_owner(content)}. Save into another folder, or end "
-        f"that job first. The lease of a dead job is taken over: on the same host at once, on others after {STALE:g} s"
+        f"that job first. A dead job loses its lease: on the same host at once, on other hosts after {STALE:g} s"
     )
 
 
@@ -207,9 +212,9 @@ def _created(root: Path, path: Path, content: Content) -> Lease:
     """Create the file of a lease.
 
     Raises:
-        FileExistsError: it exists.
+        FileExistsError: the file exists.
     """
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     try:
         _write(file, content)
     except BaseException:
@@ -225,7 +230,7 @@ def _write(file: int, content: Content) -> None:
 
 
 def _read(path: Path) -> Content | None:
-    """Return the content of a lease: `{}` if it is unreadable, `None` if there is none."""
+    """Return the content of a lease: `{}` if the file is not readable, `None` if there is no file."""
     try:
         content = json.loads(path.read_bytes() or b"{}")
     except FileNotFoundError:
@@ -252,28 +257,31 @@ def _of_this_process(root: Path) -> Content:
 
 @cache
 def _where() -> str:
-    """Identify the boot and the PID namespace. Processes with equal values see each other."""
+    """Return an identifier of the boot and the PID namespace. Processes with equal values can see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return secrets.token_hex(16)  # no other process has it: each observes the leases of the others
+        return secrets.token_hex(16)  # unlike that of any other process, so processes observe each other's leases
 
 
 def _lives(process: int, began: str | None) -> bool:
-    """Return whether a process of this host lives that started then. If start times are hidden, its number decides."""
+    """Return whether a process of this host is alive and started at `began`.
+
+    If start times are hidden, any process with this number counts.
+    """
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # it is another user's
+        pass  # the process of another user
     now = _began(process)
     return now == began or now is None
 
 
 def _began(process: int) -> str | None:
-    """Return the start of a process of this host, in ticks since boot; `None` if it is hidden."""
+    """Return the start time of a process of this host, in ticks since boot; `None` if hidden."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -291,15 +299,15 @@ def _renew() -> None:
 
 
 def renew_all() -> None:
-    """Renew all leases of this process, and give up those without holders."""
+    """Renew all leases of this process, and give up leases without holders."""
     with _lock:
         held = list(_held.items())
     for key, lease in held:
         with _lock:
-            unused = next(iter(lease.holders), None) is None  # its length may count what is being freed
+            unused = next(iter(lease.holders), None) is None  # the length may include objects that are being freed
             if unused and _held.get(key) is lease:
                 del _held[key]
-        with suppress(OSError):  # the file system may be away for a moment
+        with suppress(OSError):  # the file system may be unavailable for a moment
             lease.give_up() if unused else lease.renew()
 
 
@@ -313,7 +321,7 @@ def _give_up_all() -> None:
 
 
 def _after_fork() -> None:
-    """Leave the leases of the parent to the parent."""
+    """Forget the parent's leases in a forked child."""
     global _lock, _acquiring, _ended
     _lock, _acquiring, _ended = threading.Lock(), threading.Lock(), threading.Event()
     for lease in _held.values():

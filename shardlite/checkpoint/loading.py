@@ -1,18 +1,19 @@
-"""`load`: each rank reads its part of every tensor, whatever parts they were written in.
+"""`load`: each rank reads its part of every tensor, however the saving ranks have divided the tensor.
 
     find the newest    agree    plan, compare shapes, check sums    agree    read    agree
                                 (nothing has changed so far)
 
-The newest state is a checkpoint or a snapshot in memory (`memory_copies.py`). A rank copies its snapshot as it is. From
-a checkpoint it reads one tensor at a time from the file into the shard. A weight or moment that is kept in another
-format is decoded in full precision first, and encoded when all of its elements are there.
+The newest state is a checkpoint or a snapshot in memory (`memory_copies.py`). A rank loads its snapshot unchanged.
+From a checkpoint it reads one tensor at a time from the file into the shard. If a weight or moment is kept in another
+format, it is read in full precision first, and encoded when all of its elements are read.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from shardlite.checkpoint.saving import wait_for_save
 from shardlite.checkpoint.snapshot import SavedSnapshot
 from shardlite.engine import NUMBERS
 from shardlite.errors import CheckpointError, lacking, some_of
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW, check_loaded
 from shardlite.params import ShardTensor
 
@@ -38,7 +39,7 @@ log = logging.getLogger("shardlite")
 
 
 class Restored(dict[str, Any]):
-    """Result of `load`: the saved `extra`, and where it was found."""
+    """Result of `load`: the saved `extra`, with the step and source of the loaded state."""
 
     step: int | None
     """Step of the checkpoint or snapshot; `None` for a checkpoint of another program."""
@@ -62,33 +63,32 @@ def load(
 ) -> Restored:
     """Load the newest checkpoint of a run, or one checkpoint, into a wrapped model and its optimizer. Collective.
 
-    If `save_in_memory` has made copies that are at least as new as the newest checkpoint and complete on all ranks,
-    these are loaded. Otherwise a warning (logger `shardlite`) gives the reason.
+    If copies of `save_in_memory` are complete on all ranks, and at least as new as the newest checkpoint, the copies
+    are loaded. If other copies are found, rank 0 logs a warning with the reason (logger `shardlite`).
 
-    The number of ranks, stage, units and formats may differ from those of the save; if they are the same, the run
-    continues with the same bits. Checkpoints that `torch.distributed.checkpoint` has written, of an FSDP2 or an
-    unsharded program, and the weights of a folder of Hugging Face's safetensors files can be loaded, too. Loading
-    executes no code.
+    The number of ranks, stage, units and formats may differ from those of the save. If they are the same, the run
+    continues with the same bits. This also loads checkpoints that `torch.distributed.checkpoint` has written for an
+    FSDP2 or an unsharded program, and weights from a folder of Hugging Face's safetensors files. Loading executes no
+    code.
 
     Args:
         path: folder of a run, as passed to `save`, or of one checkpoint.
-        model: a wrapped model with the names and shapes of the saved one.
+        model: a wrapped model with the names and shapes of the saved model.
         optimizer: the model's optimizer. Without it, a saved optimizer state is ignored.
-        extra: objects with `load_state_dict()`, under the keys under which `save` was given them. Their states are
-            loaded.
-        missing_ok: whether there may be nothing to load, at the start of a run; nothing changes then. If the newest
-            checkpoint lacks a file, the newest complete one is loaded, with a warning.
+        extra: objects with `load_state_dict()`, under the same keys as for `save`. Their states are loaded.
+        missing_ok: whether there may be nothing to load, as at the start of a run. Nothing is changed then. If the
+            newest checkpoint lacks a file, the newest complete one is loaded, with a warning.
 
     Returns:
-        The saved `extra`, with the objects of this call's `extra` in their places. With the same number of ranks each
-        rank gets its own, and its random number generators are restored; otherwise all ranks get rank 0's, and the
-        generators stay as they are. The attributes `step` and `source` describe what was loaded. If there was nothing
-        to load, the result is empty and `step` is 0.
+        The saved `extra`, with the objects of this call's `extra` in their places. With the same number of ranks, each
+        rank gets its own `extra`, and its random number generators are restored. Otherwise all ranks get rank 0's
+        `extra`, and generators are not changed. The attributes `step` and `source` are those of the loaded state. If
+        there was nothing to load, the result is empty and `step` is 0.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it is of another model on any rank; on every rank.
+        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of another model.
             Nothing was changed.
-        CommError: a rank did not call it.
+        CommError: a rank did not call `load`.
 
     Example:
         >>> found = load("runs/first", model, optimizer, {"schedule": schedule}, missing_ok=True)
@@ -100,15 +100,9 @@ def load(
     folder, step, skipped = found[0]
     if skipped and peers.rank == 0:
         log.warning("load: damaged checkpoints in %s are skipped: %s", path, skipped)
-    copied, open_copies = memory_copies.newest_copies(path, model, peers)
-    if copied >= max(step, 0):
-        try:
-            own = open_copies()
-            restored = _restore(lambda: own.snapshot(copied, run), memory_copies.SOURCE, run, peers)
-            memory_copies.continue_with(model, own)
-            return restored
-        except CheckpointError as error:
-            memory_copies.warn_unused(peers, str(error))
+    copied = memory_copies.load_newest(memory_copies.key_of(path), run, peers, max(step, 0), _restore)
+    if copied is not None:
+        return copied
     if folder is not None:
         return _restore(lambda: _StateOnDisk(Path(folder), run, peers), folder, run, peers)
     if not missing_ok:
@@ -117,11 +111,11 @@ def load(
 
 
 def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
-    """Return the folder to load, the step of a run's newest checkpoint (otherwise -1), and which ones are skipped.
+    """Return the folder to load, the step of a run's newest checkpoint (otherwise -1), and a list of skipped ones.
 
     Raises:
-        CheckpointError: the newest checkpoint lacks a file, or with `missing_ok` all of them do; or `path` cannot be a
-            folder.
+        CheckpointError: the newest checkpoint lacks a file (with `missing_ok`: every checkpoint does), or `path` cannot
+            be a folder.
     """
     folders = files.folders_in(path)
     if not folders and is_safetensors(path):
@@ -129,7 +123,8 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     if (path / files.METADATA).is_file() or (path / files.MANIFEST).is_file():
         return str(files.find(path)), -1, ""
     if not folders:
-        files.check_folder(path)  # also with `missing_ok`: a run whose disk is not mounted must not start again
+        # Also with `missing_ok`: a run whose disk is not mounted must not start from the beginning.
+        files.check_folder(path)
         return None, -1, ""
     newest = max((files.checkpoints_in(path) if missing_ok else {}) or folders)
     files.check_complete(folders[newest])
@@ -139,12 +134,12 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
 
 
 def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, run: Run, peers: Peers) -> Restored:
-    """Load what `prepare` has found and checked. Collective."""
+    """Load the checked state that `prepare` returns. Collective."""
     model, optimizer, extra = run
     saved, has_optimizer = peers.share(prepare, "load", lambda _: optimizer is not None)
     if len(set(has_optimizer)) > 1:
         raise CheckpointError("load: some ranks were given an optimizer, and others none")
-    state = state_of(model)
+    state = ModelState(model)
     with state.changing():
         peers.agree(lambda: saved.load_weights(model), "load")
         if optimizer is not None:
@@ -162,7 +157,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
 
 def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Replace the options of an optimizer, and drop its state. Collective."""
-    own = Optimizer.state_dict(optimizer)["param_groups"]  # that of `AdamW` would check the state that is dropped
+    own = Optimizer.state_dict(optimizer)["param_groups"]  # `AdamW.state_dict` would check the state to drop
     groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
@@ -172,17 +167,16 @@ def _load_states(optimizer: Optimizer, states: Iterator[tuple[Tensor, dict[str, 
     if isinstance(optimizer, AdamW):
         optimizer.load_entries(states)
         return
-    by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counted_on_device = {param for group in groups for param in group["params"]}
     for param, state in states:
-        if isinstance(step := state.get("step"), Tensor) and (
-            by_param[param].get("fused") or by_param[param].get("capturable")
-        ):
-            state["step"] = step.to(param.device)  # as PyTorch keeps it
+        if param in counted_on_device and isinstance(step := state.get("step"), Tensor):
+            state["step"] = step.to(param.device)  # as in PyTorch
         optimizer.state[param] = state
 
 
 class _StateOnDisk:
-    """Which entries of a checkpoint this rank reads into what. Making it changes nothing.
+    """The state of this rank in a checkpoint: the entries to read, and their targets. Making it changes nothing.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer.
@@ -192,20 +186,20 @@ class _StateOnDisk:
         model, optimizer, extra = run
         checkpoint = self._checkpoint = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
         self._params: dict[str, Tensor] = dict(model.named_parameters())
-        self._makers = state_of(model).shard_tensors()
         ours = model.state_dict()
         self._prefix = self._find_prefix(ours)
         named = {f"{self._prefix}{name}": value for name, value in ours.items()}
         found = {id(value) for name, value in named.items() if name in checkpoint.entries}
-        # Other programs save one name only of tied weights.
+        # Other programs save tied weights under one of their names only.
         self._targets = {n: value for n, value in named.items() if n in checkpoint.entries or id(value) not in found}
         self._check_model()
         self._moments: dict[str, dict[str, str]] = {}
         """Names of entries, by parameter and key of its state."""
         self.groups: list[dict[str, Any]] = []
         if optimizer is not None:
-            self._find_state(names_of(model, optimizer))
-            self._check_optimizer(optimizer, names_of(model, optimizer))
+            names = names_of(model, optimizer)
+            self._find_state(set(chain.from_iterable(names)))
+            self._check_optimizer(optimizer, names)
         manifest = checkpoint.manifest or {}
         self.step: int | None = manifest.get("step")
         self.loops: int = manifest.get(files.LOOPS, 0)
@@ -221,7 +215,7 @@ class _StateOnDisk:
         return self._checkpoint.object(name) if name in self._checkpoint.entries else None
 
     def _find_prefix(self, ours: Mapping[str, Tensor]) -> str:
-        """Return the prefix of the model's names in the checkpoint: `model.` in ours, any in others."""
+        """Return the prefix of the model's names in the checkpoint: `model.` in ours, any prefix in others."""
         entries, first = self._checkpoint.entries, next(iter(ours))
         tensors = {id(value) for value in ours.values()}
 
@@ -233,12 +227,12 @@ class _StateOnDisk:
         if len(fits) > 1 and "model." not in fits:
             raise CheckpointError(
                 f"{self._checkpoint.folder} has several models with these names, under {', '.join(fits)}: load the "
-                "right one with torch.distributed.checkpoint, into model.state_dict()"
+                "intended one with torch.distributed.checkpoint, into model.state_dict()"
             )
         return "model." if not fits or "model." in fits else fits[0]
 
     def _check_model(self) -> None:
-        """Raise unless the model has the names and shapes of the checkpoint."""
+        """Check that the model has the names and shapes of the checkpoint."""
         folder, entries = self._checkpoint.folder, self._checkpoint.entries
         missing = self._targets.keys() - entries.keys()
         unknown = {name for name in entries if name.startswith("model.")} - self._targets.keys()
@@ -247,12 +241,12 @@ class _StateOnDisk:
         for name, target in self._targets.items():
             size = self._checkpoint.size_of(name)
             if size != target.shape:
-                shape = "is no tensor" if size is None else f"has shape {list(size)}"
+                shape = "is not a tensor" if size is None else f"has shape {list(size)}"
                 raise CheckpointError(f"{folder}: {name!r} {shape}, the model's has {list(target.shape)}")
 
-    def _find_state(self, names: Sequence[str]) -> None:
+    def _find_state(self, known: Collection[str]) -> None:
         """Find the state of the optimizer and its groups by the keys of each entry: `..., state, name, key`."""
-        checkpoint, known, groups = self._checkpoint, set(names), dict[int, dict[str, str]]()
+        checkpoint, groups = self._checkpoint, dict[int, dict[str, str]]()
         for entry in checkpoint.entries:
             path = checkpoint.path_of(entry)
             if len(path) >= 3 and path[-3] == "state" and path[-2] in known:
@@ -264,8 +258,8 @@ class _StateOnDisk:
         checkpoint.check(checkpoint.object_items(name for group in groups.values() for name in group.values()))
         self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
 
-    def _check_optimizer(self, optimizer: Optimizer, names: Sequence[str]) -> None:
-        """Raise unless the saved groups are those of this optimizer, or of one of its kind."""
+    def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
+        """Check that the saved groups are those of an optimizer of this kind, with the same parameters."""
         kind, folder = type(optimizer).__name__, self._checkpoint.folder
         for saved, group in zip(self.groups, optimizer.param_groups, strict=False):
             absent = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
@@ -284,57 +278,46 @@ class _StateOnDisk:
                 f"{folder} has an optimizer's parameters by number, as in optimizer.state_dict(): save "
                 "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict"
             )
-        rest = iter(names)
-        ours = [[next(rest) for _ in group["params"]] for group in optimizer.param_groups]
-        if self.groups and [group.get("params") for group in self.groups] != ours:
+        if self.groups and [group.get("params") for group in self.groups] != names:
             raise CheckpointError(
-                f"{folder}: the optimizer's groups of parameters differ from the saved ones: "
-                f"{[len(group.get('params', ())) for group in self.groups]} parameters in each there, "
-                f"{[len(group) for group in ours]} here; group them alike, in the same order"
+                f"{folder}: the optimizer's groups of parameters differ from the saved ones: the saved groups have "
+                f"{[len(group.get('params', ())) for group in self.groups]} parameters, the optimizer's have "
+                f"{[len(group) for group in names]}. Build the same groups, with parameters in the same order"
             )
         self.groups = self.groups or [{} for _ in optimizer.param_groups]
 
     def _check_data(self, added: Sequence[str]) -> None:
-        """Raise unless everything that will be read is there and undamaged."""
-        checkpoint, items = self._checkpoint, []
-        for name, target in self._all_targets():
-            reads = checkpoint.items(name, target)
-            found, needed = sum(prod(item.lengths) for item in reads), _local_numel(target)
-            if found != needed:
-                raise CheckpointError(f"{checkpoint.folder} has {found} of {needed} elements of {name!r}")
-            items += reads
-        whole = [
-            entry
-            for name, entries in self._moments.items()
-            for key, entry in entries.items()
-            if not self._is_like(name, key, entry)
-        ]
-        checkpoint.check([*items, *checkpoint.object_items([*whole, *added])])
-
-    def _all_targets(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to fill; moments have no memory."""
-        yield from self._targets.items()
+        """Check that all data to read is there and undamaged."""
+        checkpoint, targets, whole = self._checkpoint, dict(self._targets), [*added]
         for name, entries in self._moments.items():
             for key, entry in entries.items():
                 if self._is_like(name, key, entry):
-                    yield entry, self._target(name, torch.empty(self._params[name].shape, device="meta"))
+                    targets[entry] = self._target(name, torch.empty(self._params[name].shape, device="meta"))
+                else:
+                    whole.append(entry)
+        items = [*checkpoint.object_items(whole)]
+        for name, target in targets.items():
+            reads = checkpoint.items(name, target)
+            found = sum(prod(item.lengths) for item in reads)
+            needed = target.stop - target.start if isinstance(target, ShardTensor) else target.numel()
+            if found != needed:
+                raise CheckpointError(f"{checkpoint.folder} has {found} of {needed} elements of {name!r}")
+            items += reads
+        checkpoint.check(items)
 
     def _is_like(self, name: str, key: str, entry: str) -> bool:
-        """Return whether an entry of a state has one element for each of its parameter's."""
+        """Return whether an entry of a state has one element for each element of its parameter."""
         return key not in NUMBERS and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
 
     def _target(self, name: str, local: Tensor) -> Tensor:
-        """Return this rank's part of a tensor like a parameter, with the memory `local`."""
-        make = self._makers.get(self._params[name])
-        return make(local) if make is not None else local
+        """Return a tensor of a parameter's shape, of which this rank has the part `local`."""
+        mine = self._targets[self._prefix + name]
+        return ShardTensor(local, mine.shape, mine.start) if isinstance(mine, ShardTensor) else local
 
     def load_weights(self, _: ShardLite) -> None:
         """Read weights and buffers."""
-        done: set[int] = set()
-        for name, target in self._targets.items():
-            if id(target) not in done:  # tied weights have several names
-                self._checkpoint.read(name, target)
-                done.add(id(target))
+        for name, target in {id(each): (name, each) for name, each in self._targets.items()}.values():  # tied: once
+            self._checkpoint.read(name, target)
             if isinstance(target, ShardTensor):
                 target.commit()
 
@@ -351,7 +334,3 @@ class _StateOnDisk:
         local = torch.empty(param.shape, dtype=dtype, device=param.device)
         self._checkpoint.read(entry, self._target(name, local))
         return local
-
-
-def _local_numel(target: Tensor) -> int:
-    return target.stop - target.start if isinstance(target, ShardTensor) else target.numel()

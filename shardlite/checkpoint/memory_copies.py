@@ -5,9 +5,9 @@
     rank 2, host B    snapshot, held on B  ----->  replica, held on A, received by rank 0
     rank 3, host B    snapshot, held on B  ----->  replica, held on A, received by rank 1
 
-Processes that outlive the ranks hold the memory (`snapshot_holder.py`), so nothing is sent on one host. Restarted ranks
-compare what their hosts hold, and load the newest step that is complete on every rank. A host that lost its snapshots
-gets them back from the next one.
+Processes that outlive the ranks hold the memory (`snapshot_holder.py`), so a run on a single host sends no replicas.
+Restarted ranks compare the snapshots on their hosts, and load the newest step that is complete on every rank. A host
+that has lost its snapshots receives them from the next host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,11 +29,13 @@ from torch.optim import Optimizer
 
 from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.peers import Peers
-from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory, snapshot_of
+from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
 from shardlite.checkpoint.snapshot_holder import Agent, Holder
 from shardlite.comm import GlooTransport, host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError
 from shardlite.model import ShardLite
+
+T = TypeVar("T")
 
 log = logging.getLogger("shardlite")
 
@@ -52,30 +54,32 @@ def save_in_memory(
     *,
     step: int,
 ) -> bool:
-    """Copy a run into memory that outlives its ranks, so that a rank that dies costs no step.
+    """Copy a run into memory that outlives its ranks, so that no step is lost if a rank dies.
 
-    For programs that `torchrun` restarts: `load` then takes the newest of these copies and the checkpoints in `path`. A
-    copy has what `save` saves, in the format in which each rank keeps it. A process on each host holds the newest two;
-    it ends with `torchrun`, and the memory with it. With several hosts each rank also sends its copy to a rank of the
-    next host. Ranks, stage, units and formats must be the same after the restart; otherwise `load` takes a checkpoint.
+    This is for programs that `torchrun` restarts. After the restart, `load` takes the newest of these copies and the
+    checkpoints in `path`. A copy has the same contents as a checkpoint, in the formats in which each rank keeps them. A
+    process on each host holds the newest two copies of a rank. It ends with `torchrun`, and its memory is freed. With
+    several hosts, each rank also sends its copy to a rank of the next host. Ranks, stage, units and formats must be the
+    same after the restart; otherwise `load` takes a checkpoint.
 
-    The first call is collective, and so are all calls of ranks on several hosts. Other calls wait for no rank.
+    The first call is collective. With several hosts, all calls are. Other calls wait for no rank.
 
     Args:
         path: folder of the run's checkpoints, which identifies the run. It need not exist.
         model: the wrapped model.
         optimizer: the model's optimizer.
         extra: further values of this rank, as for `save`.
-        step: number of the copy, higher than that of the previous one.
+        step: number of the copy. It must be higher than that of the previous copy.
 
     Returns:
-        Whether there is a copy. If none can be made (`torchrun` did not start the ranks, there is not enough memory,
-        the process that holds copies has ended), a warning is logged once.
+        Whether there is a copy. A warning is logged once if no copy can be made, because `torchrun` did not start the
+        ranks, there is not enough memory, or the process that holds copies has ended.
 
     Raises:
-        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer is of another model; on
-            every rank at the first call.
-        CommError: a rank did not call it.
+        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer is of another model. The
+            first call raises on every rank.
+        CommError: a rank did not call `save_in_memory`.
+        ValueError: `step` is negative, or not higher than that of the previous copy.
 
     Example:
         >>> save_in_memory("runs/first", model, optimizer, step=100)
@@ -83,48 +87,38 @@ def save_in_memory(
     """
     if (step := index(step)) < 0:
         raise ValueError(f"{_WHAT}: step must be at least 0, got {step}")
-    key = key_of(path)
-    run = Run(model, optimizer, extra)
+    key, run = key_of(path), Run(model, optimizer, extra)
     known_key, copies = _copies.get(model, (None, None))
     if known_key == key:
-        return copies is not None and copies.save(snapshot_of(run, copies.peers.rank), step)
+        return copies is not None and copies.save(Snapshot(run, copies.peers.rank), step)
     peers = Peers(model)
-    snapshot = peers.agree(lambda: snapshot_of(run, peers.rank), _WHAT)
-    copies = _first_copies(key, peers, snapshot)
+    snapshot = peers.agree(lambda: Snapshot(run, peers.rank), _WHAT)
+    try:
+        copies = Copies(key, peers, _look(key, peers))
+        copies.reset(None, snapshot.nbytes)
+    except CheckpointError as error:
+        copies = None
+        if peers.rank == 0:
+            log.warning("there are no copies in memory: %s", error)
     _copies[model] = key, copies
     return copies is not None and copies.save(snapshot, step)
 
 
 _copies: WeakKeyDictionary[ShardLite, tuple[str, Copies | None]] = WeakKeyDictionary()
-"""Key of the run and copies of each model; `None` after a warning that there are none."""
+"""For each model the key of its run, and its copies. `None` after a warning that no copies can be made."""
 
 
 def key_of(path: str | os.PathLike[str]) -> str:
-    """Return the key of a run, under which its snapshots are held."""
+    """Return the key that identifies a run by its folder."""
     return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
 
 
-def _first_copies(key: str, peers: Peers, snapshot: Snapshot) -> Copies | None:
-    """Allocate memory for copies of this size, or warn that there are none. Collective."""
-    copies = None
-    try:
-        copies = Copies.open(key, peers, _look(key, peers))
-        copies.reset(None, snapshot.nbytes)
-    except CheckpointError as error:
-        if copies is not None:
-            copies.drop()
-        if peers.rank == 0:
-            log.warning("there are no copies in memory: %s", error)
-        return None
-    return copies
-
-
-# ---- which host holds what ----------------------------------------------------------------------------------------
+# ---- snapshots on each host -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks share a host, that is an agent of `torchrun`."""
+    """The hosts of all ranks. A host is an agent of `torchrun` with its ranks."""
 
     names: Sequence[str]
     """Name of each rank's host."""
@@ -139,7 +133,10 @@ class Hosts:
         return [rank for rank, each in enumerate(self.names) if each == name]
 
     def replica_of(self, rank: int) -> int:
-        """Return the rank that receives the replica: at the same position on the next host; `rank` on a single host."""
+        """Return the rank that receives a replica of `rank`'s snapshot. It has the same position on the next host.
+
+        Return `rank` if there is a single host.
+        """
         if not self.several:
             return rank
         order = list(dict.fromkeys(self.names))
@@ -148,19 +145,19 @@ class Hosts:
         return receivers[self.members(name).index(rank) % len(receivers)]
 
     def replicas_on(self, rank: int) -> list[int]:
-        """Return the ranks whose replicas a rank receives."""
+        """Return the ranks whose replicas `rank` receives."""
         return [each for each in range(len(self.names)) if each != rank and self.replica_of(each) == rank]
 
 
 Held = Mapping[str, Sequence[tuple[int, int]]]
-"""Step, and number of ranks of the run, of each complete snapshot on a host, by rank."""
+"""The complete snapshots on a host, by rank: the step of each, and the number of ranks of its run."""
 
 
 def newest(held: Sequence[Held]) -> tuple[int, str]:
-    """Return the newest step that is complete on every rank; or -1, and why there is none.
+    """Return the newest step with complete snapshots of all ranks. If there is none, return -1 and the reason.
 
     Args:
-        held: what the host of each rank holds.
+        held: the snapshots on the host of each rank.
     """
     size = len(held)
     by_rank = [{step for each in held for step, ranks in each.get(str(r), ()) if ranks == size} for r in range(size)]
@@ -179,16 +176,16 @@ def newest(held: Sequence[Held]) -> tuple[int, str]:
 
 
 class _Seen(NamedTuple):
-    """What one rank has found."""
+    """Facts about the host of one rank."""
 
     host: str
     held: Held
     why_not: str
-    """Why nothing can be held there."""
+    """Why the host cannot hold snapshots; empty if it can."""
 
 
 def _look(key: str, peers: Peers) -> list[_Seen]:
-    """Return what each rank's host holds. Collective."""
+    """Return facts about the host of each rank. Collective."""
 
     def look() -> _Seen:
         try:
@@ -202,10 +199,10 @@ def _look(key: str, peers: Peers) -> list[_Seen]:
 
 
 def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int]]]:
-    """Return the complete snapshots of a run that are held on an agent's host."""
+    """Return the complete snapshots of a run on an agent's host."""
     held: dict[str, list[tuple[int, int]]] = {}
     for name, holder in agent.holders(key).items():
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the holder has just ended
             headers = SnapshotMemory(holder.open()).complete().values()
             held[name.removeprefix(f"{key}/")] = [(each.step, each.ranks) for each in headers]
     return held
@@ -215,38 +212,36 @@ def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int]]]:
 
 
 class Copies:
-    """The copies of one run, as one of its ranks sees them."""
+    """The copies of one run that this rank makes, receives and loads. Making this object is collective.
+
+    Raises:
+        CheckpointError: on every rank, if memory cannot be opened or allocated on any rank.
+    """
 
     def __init__(self, key: str, peers: Peers, seen: Sequence[_Seen]) -> None:
+        if why_not := next((each.why_not for each in seen if each.why_not), ""):
+            raise CheckpointError(why_not)
         self.key, self.peers = key, peers
         self._seen = seen
         self._hosts = Hosts([each.host for each in seen])
-        self._agent = Agent.of_this_process()
-        self._holder, self.own = self._held(peers.rank)
-        self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(peers.rank)}
         self._transport: GlooTransport | None = None
         self._warned = False
         self._latest = -1
-
-    @classmethod
-    def open(cls, key: str, peers: Peers, seen: Sequence[_Seen]) -> Copies:
-        """Open the memory that is held for this rank, or allocate it. Collective.
-
-        Raises:
-            CheckpointError: it fails on any rank; on every rank.
-        """
-        if why_not := next((each.why_not for each in seen if each.why_not), ""):
-            raise CheckpointError(why_not)
-        copies = peers.agree(lambda: cls(key, peers, seen), _WHAT)
-        if copies._hosts.several:
+        peers.agree(self._open, _WHAT)
+        if self._hosts.several:
             _, names = peers.share(lambda: secrets.token_hex(8), _WHAT, str)
             connect = partial(over_gloo, names[0], peers.rank, peers.size, peers.timeout)
             backend = peers.agree(connect, f"{_WHAT}: connect to the ranks of other hosts")
-            copies._transport = GlooTransport(backend, peers.timeout)
-        return copies
+            self._transport = GlooTransport(backend, peers.timeout)
+
+    def _open(self) -> None:
+        """Open the memory that is held for this rank and for replicas on this host, or allocate memory."""
+        self._agent = Agent.of_this_process()
+        self._holder, self.own = self._held(self.peers.rank)
+        self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(self.peers.rank)}
 
     def _held(self, rank: int) -> tuple[Holder, SnapshotMemory]:
-        """Return the memory of a rank's snapshots on this host, and the process that holds it."""
+        """Return the process that holds a rank's snapshots on this host, and its memory."""
         name = f"{self.key}/{rank}"
         if (holder := self._agent.holders(name).get(name)) is not None:
             return holder, SnapshotMemory(holder.open())
@@ -256,10 +251,10 @@ class Copies:
     def reset(self, step: int | None, nbytes: int = 0) -> None:
         """Drop all snapshots except those of `step`, and allocate memory for new ones of `nbytes`. Collective.
 
-        No rank starts a new snapshot before, so those of one step are of one attempt on all ranks.
+        No rank starts a new snapshot before. So on all ranks, snapshots of the same step are of the same run.
 
         Raises:
-            CheckpointError: a rank lacks the memory; on every rank.
+            CheckpointError: on every rank, if a rank does not have enough memory. All snapshots were dropped.
         """
         members = self._hosts.members(self._hosts.names[self.peers.rank])
         held = {*members, *(each for member in members for each in self._hosts.replicas_on(member))}
@@ -270,18 +265,27 @@ class Copies:
                 memory.drop_all_but(step)
             self.own.reserve(nbytes)
 
-        self.peers.agree(drop, _WHAT)
+        try:
+            self.peers.agree(drop, _WHAT)
+        except CheckpointError:
+            self.drop()
+            raise
         self._latest = -1 if step is None else step
 
     def drop(self, remaining: Collection[int] = ()) -> None:
-        """Free the memory of the run on this host, except that of the `remaining` ranks."""
+        """Free the memory of the run on this host, except that of `remaining` ranks."""
         kept = {f"{self.key}/{rank}" for rank in remaining}
         for name, holder in self._agent.holders(f"{self.key}/").items():
             if name not in kept:
                 holder.end()
 
     def save(self, snapshot: Snapshot, step: int) -> bool:
-        """Copy this rank's state. Return whether the copy outlives this process."""
+        """Copy this rank's state. Return whether the copy outlives this process.
+
+        Raises:
+            CommError: a replica could not be sent or received.
+            ValueError: the step is not higher than that of the previous copy.
+        """
         if step <= self._latest:
             raise ValueError(f"{_WHAT}: step must be higher than that of the previous copy, {self._latest}, got {step}")
         if not self._is_held():
@@ -294,7 +298,7 @@ class Copies:
         return True
 
     def _is_held(self) -> bool:
-        """Return whether copies outlive this host's ranks, or this host."""
+        """Return whether copies outlive the ranks on this host. Warn once if their holder has ended."""
         alive = self._holder.is_alive
         if not alive and not self._warned:
             self._warned = True
@@ -307,7 +311,8 @@ class Copies:
         """Send this rank's replica, and receive those of other ranks.
 
         Raises:
-            CommError: it failed. The connections are closed, so that the other ranks do not wait for this one.
+            CommError: an exchange failed, now or earlier. The connections are closed, so that no other rank waits for
+                this one.
         """
         if (transport := self._transport) is None:
             raise CommError(
@@ -322,7 +327,7 @@ class Copies:
         self._transport = transport
 
     def _receive(self, transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> None:
-        """Receive the snapshot of a step."""
+        """Receive the snapshot of `step` from `rank` into `memory`."""
         fields = torch.empty(4, dtype=torch.int64)
         transport.irecv(fields, rank, 0).wait()
         header = Header(*map(int, fields))
@@ -334,7 +339,7 @@ class Copies:
     # ---- after a restart --------------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> None:
-        """Get this rank's snapshot of `step` from a host that holds it, its own if possible. Collective."""
+        """Receive this rank's snapshot of `step` from another host, unless its own host holds it. Collective."""
         here, ranks, transport = self.peers.rank, range(self.peers.size), self._transport
         for rank in ranks:
             holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))
@@ -347,45 +352,43 @@ class Copies:
             elif here == rank:
                 self._receive(transport, self.own, step, holder)
 
-    def snapshot(self, step: int, run: Run) -> SavedSnapshot:
-        """Return this rank's snapshot of `step`, to load into `run`."""
-        return SavedSnapshot(self.own.complete()[step], self.own.content(step), run)
-
 
 def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
-    """Start to send a snapshot: its header and its bytes."""
+    """Start to send a snapshot: its header and its bytes. Return the sends, to wait for."""
     header = torch.tensor(memory.complete()[step])
     return [transport.isend(each, rank, 0) for each in (header, memory.content(step))]
 
 
-def newest_copies(path: str | os.PathLike[str], model: ShardLite, peers: Peers) -> tuple[int, Callable[[], Copies]]:
-    """Return the newest step of which all ranks have copies, otherwise -1, and a function that opens these. Collective.
+def load_newest(key: str, run: Run, peers: Peers, least: int, restore: Callable[..., T]) -> T | None:
+    """Load the newest step of which all ranks have copies, if the step is at least `least`. Collective.
 
-    Rank 0 warns if only other copies are found. The function is collective and lets every rank have its own copy. It
-    raises `CheckpointError` on every rank if that fails on any.
+    If the load succeeds, `save_in_memory` writes the next copies into the same memory.
+
+    Args:
+        key: key of the run.
+        run: the model, optimizer and `extra` to load the copies into.
+        peers: the model's ranks.
+        least: lowest step to load.
+        restore: function to load a snapshot, given a function that returns it, its source, `run` and `peers`.
+
+    Returns:
+        The result of `restore`; `None` if there are no such copies. Rank 0 warns if other copies are found.
     """
-    _copies.pop(model, None)  # they start again unless `load` takes them
-    key = key_of(path)
+    _copies.pop(run.model, None)
     seen = _look(key, peers)
-    step, why = newest([each.held for each in seen])
-    if why:
-        warn_unused(peers, why)
-
-    def open_copies() -> Copies:
-        copies = Copies.open(key, peers, seen)
+    step, why_not = newest([each.held for each in seen])
+    try:
+        if why_not:
+            raise CheckpointError(why_not)
+        if step < least:
+            return None
+        copies = Copies(key, peers, seen)
         copies.fetch(step)
         copies.reset(step)
-        return copies
-
-    return step, open_copies
-
-
-def continue_with(model: ShardLite, copies: Copies) -> None:
-    """Let a model that has loaded copies make the next ones in their memory."""
-    _copies[model] = copies.key, copies
-
-
-def warn_unused(peers: Peers, why: str) -> None:
-    """Log why copies in memory are not loaded."""
-    if peers.rank == 0:
-        log.warning("load: the copies in memory are not used: %s", why)
+        restored = restore(lambda: SavedSnapshot(copies.own, step, run), SOURCE, run, peers)
+    except CheckpointError as error:
+        if peers.rank == 0:
+            log.warning("load: the copies in memory are not used: %s", error)
+        return None
+    _copies[run.model] = key, copies
+    return restored

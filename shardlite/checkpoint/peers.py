@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from shardlite.comm import all_gather_json
 from shardlite.errors import CheckpointError
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 
 T = TypeVar("T")
 
 
 class Peers:
-    """The ranks of one model. Those of the first replica have the lowest numbers.
+    """The ranks of one model. The ranks of the first replica have the lowest numbers.
 
     Raises:
         TypeError: the model is not wrapped.
@@ -23,7 +23,7 @@ class Peers:
     def __init__(self, model: ShardLite) -> None:
         if not isinstance(model, ShardLite):
             raise TypeError(f"a checkpoint is of a ShardLite model, got {type(model).__name__}: wrap it first")
-        state = state_of(model)
+        state = ModelState(model)
         context = state.context
         self.rank, self.size = context.rank, context.world_size
         self.shard, self.shards = context.transport.rank, context.transport.world_size
@@ -33,7 +33,7 @@ class Peers:
         self._thread = ""
 
     def on_thread(self, name: str) -> Peers:
-        """Return the same ranks for calls from another thread, which has this name on all ranks."""
+        """Return the same ranks, for calls from another thread. The thread has the same name on all ranks."""
         other = copy(self)
         other._thread = name
         return other
@@ -42,28 +42,28 @@ class Peers:
         """Call `act` on every rank and return this rank's result. Collective.
 
         Raises:
-            CheckpointError: `act` raised on any rank; on every rank.
+            CheckpointError: on every rank, if `act` raised on any rank.
         """
         return self.share(act, what, lambda _: None)[0]
 
     def share(self, act: Callable[[], T], what: str, facts: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """Call `act` on every rank; return this rank's result, and `facts` of all results. Collective.
+        """Call `act` on every rank. Return this rank's result, and `facts` of all ranks' results. Collective.
 
         Args:
-            act: what each rank does.
+            act: the action of each rank.
             what: name of the call, for errors.
-            facts: returns what other ranks get of a result, in JSON types.
+            facts: converts a result to facts for all ranks, in JSON types.
 
         Raises:
-            CheckpointError: `act` raised on any rank; on every rank.
+            CheckpointError: on every rank, if `act` raised on any rank.
         """
-        result, problem, error = None, None, None
+        error, gathered = None, list[list[Any]]()
         try:
             result = act()
+            gathered.append([None, facts(result)])
         except Exception as caught:
-            known = isinstance(caught, CheckpointError)
-            problem, error = str(caught) if known else f"{type(caught).__name__}: {caught}", caught
-        gathered = [[problem, None if error is not None else facts(result)]]  # type: ignore[arg-type]
+            error, named = caught, isinstance(caught, CheckpointError)
+            gathered.append([str(error) if named else f"{type(error).__name__}: {error}", None])
         for group in self._groups:
             parts = all_gather_json(group, gathered, what, self.timeout, thread=self._thread, missing=self._missing)
             gathered = [each for part in parts for each in part]
@@ -72,4 +72,4 @@ class Peers:
         for rank, (failure, _) in enumerate(gathered):
             if failure is not None:
                 raise CheckpointError(f"{what}: rank {rank}: {failure}") from error
-        return result, [each for _, each in gathered]  # type: ignore[return-value]
+        return result, [each for _, each in gathered]

@@ -1,8 +1,9 @@
 """A checkpoint folder, read without executing code.
 
-DCP's own reader unpickles `.metadata`, and its planner unpickles objects, without restriction, so a file of unknown
-origin can execute anything. Here `.metadata` is unpickled with the few classes that it consists of, and objects with
-`weights_only=True`. `SafeReader` and `SafeLoadPlanner` do so for calls of `torch.distributed.checkpoint`:
+DCP's own reader unpickles `.metadata`, and its planner unpickles objects, without restriction. So a file of unknown
+origin can execute any code. Here `.metadata` is unpickled with the few classes that it consists of, and objects are
+unpickled with `weights_only=True`. For calls of `torch.distributed.checkpoint`, `SafeReader` and `SafeLoadPlanner` do
+the same:
 
     dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
 """
@@ -33,20 +34,14 @@ from shardlite.errors import CheckpointError
 _CLASSES: dict[tuple[str, str], Any] = {
     (each.__module__, each.__qualname__): each
     for each in (
-        dcp_metadata.BytesStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
-        dcp_metadata.Metadata,
-        dcp_metadata.MetadataIndex,
-        dcp_metadata.StorageMeta,
-        dcp_metadata.TensorProperties,
-        dcp_metadata.TensorStorageMetadata,
+        *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__),  # dataclasses
         dcp_metadata._MEM_FORMAT_ENCODING,
         dcp_files._StorageInfo,
         torch.Size,
     )
 }
 _CLASSES |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-_CLASSES |= {  # paths of the writer
+_CLASSES |= {  # paths on the host of the writer
     (module, name): PurePath
     for module in ("pathlib", "pathlib._local")
     for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
@@ -55,7 +50,7 @@ _CLASSES |= {("collections", "OrderedDict"): dict, ("builtins", "set"): set}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the classes of DCP's metadata, and dtypes."""
+    """An unpickler that finds only the classes of DCP's metadata, and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -83,7 +78,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's `FileSystemReader`, without executing code of the checkpoint.
+    """DCP's `FileSystemReader`, which does not execute code of the checkpoint.
 
     Args:
         path: folder of one checkpoint.
@@ -93,7 +88,7 @@ class SafeReader(FileSystemReader):
         """Return the metadata.
 
         Raises:
-            CheckpointError: the file is missing, damaged, or holds something else.
+            CheckpointError: the file is missing, damaged, or not the metadata of a checkpoint.
         """
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -104,10 +99,10 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """DCP's `DefaultLoadPlanner`, for objects of plain values and tensors only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state dict.
+        """Unpickle an object into the state dict.
 
         Raises:
-            CheckpointError: it contains something else.
+            CheckpointError: the object contains a value that is neither plain nor a tensor.
         """
         name = read_item.dest_index.fqn
         loaded = unpickled(name, value)
@@ -124,7 +119,7 @@ class Checkpoint:
         folder: folder of the checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: the folder is damaged, or not a checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -154,11 +149,11 @@ class Checkpoint:
         return found.size if isinstance(found, TensorStorageMetadata) else None
 
     def items(self, name: str, target: object) -> list[ReadItem]:
-        """Return the reads that fill `target`, a tensor or a `ShardTensor`, or that find an object."""
+        """Return the reads that fill `target` (a tensor or a `ShardTensor`), or that read an object."""
         return _create_read_items(name, self.entries[name], target)
 
     def object_items(self, names: Iterable[str]) -> Iterator[ReadItem]:
-        """Yield the reads that `object` needs for each name."""
+        """Yield the reads by which `object` reads each of the named entries."""
         for name in names:
             size = self.size_of(name)
             yield from self.items(name, None if size is None else torch.empty(size, device="meta"))
@@ -167,7 +162,7 @@ class Checkpoint:
         """Check the bytes that will be read.
 
         Raises:
-            CheckpointError: a file is missing, shorter than it was, or (if ShardLite has written it) damaged.
+            CheckpointError: a file is missing, too short, or (if ShardLite has written it) damaged.
         """
         wanted: dict[str, list[tuple[int, int]]] = {}
         for item in items:
@@ -182,10 +177,10 @@ class Checkpoint:
             files.check_blocks(self.folder, self.manifest, wanted)
 
     def place_of(self, index: MetadataIndex) -> Any:
-        """Return the file, first byte and length of a part of an entry."""
+        """Return the file, offset and length of a part of an entry."""
         place = self._reader.storage_data.get(index)
         if place is None:
-            raise CheckpointError(f"{self.folder / files.METADATA} does not say where {index.fqn!r} is")
+            raise CheckpointError(f"{self.folder / files.METADATA} has no location of {index.fqn!r}")
         return place
 
     def read(self, name: str, target: Tensor) -> None:
@@ -193,10 +188,10 @@ class Checkpoint:
         self._read(self.items(name, target), _EntryPlanner(name, target))
 
     def object(self, name: str) -> Any:
-        """Return an object, or a whole tensor.
+        """Read an object, or a whole tensor.
 
         Raises:
-            CheckpointError: loading it could execute code.
+            CheckpointError: loading the object could execute code.
         """
         size = self.size_of(name)
         whole = None if size is None else torch.empty(size, dtype=self.entries[name].properties.dtype)
@@ -215,7 +210,7 @@ class Checkpoint:
 
 
 class _EntryPlanner(SafeLoadPlanner):
-    """Loads one entry: fills a tensor, or unpickles an object."""
+    """A planner that loads one entry: fills a tensor, or unpickles an object."""
 
     def __init__(self, name: str, target: Tensor | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,17 +1,17 @@
 """Weights in the files of Hugging Face's `save_pretrained`.
 
-    model.safetensors                     all weights; or, of a large model,
-    model-00001-of-00003.safetensors      a part of them each, and
-    model.safetensors.index.json          which file has which weight
+    model.safetensors                     all weights; or, for a large model,
+    model-00001-of-00003.safetensors      a part of the weights, and
+    model.safetensors.index.json          the file of each weight
 
-The format executes no code. The package `safetensors` reads and writes it.
+Reading the format executes no code. The package `safetensors` reads and writes it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from shardlite.params import ShardTensor
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST = 5 * 10**9
-"""Bytes of weights per file, as Hugging Face divides them."""
+"""Maximum number of bytes of weights per file, as in Hugging Face's files."""
 
 
 def is_safetensors(folder: Path) -> bool:
-    """Return whether a folder holds weights in this format."""
+    """Return whether a folder has weights in this format."""
     return (folder / _ONE).is_file() or (folder / _INDEX).is_file()
 
 
@@ -50,7 +50,7 @@ def _package() -> Any:
 
 
 class SafetensorsFolder(Checkpoint):
-    """A folder of safetensors files, read like a checkpoint without objects and checksums.
+    """A folder of safetensors files. It is read like a checkpoint that has no objects and no checksums.
 
     Args:
         folder: the folder.
@@ -74,15 +74,15 @@ class SafetensorsFolder(Checkpoint):
         self._open(HuggingFaceStorageReader(str(folder)), metadata)
 
     def path_of(self, name: str) -> tuple[str, ...]:
-        """Return the keys of an entry: its name only."""
+        """Return the keys of an entry: its whole name as a single key."""
         return (name,)
 
     def check(self, _: Iterable[Any]) -> None:
-        """No-op: sizes are checked when files are opened, and the format has no checksums."""
+        """Do nothing: sizes are checked when files are opened, and the format has no checksums."""
 
 
 def _add_file(metadata: dcp.Metadata, path: Path) -> None:
-    """Add the weights of a file."""
+    """Add the weights of a file to the metadata."""
     safe_open = _package().safe_open
     files.check_size(path, 8, exact=False)
     try:
@@ -95,7 +95,7 @@ def _add_file(metadata: dcp.Metadata, path: Path) -> None:
                 properties = dcp.TensorProperties(dtype=dtype)
                 metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, shape, [chunk])
                 metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)] = _HFStorageInfo(str(path), shape, dtype)
-    except Exception as error:  # the package raises a class of its own, whatever is wrong with a file
+    except Exception as error:  # the package raises its own class for any damage
         raise CheckpointError(f"{path} is damaged: {error!r}. {files.REMEDY}") from None
 
 
@@ -109,10 +109,11 @@ def export_weights(
     """Write the weights of a checkpoint into safetensors files, without the optimizer's state.
 
     Args:
-        path: folder of a run, whose newest checkpoint is taken, or of one checkpoint.
+        path: folder of a run, whose newest checkpoint is read, or of one checkpoint.
         out: folder for the files.
-        dtype: dtype to which floating-point weights are converted. Default: as they are saved.
-        largest: most bytes of weights per file, except for a larger weight. As much memory is needed.
+        dtype: dtype to which floating-point weights are converted. Default: the saved dtype.
+        largest: maximum number of bytes of weights per file. A larger weight gets its own file. This much memory is
+            needed.
 
     Returns:
         The paths of the files.
@@ -131,7 +132,9 @@ def export_weights(
     if not names:
         raise CheckpointError(f"{checkpoint.folder} has no entries `model.*`: was it saved by shardlite.save?")
     checkpoint.check(checkpoint.object_items(names))
-    sizes = {name: _nbytes(checkpoint.entries[name], dtype) for name in names}
+    saved = {name: checkpoint.entries[name].properties.dtype for name in names}
+    dtypes = {name: dtype if dtype is not None and own.is_floating_point else own for name, own in saved.items()}
+    sizes = {name: checkpoint.entries[name].size.numel() * dtypes[name].itemsize for name in names}
     parts: list[list[str]] = [[]]
     for name in names:
         if parts[-1] and sum(sizes[each] for each in parts[-1]) + sizes[name] > largest:
@@ -141,8 +144,8 @@ def export_weights(
     written, places = [], {}
     for number, members in enumerate(parts, start=1):
         file = folder / (_ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors")
-        tensors = {name.removeprefix("model."): _converted(checkpoint.object(name), dtype) for name in members}
-        file.touch()  # gives it the permissions of new files, which the package does not
+        tensors = {name.removeprefix("model."): checkpoint.object(name).to(dtypes[name]) for name in members}
+        file.touch()  # sets the permissions of new files, which the package does not
         mode = file.stat().st_mode
         package.torch.save_file(tensors, file, metadata={"format": "pt"})
         file.chmod(mode)
@@ -158,11 +161,11 @@ def export_weights(
 def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Write a checkpoint with the weights of a folder of safetensors files, one weight at a time.
 
-    `load` also reads such a folder directly.
+    `load` can also read such a folder directly.
 
     Args:
         path: folder with the files.
-        out: folder of a run. The checkpoint becomes its newest.
+        out: folder of a run. The new checkpoint is its newest one.
 
     Returns:
         The path of the checkpoint.
@@ -177,26 +180,17 @@ def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
     entries = {f"model.{name}": _lazy(source, name) for name in source.entries}
     root.mkdir(parents=True, exist_ok=True)
     lease = acquire(root, source)
-    step = max(files.folders_in(root), default=-1) + 1
+    step = files.next_step(root)
     folder = files.make_temporary(root, step, lease)
     paths: Paths = {name: ("model", name.removeprefix("model.")) for name in entries}
     part = RankFile(entries, {}, paths).write(folder, 0)
-    return publish(folder, root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
+    return publish(root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
 
 
 def _lazy(source: SafetensorsFolder, name: str) -> Tensor:
-    """Return a weight that is read when it is written."""
+    """Return a weight that is read when the checkpoint is written."""
     size, dtype = source.entries[name].size, source.entries[name].properties.dtype
     if size.numel() == 0:
         return torch.empty(size, dtype=dtype)
-    facts: Mapping[str, Any] = {"numel": size.numel(), "dtype": dtype, "device": torch.device("cpu")}
-    return ShardTensor(lambda: source.object(name), size, 0, **facts)
-
-
-def _nbytes(entry: dcp.TensorStorageMetadata, dtype: torch.dtype | None) -> int:
-    saved = entry.properties.dtype
-    return entry.size.numel() * (dtype if dtype is not None and saved.is_floating_point else saved).itemsize
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    cpu = torch.device("cpu")
+    return ShardTensor(lambda: source.object(name), size, 0, numel=size.numel(), dtype=dtype, device=cpu)

@@ -3,8 +3,8 @@
     rank 0    agree    write its file    agree    .metadata, shardlite.json, rename    agree
     rank 1    agree    write its file    agree                                         agree
 
-Ranks agree through the store of the process group. No tensor is sent or gathered, and one tensor at a time is decoded
-or copied from a GPU. A rank's file has its tensors one after the other, as `torch.save` writes them and DCP reads them.
+Ranks agree through the store of the process group. No tensor is sent or gathered. One tensor at a time is decoded or
+copied from a GPU. In a rank's file, tensors follow one another in the format of `torch.save`, which DCP reads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from operator import index
@@ -33,7 +33,7 @@ from shardlite.checkpoint.contents import Paths, Run, contents, pickled
 from shardlite.checkpoint.lease import Lease, acquire
 from shardlite.checkpoint.peers import Peers
 from shardlite.errors import CheckpointError
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
 
 
@@ -48,32 +48,33 @@ def save(
 ) -> Path:
     """Save a run as a new checkpoint in the folder `path`. Collective: every rank must call it.
 
-    A checkpoint has weights and buffers, the optimizer's state in fp32 whatever its format, the states of each rank's
-    random number generators, and `extra`. `load` takes it at any number of ranks, stage, units and format;
-    `torch.distributed.checkpoint` reads it, too. It is published by one rename when all of it is on the disk, so a
-    crash leaves the earlier checkpoints complete. All ranks must see the folder.
+    A checkpoint has the weights and buffers, the optimizer's state converted to fp32, the states of each rank's random
+    number generators, and `extra`. `load` accepts any number of ranks, stage, units and format.
+    `torch.distributed.checkpoint` can also read the checkpoint. When all files are on the disk, the checkpoint is
+    published by one rename, so a crash leaves the earlier checkpoints complete. All ranks must see the same folder.
 
     Args:
-        path: folder of the run's checkpoints. The new one is named `step-<step>`.
+        path: folder of the run's checkpoints. The new checkpoint is named `step-<step>`.
         model: the wrapped model.
-        optimizer: the model's optimizer, ShardLite's or one of PyTorch's.
+        optimizer: the model's optimizer, of ShardLite or PyTorch.
         extra: further values of this rank: tensors, numbers, strings, and dicts, lists and tuples of these. An object
             with `state_dict()` and `load_state_dict()` (scheduler, sampler, `EMA`) is saved as its state.
-        step: number of the checkpoint. Default: one above the newest.
-        keep: number of checkpoints that remain: this one and the newest others. `None`: all.
+        step: number of the checkpoint. Default: the number of the newest checkpoint plus one.
+        keep: number of checkpoints to keep, including this one. Older ones are removed. `None` keeps all.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: a rank cannot write its file, `extra` has a value whose loading could execute code, or another
-            running job saves into the folder; on every rank. The earlier checkpoints are unchanged.
-        CommError: a rank did not call it.
+        CheckpointError: on every rank, if a rank cannot write its file, `extra` has a value whose loading could execute
+            code, or another running job saves into the folder. The earlier checkpoints are unchanged.
+        CommError: a rank did not call `save`.
+        ValueError: `step` is negative, or `keep` is less than 1.
 
     Example:
         >>> save("runs/first", model, optimizer, {"schedule": schedule}, step=100, keep=3)
     """
-    return _prepare(path, Run(model, optimizer, extra), step, keep, copied=False).write()
+    return _Save(Path(path), Run(model, optimizer, extra), step, keep, copied=False).write()
 
 
 def async_save(
@@ -87,25 +88,26 @@ def async_save(
 ) -> Future[Path]:
     """Save a run like `save` while the training continues. Collective: every rank must call it.
 
-    The call copies this rank's state into host memory, in the format in which it is kept, and returns. A thread decodes
-    and writes the copy. The next `save`, `async_save` or `load` of the model waits for it, and raises if it failed. The
-    process does not exit before it is written.
+    The call copies this rank's state into host memory, in the formats in which the rank keeps it, and returns. A thread
+    decodes and writes the copy. The next `save`, `async_save` or `load` of the model waits for the thread, and raises
+    if the save failed. The process does not exit before the copy is written.
 
     Args:
         path, model, optimizer, extra, step, keep: as for `save`.
 
     Returns:
-        A future of the path of the checkpoint. Its `result()` waits, and raises what `save` would raise.
+        A future of the path of the checkpoint. Its `result()` waits, and raises the errors of `save`.
 
     Raises:
-        CheckpointError: a rank cannot copy its state, or the previous save failed; on every rank.
-        CommError: a rank did not call it.
+        CheckpointError: on every rank, if a rank cannot copy its state, or the previous save failed.
+        CommError: a rank did not call `async_save`.
+        ValueError: `step` is negative, or `keep` is less than 1.
 
     Example:
         >>> saved = async_save("runs/first", model, optimizer, step=100)
         >>> path = saved.result()
     """
-    job, future = _prepare(path, Run(model, optimizer, extra), step, keep, copied=True), Future[Path]()
+    job, future = _Save(Path(path), Run(model, optimizer, extra), step, keep, copied=True), Future[Path]()
 
     def write() -> None:
         try:
@@ -127,7 +129,7 @@ def wait_for_save(model: ShardLite) -> None:
     """Wait until the model's asynchronous save has ended.
 
     Raises:
-        CheckpointError: it has failed.
+        CheckpointError: the save failed.
     """
     if (future := _in_progress.pop(model, None)) is not None:
         future.result()
@@ -136,105 +138,88 @@ def wait_for_save(model: ShardLite) -> None:
 # ---- phases ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _prepare(path: str | os.PathLike[str], run: Run, step: int | None, keep: int | None, *, copied: bool) -> _Save:
-    """Agree on the step, make the temporary folder, and list or copy what this rank writes."""
-    if keep is not None and keep < 1:
-        raise ValueError(f"save: keep must be at least 1, got {keep}")
-    if step is not None and (step := index(step)) < 0:
-        raise ValueError(f"save: step must be at least 0, got {step}")
-    wait_for_save(run.model)
-    peers, root = Peers(run.model), Path(path)
-    made: list[tuple[Path, Lease]] = []
-
-    def prepare() -> tuple[int, RankFile]:
-        part = _file_of(run, peers)
-        if copied:
-            part = part.copied()
-        if peers.rank > 0:
-            return -1, part
-        files.check_folder(root)
-        root.mkdir(parents=True, exist_ok=True)
-        lease = acquire(root, run.model)
-        chosen = step if step is not None else max(files.folders_in(root), default=-1) + 1
-        made.append((files.make_temporary(root, chosen, lease), lease))
-        return chosen, part
-
-    try:
-        (_, part), facts = peers.share(prepare, "save", lambda made: [made[0], step, run.optimizer is not None])
-        steps = [each for _, each, _ in facts]
-        if len({has for *_, has in facts}) > 1:
-            raise CheckpointError("save: some ranks were given an optimizer, and others none")
-        if len(set(steps)) > 1:
-            raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
-    except CheckpointError:
-        _discard(made)
-        raise
-    chosen = facts[0][0]
-    manifest = {"step": chosen, "ranks": peers.size, "stage": run.model.stage}
-    if (loops := state_of(run.model).loops) is not None:
-        manifest[files.LOOPS] = loops.finished
-    folder = root / f".saving-{files.name_of(chosen)}"
-    job = _Save(folder, root, manifest, keep, part, peers.on_thread("save") if copied else peers, made)
-    for _, lease in made:
-        lease.holders.add(job)
-    return job
-
-
-def _discard(made: Iterable[tuple[Path, Lease]]) -> None:
-    for folder, lease in made:
-        if lease.is_mine():
-            files.discard(folder)
-
-
-@dataclass(frozen=True, eq=False)
 class _Save:
-    """A save that all ranks have agreed to make. It holds no model, which may be trained on meanwhile."""
+    """A save on which all ranks have agreed. It refers to no model, which may be trained further meanwhile.
 
-    folder: Path
-    root: Path
-    manifest: Mapping[str, Any]
-    keep: int | None
-    part: RankFile
-    peers: Peers
-    made: Sequence[tuple[Path, Lease]]
-    """On rank 0, the temporary folder and the lease on the folder of the run."""
+    The constructor agrees on the step, makes the temporary folder, and lists or copies the entries of this rank.
+    """
+
+    @torch.no_grad()
+    def __init__(self, root: Path, run: Run, step: int | None, keep: int | None, *, copied: bool) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"save: keep must be at least 1, got {keep}")
+        if step is not None and (step := index(step)) < 0:
+            raise ValueError(f"save: step must be at least 0, got {step}")
+        wait_for_save(run.model)
+        peers, self._root, self._keep = Peers(run.model), root, keep
+        self._made: list[tuple[Path, Lease]] = []
+        """On rank 0, the temporary folder and the lease on the folder of the run."""
+
+        def prepare() -> tuple[int, RankFile]:
+            part = _file_of(run, peers).copied() if copied else _file_of(run, peers)
+            return self._make_folder(run.model, step) if peers.rank == 0 else -1, part
+
+        try:
+            (_, self._part), facts = peers.share(prepare, "save", lambda it: [it[0], step, run.optimizer is not None])
+            chosen, steps, has_optimizer = zip(*facts, strict=True)
+            if len(set(has_optimizer)) > 1:
+                raise CheckpointError("save: some ranks were given an optimizer, and others none")
+            if len(set(steps)) > 1:
+                raise CheckpointError(f"save: ranks were given different steps, {[*steps]} by rank")
+        except CheckpointError:
+            self._discard()
+            raise
+        self._peers = peers.on_thread("save") if copied else peers
+        self._manifest = {"step": chosen[0], "ranks": peers.size, "stage": run.model.stage}
+        if (loops := ModelState(run.model).loops) is not None:
+            self._manifest[files.LOOPS] = loops.finished
+
+    def _make_folder(self, model: ShardLite, step: int | None) -> int:
+        """Make the temporary folder, and return the step of the checkpoint."""
+        files.check_folder(self._root)
+        self._root.mkdir(parents=True, exist_ok=True)
+        lease = acquire(self._root, model)
+        lease.holders.add(self)
+        step = step if step is not None else files.next_step(self._root)
+        self._made.append((files.make_temporary(self._root, step, lease), lease))
+        return step
 
     def write(self) -> Path:
         """Write this rank's file and, on rank 0, publish the checkpoint. Return its path. Collective."""
+        step, rank = self._manifest["step"], self._peers.rank
+        folder = files.temporary(self._root, step)
         try:
-            _, parts = self.peers.share(
-                lambda: self.part.write(self.folder, self.peers.rank), "save", lambda part: part
-            )
+            _, parts = self._peers.share(lambda: self._part.write(folder, rank), "save", lambda part: part)
 
             def finish() -> None:
-                for folder, lease in self.made:
-                    publish(folder, self.root, self.manifest, parts, self.keep, lease)
+                for _, lease in self._made:
+                    publish(self._root, self._manifest, parts, self._keep, lease)
 
-            self.peers.agree(finish, "save")
+            self._peers.agree(finish, "save")
         except BaseException:
-            _discard(self.made)
+            self._discard()
             raise
-        return self.root / files.name_of(self.manifest["step"])
+        return self._root / files.name_of(step)
+
+    def _discard(self) -> None:
+        for folder, lease in self._made:
+            if lease.is_mine():
+                files.discard(folder)
 
 
 def publish(
-    folder: Path,
-    root: Path,
-    manifest: Mapping[str, Any],
-    parts: Sequence[dict[str, Any]],
-    keep: int | None,
-    lease: Lease,
+    root: Path, manifest: Mapping[str, Any], parts: Sequence[dict[str, Any]], keep: int | None, lease: Lease
 ) -> Path:
-    """Describe the files that all ranks have written, and publish the checkpoint. Return its path."""
+    """Write the metadata and the manifest of the files of all ranks, and publish the checkpoint. Return its path."""
+    folder = files.temporary(root, manifest["step"])
     files.write_synced(folder / files.METADATA, pickle.dumps(_metadata(parts)))
     sums = {name: each for part in parts for name, each in part["files"].items()}
     files.write_manifest(folder, manifest, {**sums, files.METADATA: files.sums_of(folder / files.METADATA)})
-    return files.publish(folder, root, manifest["step"], keep, lease)
+    return files.publish(root, manifest["step"], keep, lease)
 
 
 def _metadata(parts: Sequence[dict[str, Any]]) -> dcp.Metadata:
-    """Return DCP's metadata of the files of all ranks."""
+    """Return DCP's metadata for the files of all ranks."""
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, where, *data in _entries(parts):
@@ -254,7 +239,7 @@ def _metadata(parts: Sequence[dict[str, Any]]) -> dcp.Metadata:
 
 
 def _entries(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
-    """Yield what was written, once for each name of a tied tensor."""
+    """Yield the entries of all ranks. Entries of a tied tensor occur once under each of its names."""
     others: dict[str, list[str]] = {}
     for alias, name in parts[0]["aliases"].items():
         others.setdefault(name, []).append(alias)
@@ -268,18 +253,18 @@ def _entries(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank writes."""
+    """The file that one rank writes."""
 
     entries: Mapping[str, Any]
     """Tensors and objects by name, in the order of the file."""
 
     aliases: Mapping[str, str]
-    """Names of tied tensors, by their other names."""
+    """For each further name of a tied tensor the name under which the tensor is written."""
 
     paths: Paths
 
     def copied(self) -> RankFile:
-        """Return a copy in host memory, in the format in which tensors are kept."""
+        """Return a copy in host memory. Tensors have the formats in which this rank keeps them."""
         copies: dict[int, tuple[Tensor, Tensor]] = {}  # both moments of a parameter may be decoded from one tensor
 
         def copy(tensor: Tensor) -> Tensor:
@@ -295,20 +280,20 @@ class RankFile:
         return replace(self, entries={name: copied(name, value) for name, value in self.entries.items()})
 
     def write(self, folder: Path, rank: int) -> dict[str, Any]:
-        """Write the file of a rank, and return what the metadata and the manifest say about it, in JSON types.
+        """Write the file of a rank, and return its description for the metadata and the manifest, in JSON types.
 
         DCP's own writer would keep a copy of every tensor until the file is complete.
 
         Returns:
-            `entries`: for each part its name, [file, first byte, bytes], and of a tensor dtype, shape, offsets, sizes.
+            `entries`: for each part the name, [file, offset, bytes] and, for a tensor, dtype, shape, offsets and sizes.
             `files`: size and checksums of the file, by its name.
-            `aliases`, `paths`: of the entries that this rank describes.
+            `aliases`, `paths`: those of the entries that this rank describes.
 
         Raises:
             CheckpointError: the file cannot be written, or an object has a value whose loading could execute code.
         """
         file = f"__{rank}_0.distcp"
-        # torch would compute a second checksum of all bytes, which no reader of checkpoints compares.
+        # `torch.save` would compute a second checksum of all bytes, which no reader of checkpoints compares.
         no_crc = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with files.summed(folder / file) as stream, no_crc:
             written = [part for name, value in self.entries.items() for part in _written(stream, file, name, value)]
@@ -317,7 +302,7 @@ class RankFile:
 
 
 def _written(stream: files.SummedFile, file: str, name: str, value: Any) -> Iterator[list[Any]]:
-    """Write an entry, and yield a description of each part. A sharded tensor is decoded once."""
+    """Write an entry, and yield the description of each part. A sharded tensor is decoded once."""
     if not isinstance(value, Tensor):
         start = stream.size
         stream.write((value if isinstance(value, io.BytesIO) else pickled(name, value)).getbuffer())
@@ -336,7 +321,7 @@ def _written(stream: files.SummedFile, file: str, name: str, value: Any) -> Iter
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return a view whose storage has only its elements, because `torch.save` writes complete storages."""
+    """Return a tensor whose storage has only its own elements, because `torch.save` writes complete storages."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == tensor.nbytes:
         return tensor
@@ -348,50 +333,44 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def _file_of(run: Run, peers: Peers) -> RankFile:
-    state = state_of(run.model)
+    """Return the entries that this rank writes.
+
+    Each rank of the first replica writes its shards. The rank with a parameter's first element writes its step count.
+    All ranks keep whole parameters of stage 0 and their states. These tensors are divided among the ranks by size. Rank
+    0 writes all other entries, which may differ between ranks.
+    """
+    state = ModelState(run.model)
+    sharded = state.shard is not None
     entries, paths = contents(run, peers.rank)
     equal = {f"model.{name}" for name, param in run.model.named_parameters() if param not in state.ignored}
-    own, aliases = _own_entries(entries, paths, peers, equal, sharded=state.shard is not None)
+    loads = [0] * peers.shards
+
+    def is_mine(name: str, value: Any) -> bool:
+        is_state = name.startswith("optimizer.state.")
+        if sharded and isinstance(value, ShardTensor):
+            return True
+        if sharded and is_state:
+            shard = entries[f"model.{paths[name][2]}"]
+            return shard.stop > 0 == shard.start if isinstance(shard, ShardTensor) else peers.shard == 0
+        if not isinstance(value, Tensor) or not (is_state or name in equal):
+            return peers.shard == 0
+        writer = min(range(peers.shards), key=loads.__getitem__)
+        loads[writer] += value.nbytes
+        return peers.shard == writer
+
+    own: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[Hashable, str] = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and (first := seen.setdefault(_key(value), name)) != name:
+            aliases[name] = first
+        elif name.startswith("ranks.") or (is_mine(name, value) and peers.rank < peers.shards):
+            own[name] = value
     return RankFile(own, aliases, paths)
 
 
-def _own_entries(
-    entries: Mapping[str, Any], paths: Paths, peers: Peers, equal: Collection[str], *, sharded: bool
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the entries that this rank writes, and names of tied tensors by their other names.
-
-    Each rank of the first replica writes its shards. The rank with a parameter's first element writes its step count.
-    Tensors that every rank keeps whole are divided among the ranks by size if they are parameters (`equal`) or their
-    states; rank 0 writes all others, which may differ between ranks.
-    """
-    own: dict[str, Any] = {}
-    seen: dict[Hashable, str] = {}
-    aliases: dict[str, str] = {}
-    loads = [0] * peers.shards
-    for name, value in entries.items():
-        if isinstance(value, Tensor) and seen.setdefault(_key(value), name) != name:
-            aliases[name] = seen[_key(value)]
-            continue
-        is_state = name.startswith("optimizer.state.")
-        if isinstance(value, ShardTensor) and sharded:
-            mine = True
-        elif is_state and sharded:
-            shard = entries[f"model.{paths[name][2]}"]
-            mine = shard.stop > 0 == shard.start if isinstance(shard, ShardTensor) else peers.shard == 0
-        elif isinstance(value, Tensor) and (is_state or name in equal):
-            writer = min(range(peers.shards), key=loads.__getitem__)
-            loads[writer] += value.nbytes
-            mine = peers.shard == writer
-        else:
-            mine = peers.shard == 0
-        in_first_replica = peers.rank < peers.shards
-        if (mine and in_first_replica) or name.startswith("ranks."):
-            own[name] = value
-    return own, aliases
-
-
 def _key(value: Tensor) -> Hashable:
-    """Return a key that is equal for two names of a tied tensor only."""
+    """Return a key that two entries have in common only if they are the same tied tensor."""
     if isinstance(value, ShardTensor) or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.dtype, value.shape, value.stride()

@@ -1,17 +1,17 @@
-"""Snapshots: the state of one rank in the format in which it keeps it, in memory that outlives the rank.
+"""Snapshots: copies of the state of one rank, in memory that outlives the rank.
 
     snapshot       | tensor | tensor | ... | objects |
     objects        a record of each tensor, param groups, extra, generators
 
-Unlike a checkpoint, a snapshot has everything that this rank needs, and nothing is decoded. Memory holds two snapshots:
-the latest complete one, and the one that is being written.
+Unlike a checkpoint, a snapshot has the complete state of a rank, in the formats in which the rank keeps it. The memory
+holds two snapshots: the latest complete snapshot, and a snapshot that is being written.
 
-    page 0          a header of each: step, bytes, number of ranks; empty while it is written
+    page 0          the header of each snapshot: step, bytes, number of ranks; empty while the snapshot is written
     from page 1     snapshot 0
     from the middle snapshot 1
 
-A snapshot overwrites the older one and gets its header when it is complete, so a process that is killed while it writes
-leaves the other. Pages are allocated when they are first written, and never freed.
+A new snapshot overwrites the older one and gets its header when it is complete. So a process that is killed while it
+writes leaves the other snapshot. Pages are allocated when they are first written, and never freed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,70 +28,70 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardlite.checkpoint.contents import Run, check_keys, generators, names_of, pickled, states_in, unpickled
 from shardlite.comm import Mapping as SharedMemory
 from shardlite.comm import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
-from shardlite.model import ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
 
 _ALIGN = 64
-"""Tensors begin at a multiple of so many bytes."""
+"""Alignment of tensors, in bytes."""
 
 Record = tuple[str, int, torch.dtype, Sequence[int], str]
-"""Name of a tensor, index of its first element in the whole tensor, dtype, shape, and type of its device."""
+"""Name of a tensor, index of its first element in the whole tensor, dtype, shape, and device type."""
 
 
 # ---- state of a rank ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Snapshot:
-    """The state of this rank: tensors where they are, and pickled objects."""
-
-    records: Sequence[Record]
-    tensors: Sequence[Tensor]
-    objects: memoryview
-
-    @property
-    def objects_start(self) -> int:
-        """First byte of the objects."""
-        return sum(map(_padded, self.records))
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the snapshot."""
-        return self.objects_start + len(self.objects)
-
-    def copy_into(self, memory: Tensor) -> None:
-        """Copy tensors and objects."""
-        for view, tensor in zip(_views(memory, self.records), self.tensors, strict=True):
-            view.copy_(tensor)
-        memory[self.objects_start :].copy_(torch.frombuffer(self.objects, dtype=torch.uint8))
-
-
-def snapshot_of(run: Run, rank: int) -> Snapshot:
-    """Return the state of this rank. No tensor is copied.
+    """The state of this rank: tensors that are not copied yet, and pickled objects.
 
     Raises:
         CheckpointError: `extra` or a param group has a value whose loading could execute code.
     """
-    model, optimizer, extra = run
-    found = [*_weights(model), *_moments(model, optimizer)]
-    loops = state_of(model).loops
-    objects = {
-        "records": [record for record, _ in found],
-        "optimizer": type(optimizer).__name__,
-        "groups": _groups(model, optimizer),
-        "state": [row for row in _entries(model, optimizer) if not isinstance(row[2], Tensor)],
-        "extra": states_in(extra or {}),
-        "generators": generators(),
-        "loops": 0 if loops is None else loops.finished,
-    }
-    content = pickled(f"ranks.{rank}.extra", objects).getbuffer()
-    return Snapshot([record for record, _ in found], [tensor for _, tensor in found], content)
+
+    def __init__(self, run: Run, rank: int) -> None:
+        model, optimizer, extra = run
+        found, state = [*_weights(model)], dict[str, dict[str, Any]]()
+        states, groups = (optimizer.state, optimizer.param_groups) if optimizer is not None else ({}, [])
+        for name, param in model.named_parameters():
+            for key, value in states.get(param, {}).items():
+                state.setdefault(name, {})[key] = None if isinstance(value, Tensor) else value
+                if isinstance(value, Tensor):
+                    found.append(_record(f"optimizer.{name}/{key}", 0, value.detach()))
+        self.records: Sequence[Record] = [record for record, _ in found]
+        self.tensors: Sequence[Tensor] = [tensor for _, tensor in found]
+        loops = ModelState(model).loops
+        names = names_of(model, optimizer)
+        objects = {
+            "records": self.records,
+            "optimizer": type(optimizer).__name__,
+            "groups": [{**group, "params": own} for group, own in zip(groups, names, strict=True)],
+            "state": state,
+            "extra": states_in(extra or {}),
+            "generators": generators(),
+            "loops": 0 if loops is None else loops.finished,
+        }
+        self.objects = pickled(f"ranks.{rank}.extra", objects).getbuffer()
+
+    @property
+    def objects_start(self) -> int:
+        """Offset of the objects, in bytes."""
+        return sum(map(_padded, self.records))
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the snapshot, in bytes."""
+        return self.objects_start + len(self.objects)
+
+    def copy_into(self, memory: Tensor) -> None:
+        """Copy tensors and objects to `memory` [bytes]."""
+        for view, tensor in zip(_views(memory, self.records), self.tensors, strict=True):
+            view.copy_(tensor)
+        memory[self.objects_start :].copy_(torch.frombuffer(self.objects, dtype=torch.uint8))
 
 
 def _record(name: str, start: int, tensor: Tensor) -> tuple[Record, Tensor]:
@@ -100,13 +99,13 @@ def _record(name: str, start: int, tensor: Tensor) -> tuple[Record, Tensor]:
 
 
 def _padded(record: Record) -> int:
-    """Return the bytes that a tensor takes in a snapshot."""
+    """Return the number of bytes of a tensor in a snapshot, with padding."""
     nbytes = prod(record[3]) * record[2].itemsize
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _views(memory: Tensor, records: Sequence[Record]) -> Iterator[Tensor]:
-    """Yield a view of each tensor in the memory of a snapshot, [bytes]."""
+    """Yield a view of each tensor in a snapshot, given its memory [bytes]."""
     start = 0
     for record in records:
         _, _, dtype, shape, _ = record
@@ -117,7 +116,7 @@ def _views(memory: Tensor, records: Sequence[Record]) -> Iterator[Tensor]:
 
 
 def _weights(model: ShardLite) -> Iterator[tuple[Record, Tensor]]:
-    """Yield weights and buffers with their records: tied ones once, split ones in two parts."""
+    """Yield weights and buffers with their records. Tied weights occur once, and split weights as two parts."""
     seen: set[int] = set()
     for name, value in model.state_dict().items():
         if id(value) in seen:
@@ -128,49 +127,30 @@ def _weights(model: ShardLite) -> Iterator[tuple[Record, Tensor]]:
             yield _record(f"model.{name}/{i}", value.start if sharded else 0, part)
 
 
-def _entries(model: ShardLite, optimizer: Optimizer | None) -> Iterator[tuple[str, str, Any]]:
-    """Yield parameter name, key and value of the optimizer's state."""
-    if optimizer is not None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for name, param in zip(names_of(model, optimizer), params, strict=True):
-            yield from ((name, key, value) for key, value in optimizer.state.get(param, {}).items())
-
-
-def _moments(model: ShardLite, optimizer: Optimizer | None) -> Iterator[tuple[Record, Tensor]]:
-    for name, key, value in _entries(model, optimizer):
-        if isinstance(value, Tensor):
-            yield _record(f"optimizer.{name}/{key}", 0, value.detach())
-
-
-def _groups(model: ShardLite, optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """Return the param groups with names of parameters."""
-    if optimizer is None:
-        return []
-    names = iter(names_of(model, optimizer))
-    return [{**group, "params": [next(names) for _ in group["params"]]} for group in optimizer.param_groups]
-
-
 class SavedSnapshot:
-    """A snapshot in memory, to load. Making it changes nothing.
+    """A snapshot in memory, to be loaded. Making this object changes nothing.
 
     Args:
-        header: its step and length.
-        memory: its bytes.
-        run: what it is to be loaded into.
+        memory: the memory of the snapshot.
+        step: step of the snapshot.
+        run: the model, optimizer and `extra` to load the snapshot into.
 
     Raises:
-        CheckpointError: it is damaged, or not of this rank's part of this model, or of another optimizer.
+        CheckpointError: the snapshot is damaged, of another part or model, or of another optimizer.
     """
 
-    def __init__(self, header: Header, memory: Tensor, run: Run) -> None:
+    def __init__(self, memory: SnapshotMemory, step: int, run: Run) -> None:
         model, optimizer, extra = run
-        self._memory = memory
-        objects = unpickled("the copy", io.BytesIO(memory[header.objects_start :].numpy().tobytes()))
+        self._memory = memory.content(step)
+        start = memory.complete()[step].objects_start
+        objects = unpickled("the copy", io.BytesIO(self._memory[start:].numpy().tobytes()))
         self._records: list[Record] = objects["records"]
-        self._state: list[tuple[str, str, Any]] = objects["state"]
+        self._state: dict[str, dict[str, Any]] = objects["state"]
+        """State of each parameter by name. Tensors are replaced by `None`."""
+
         self.groups: list[dict[str, Any]] = objects["groups"]
         """Param groups with names of parameters."""
-        self.step: int | None = header.step
+        self.step: int | None = step
         self.extra: Any = objects["extra"]
         self.generators: dict[str, Any] | None = objects["generators"]
         self.loops: int = objects["loops"]
@@ -179,8 +159,8 @@ class SavedSnapshot:
         if here != there:
             differing = next((b or a for a, b in zip(there, here, strict=False) if a != b), "the number of tensors")
             raise CheckpointError(f"they are of another model, stage, or format: {differing} differs")
-        kind, params = type(optimizer).__name__, [group["params"] for group in _groups(model, optimizer)]
-        if kind != objects["optimizer"] or params != [group["params"] for group in self.groups]:
+        kind, names = type(optimizer).__name__, names_of(model, optimizer)
+        if kind != objects["optimizer"] or names != [group["params"] for group in self.groups]:
             raise CheckpointError("they are of another optimizer, or of other groups of parameters")
         check_keys(extra or {}, self.extra, "the copy")
 
@@ -191,32 +171,27 @@ class SavedSnapshot:
 
     def states(self, model: ShardLite) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield the optimizer's state, parameter by parameter."""
-        params = dict(model.named_parameters())
-        tensors: dict[str, dict[str, tuple[Tensor, str]]] = {}
-        others: dict[str, dict[str, Any]] = {}
-        for (name, *_, device), view in zip(self._records, _views(self._memory, self._records), strict=True):
-            if name.startswith("optimizer."):
-                param, _, key = name.removeprefix("optimizer.").rpartition("/")
-                tensors.setdefault(param, {})[key] = view, device
-        for name, key, value in self._state:
-            others.setdefault(name, {})[key] = value
-        for owner in dict.fromkeys([*tensors, *others]):
-            shard, entries = params[owner], tensors.get(owner, {}).items()
-            state = {key: view.to("cpu" if on == "cpu" else shard.device, copy=True) for key, (view, on) in entries}
-            yield shard, {**state, **others.get(owner, {})}
+        params, views = dict(model.named_parameters()), _views(self._memory, self._records)
+        tensors = {name: (view, device) for (name, *_, device), view in zip(self._records, views, strict=True)}
+        for name, entries in self._state.items():
+            state = dict(entries)
+            for key in entries:
+                if (found := tensors.get(f"optimizer.{name}/{key}")) is not None:
+                    view, device = found
+                    state[key] = view.to("cpu" if device == "cpu" else params[name].device, copy=True)
+            yield params[name], state
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 _PAGE = 4096
-_HEADER = struct.Struct("<8sqqqq")  # magic, and the fields of `Header`
-_SUM = struct.Struct("<I")
+_HEADER = struct.Struct("<8sqqqqI")  # magic, the fields of `Header`, and a checksum of these
 _MAGIC = b"shardcp1"
-_EMPTY = bytes(_HEADER.size + _SUM.size)
+_EMPTY = bytes(_HEADER.size)
 
 
 class Header(NamedTuple):
-    """Header of a complete snapshot."""
+    """The header of a complete snapshot."""
 
     step: int
     ranks: int
@@ -230,10 +205,10 @@ class SnapshotMemory:
     """Memory of two snapshots of one rank.
 
     Args:
-        descriptor: of the memory. This object closes it.
+        descriptor: file descriptor of the memory. This object closes it.
 
     Raises:
-        CheckpointError: the memory is of something else.
+        CheckpointError: the memory does not have the size of two snapshots.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -248,7 +223,7 @@ class SnapshotMemory:
 
     @classmethod
     def allocate(cls) -> SnapshotMemory:
-        """Allocate memory without a snapshot."""
+        """Allocate memory that has no snapshot yet."""
         return cls(make_memory(_PAGE + 2 * _capacity()))
 
     def complete(self) -> dict[int, Header]:
@@ -256,15 +231,15 @@ class SnapshotMemory:
         return {header.step: header for place in (0, 1) if (header := self._header(place))}
 
     def content(self, step: int) -> Tensor:
-        """Return a view of the bytes of a snapshot."""
+        """Return a view of the complete snapshot of a step, [bytes]."""
         headers = {header.step: (place, header.nbytes) for place in (0, 1) if (header := self._header(place))}
         return self._view(*headers[step])
 
     def overwrite_older(self, nbytes: int) -> Tensor:
-        """Drop the older snapshot, and return a view of memory for a new one in its place.
+        """Drop the older snapshot. Return a view [nbytes] of its memory, for a new snapshot.
 
         Raises:
-            CheckpointError: this host lacks the memory.
+            CheckpointError: this host does not have enough memory.
         """
         place = self._older()
         self._write(place, _EMPTY)
@@ -272,12 +247,12 @@ class SnapshotMemory:
         return self._view(place, nbytes)
 
     def mark_complete(self, header: Header) -> None:
-        """Write the header of the snapshot that was written in the place of the older one."""
-        fields = _HEADER.pack(_MAGIC, *header)
-        self._write(self._older(), fields + _SUM.pack(crc32(fields)))
+        """Write the header of a new snapshot, which has overwritten the older one."""
+        checksum = crc32(_HEADER.pack(_MAGIC, *header, 0)[:-4])
+        self._write(self._older(), _HEADER.pack(_MAGIC, *header, checksum))
 
     def drop_all_but(self, step: int | None) -> None:
-        """Drop all snapshots except that of a step."""
+        """Drop all snapshots except the snapshot of `step`."""
         for place in (0, 1):
             found = self._header(place)
             if found is not None and found.step != step:
@@ -287,22 +262,21 @@ class SnapshotMemory:
         """Allocate the pages of two snapshots.
 
         Raises:
-            CheckpointError: this host lacks the memory.
+            CheckpointError: this host does not have enough memory.
         """
         for place in (0, 1):
             self._reserve(place, nbytes)
 
     def _older(self) -> int:
-        """Return the place without a complete snapshot, or that of the older one."""
+        """Return the place that has no complete snapshot or, if both have one, the older snapshot."""
         steps = [-1 if found is None else found.step for found in map(self._header, (0, 1))]
         return steps.index(min(steps))
 
     def _header(self, place: int) -> Header | None:
-        start, size = place * _PAGE // 2, _HEADER.size
-        written = self._mapping.memory[start : start + size + _SUM.size]
-        magic, *fields = _HEADER.unpack(written[:size])
-        valid = magic == _MAGIC and written[size:] == _SUM.pack(crc32(written[:size]))
-        return Header(*fields) if valid else None
+        start = place * _PAGE // 2
+        written = self._mapping.memory[start : start + _HEADER.size]
+        magic, *fields, checksum = _HEADER.unpack(written)
+        return Header(*fields) if magic == _MAGIC and checksum == crc32(written[:-4]) else None
 
     def _write(self, place: int, header: bytes) -> None:
         start = place * _PAGE // 2
@@ -312,7 +286,7 @@ class SnapshotMemory:
         return self._mapping.tensor(_PAGE + place * self._capacity, nbytes, torch.uint8)
 
     def _reserve(self, place: int, nbytes: int) -> None:
-        """Allocate pages before they are written, because a process that writes without memory is killed."""
+        """Allocate pages before they are written. Without memory, Linux kills a process that writes to new pages."""
         if nbytes <= self._reserved[place]:
             return
         start = _PAGE + place * self._capacity
@@ -327,11 +301,11 @@ class SnapshotMemory:
 
 
 def _capacity() -> int:
-    """Return the length of the address range of one snapshot, which takes memory only where it is written."""
+    """Return the length of a snapshot's address range. Only its written pages take memory."""
     return physical_memory() // _PAGE * _PAGE
 
 
 def _available() -> int:
-    """Return how many bytes of memory can be allocated without swapping."""
+    """Return the number of bytes that can be allocated without swapping."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])

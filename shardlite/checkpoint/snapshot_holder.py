@@ -1,13 +1,13 @@
 """Processes that hold the memory of snapshots while ranks end and are restarted.
 
-One process, the *snapshot holder*, holds the memory of one rank's snapshots. A rank starts it in a session of its own,
-so that it does not end with the ranks. It ends when the agent of `torchrun` has ended, however that ends. The memory
-has no name in a file system and is freed then. The process maps nothing and answers no requests.
+A process, the *snapshot holder*, holds the memory of one rank's snapshots. The rank starts it in a new session, so that
+it does not end with the ranks. It ends when the agent of `torchrun` has ended, even if the agent was killed. The memory
+has no name in a file system, so it is freed then. The process neither maps the memory nor answers requests.
 
 Ranks find a holder by its command line, which names the agent and the memory, and open the memory as
 `/proc/PROCESS/fd/DESCRIPTOR`. Linux allows this to processes of the same user only (`PTRACE_MODE_READ`).
 
-This file is also executed as a script, and imports the standard library only, to start in about 20 ms.
+This file is also executed as a script. It imports the standard library only, to start in about 20 ms.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _RUN = "TORCHELASTIC_RUN_ID"
-"""Environment variable that ranks get from `torchrun`, which does not have it itself."""
+"""Environment variable that `torchrun` sets for ranks. It is not set in `torchrun` itself."""
 
 
 class HolderError(OSError):
-    """There can be no holder."""
+    """A holder cannot be started or found."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Agent:
 
     pid: int
     start: int
-    """Its start in ticks since boot, because another process may get its number later."""
+    """Its start time in ticks since boot, because another process may get the same `pid` later."""
 
     @classmethod
     def of_this_process(cls) -> Agent:
-        """Return the agent that has started this rank: the nearest ancestor outside of the run.
+        """Return the agent that has started this rank: the nearest ancestor that is not part of the run.
 
         Raises:
             HolderError: `torchrun` did not start this process.
@@ -56,7 +56,7 @@ class Agent:
         return cls(pid, parent_and_start(pid)[1])
 
     def command(self, name: str, descriptor: int) -> list[str]:
-        """Return the command line of a holder. Process numbers belong to a namespace."""
+        """Return the command line of a holder. It has the PID namespace, because numbers differ between namespaces."""
         namespace = os.readlink("/proc/self/ns/pid")
         return ["-I", "-S", __file__, str(self.pid), str(self.start), namespace, name, str(descriptor)]
 
@@ -64,7 +64,7 @@ class Agent:
         """Start a process that holds memory under a name until this agent has ended.
 
         Raises:
-            HolderError: it cannot be started.
+            HolderError: the process cannot be started.
         """
         done = subprocess.run(
             [sys.executable, *self.command(name, descriptor)],
@@ -86,7 +86,7 @@ class Agent:
         found: dict[str, Holder] = {}
         command = self.command("", 0)[:-2]
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or is another user's
+            with suppress(OSError):  # the process has ended, or is another user's
                 words = _command_of(folder)
                 if words[:-2] == command and words[-2].startswith(prefix):
                     found[words[-2]] = Holder(folder, words)
@@ -97,7 +97,7 @@ class Holder:
     """A process that holds memory.
 
     Raises:
-        OSError: it has ended, or is another user's.
+        OSError: the process has ended, or another user owns it.
     """
 
     def __init__(self, folder: Path, words: list[str]) -> None:
@@ -115,18 +115,18 @@ class Holder:
             OSError: the process has ended.
         """
         descriptor = os.open(self._memory, os.O_RDWR | os.O_CLOEXEC)
-        if not self.is_alive:  # another process may have its number
+        if not self.is_alive:  # another process may have the same number now
             os.close(descriptor)
             raise HolderError(f"process {self.pid} has ended")
         return descriptor
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still holds the memory."""
+        """Whether the process still holds the memory."""
         return not self._has_ended(0)
 
     def end(self) -> None:
-        """End the process, so that the memory is freed once no rank has it open."""
+        """End the process. The memory is freed when no rank has it open."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
         self._has_ended(20_000)
@@ -138,18 +138,18 @@ class Holder:
 
 
 def parent_and_start(pid: int) -> tuple[int, int]:
-    """Return the parent of a process, and its start in ticks since boot."""
+    """Return the parent of a process, and the start time of the process in ticks since boot."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1]), int(fields[19])
 
 
 def _command_of(folder: Path) -> list[str]:
-    """Return the arguments of a process."""
+    """Return the command-line arguments of a process."""
     return [os.fsdecode(word) for word in (folder / "cmdline").read_bytes().split(b"\0")[1:-1]]
 
 
 def _main(pid: str, start: str, *_: str) -> None:
-    """Continue as a child of no rank, and end when the agent has ended. Errors go to the rank."""
+    """Continue in a child that belongs to no rank, and end when the agent has ended. Errors are printed to the rank."""
     agent = os.pidfd_open(int(pid))
     if parent_and_start(int(pid))[1] != int(start):
         raise HolderError(f"process {pid} is not the agent")
@@ -158,7 +158,7 @@ def _main(pid: str, start: str, *_: str) -> None:
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
-        os.dup2(null, stream)  # the rank waits until its pipes are closed
+        os.dup2(null, stream)  # the rank waits until these pipes are closed
     select.select([agent], [], [])
 
 

@@ -1,8 +1,8 @@
 """Patches that let `torch.distributed.checkpoint.state_dict` handle wrapped models.
 
-That module finds an optimizer's parameters in the model's submodules, whose parameters are placeholders here, and
-gathers and shards DTensors only. Its private functions are replaced, because programs may have imported the public ones
-by name.
+That module looks for an optimizer's parameters in the model's submodules, whose parameters are placeholders here. It
+gathers and shards DTensors only. Its private functions are replaced, because programs may have imported the public
+functions by name.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_map_with_path
 
 from shardlite.checkpoint.contents import pickled, unpickled
-from shardlite.comm import agree
+from shardlite.comm import Context, agree
 from shardlite.comm import broadcast as broadcast_tensor
 from shardlite.engine import NUMBERS
 from shardlite.errors import CheckpointError, LayoutError, some_of
-from shardlite.model import ModelState, ShardLite, state_of
+from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW
 from shardlite.params import ShardTensor
 
@@ -32,7 +32,7 @@ _Original: TypeAlias = Callable[..., Any]
 
 @cache
 def install() -> None:
-    """Let `torch.distributed.checkpoint.state_dict` handle wrapped models. Later calls do nothing."""
+    """Let `torch.distributed.checkpoint.state_dict` handle wrapped models. Further calls have no effect."""
     from torch.distributed.checkpoint import state_dict as patched
 
     for name, replacement in _REPLACEMENTS.items():
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
-    """Return a function that calls `replacement` for a wrapped model, and `original` for any other."""
+    """Return a function that calls `replacement` for a wrapped model, and `original` for any other model."""
 
     @wraps(original)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -54,12 +54,12 @@ def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
 
 
 def _wrapped(model: nn.Module) -> ShardLite | None:
-    """Return the wrapped model that `model` is, possibly compiled by `torch.compile`; otherwise `None`.
+    """Return `model` if it is wrapped, or its wrapped model if `torch.compile` has compiled it; otherwise `None`.
 
     Raises:
-        LayoutError: it contains a wrapped model.
+        LayoutError: `model` contains a wrapped model.
     """
-    if not isinstance(model, ShardLite):  # which has the attributes of a compiled module inside it
+    if not isinstance(model, ShardLite):  # a wrapped model also has the attributes of a compiled module inside it
         model = getattr(model, "_orig_mod", model)
     if isinstance(model, ShardLite):
         return model
@@ -76,14 +76,14 @@ def _wrapped(model: nn.Module) -> ShardLite | None:
 
 
 def _verify_options(original: _Original, model: ShardLite, *args: Any, submodules: Any = None, **kwargs: Any) -> Any:
-    """Refuse `submodules`, which PyTorch has deprecated."""
+    """Raise for the argument `submodules`, which PyTorch has deprecated."""
     if submodules:
         raise LayoutError("submodules=: not supported for a ShardLite model: select from all names of its state dict")
     return original(model, *args, submodules=submodules, **kwargs)
 
 
 def _unflatten_model_state(original: _Original, model: ShardLite, state_dict: _State) -> Any:
-    """Refuse a state dict by modules, which PyTorch has deprecated."""
+    """Raise for a state dict with modules as keys, which PyTorch has deprecated."""
     if any(isinstance(key, nn.Module) for key in state_dict):
         raise LayoutError("a state dict by modules is not supported for a ShardLite model: pass it by names")
     return original(model, state_dict)
@@ -101,7 +101,7 @@ def _iterate_model_state(_: _Original, model: ShardLite, *__: Any, **___: Any) -
 def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
     @wraps(original)
     def init(optimizer: Optimizer) -> None:
-        """Make the state of an optimizer by a step with zero gradients, unless it steps in the backward."""
+        """Initialize the state of an optimizer by a step with zero gradients, unless it steps in the backward."""
         if isinstance(optimizer, AdamW) and optimizer.in_backward:
             optimizer.init_state()
         else:
@@ -111,12 +111,12 @@ def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], 
 
 
 def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
-    """Return shards; with `full_state_dict`, copies of whole tensors, gathered one after the other."""
+    """Return shards. With `full_state_dict`, gather whole tensors one after the other, and return copies."""
     *others, info = args
     if not info.full_state_dict:
         state: _State = original(model, *args)
         return state
-    wanted = not info.cpu_offload or state_of(model).context.rank == 0
+    wanted = not info.cpu_offload or ModelState(model).context.rank == 0
     shards = original(model, *others, replace(info, full_state_dict=False, cpu_offload=False))
 
     def copied(value: Tensor) -> Tensor | None:
@@ -131,10 +131,10 @@ def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
 
 
 def _load_model(_: _Original, model: ShardLite, state_dict: Mapping[str, Tensor], info: Any) -> Any:
-    """Load shards or whole tensors; with `broadcast_from_rank0`, those of the model's first rank."""
+    """Load shards or whole tensors. With `broadcast_from_rank0`, load the state dict of the model's first rank."""
     if info.broadcast_from_rank0:
         return model.load_full_state_dict(state_dict, strict=info.strict)
-    if not state_dict:  # as in PyTorch, a rank may have nothing to load
+    if not state_dict:  # as in PyTorch, a rank may pass an empty state dict
         return _IncompatibleKeys([], [])
     return model.load_state_dict(state_dict, strict=info.strict)
 
@@ -145,9 +145,9 @@ def _load_optimizers(
     """Load shards, or this rank's parts of whole tensors. Collective.
 
     Raises:
-        LayoutError: the state is not that of an optimizer, or not whole; on every rank.
+        LayoutError: on every rank, if the state is not that of an optimizer, or should be whole but has shards.
     """
-    state = state_of(model)
+    state = ModelState(model)
     read = not info.broadcast_from_rank0 or state.context.rank == 0
     _agree(state, _misfit(state_dict, info) if read else None)
     with state.context.reporting_failures("its set_optimizer_state_dict"):
@@ -158,12 +158,12 @@ def _load_optimizers(
 
 
 def _agree(state: ModelState, problem: Exception | None) -> None:
-    """Raise on every rank if one has a problem. Collective."""
+    """Raise on every rank if any rank has a problem. Collective."""
     agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=state.context.timeout)
 
 
 def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
-    """Return why something is not a state that `get_optimizer_state_dict` has returned."""
+    """Return an error if a state dict does not have the format of `get_optimizer_state_dict`."""
     flat = all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in state_dict)
     if not state_dict or not ({"state", "param_groups"} <= state_dict.keys() or flat):
         return LayoutError(
@@ -179,31 +179,32 @@ def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
 
 
 def _shards_of(state_dict: _State, model: ShardLite, *, broadcast: bool) -> _State:
-    """Return an optimizer's state with this rank's part of each whole tensor that is like its parameter.
+    """Return an optimizer's state with this rank's part of each whole tensor that has the shape of its parameter.
 
     With `broadcast` the model's first rank sends its state, one tensor after the other.
     """
-    ours, shards = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
-    sent = _Broadcast(state_of(model), state_dict) if broadcast else None
+    ours, shards, state = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)), ModelState(model)
 
-    def part(path: Sequence[Any], value: Any) -> Any:
-        if sent is not None and _is_sent(value):
-            value = sent.receive(value)
+    def part(path: Sequence[Any], value: Any, own: Any) -> Any:
+        if broadcast and _is_sent(value):
+            value = _send(state.context, torch.empty_like(value) if own is value else own.detach())
         if not isinstance(value, Tensor):
             return value
         name, key = _entry_of(path, shards)
         mine = ours.get(name)
         if not isinstance(mine, ShardTensor) or key in NUMBERS or value.shape != mine.shape:
-            return value.clone()  # optimizers keep and change what they are given
+            return value.clone()  # optimizers keep and change the tensors that they load
         local = value.detach().reshape(-1)[mine.start : mine.stop].to(mine.device, copy=True)
         return ShardTensor(local.view(shards[name].shape), mine.shape, mine.start)
 
-    parts: _State = tree_map_with_path(part, state_dict if sent is None else sent.form)
+    form = _form(state, state_dict) if broadcast else state_dict
+    own = state_dict if state.context.rank == 0 else form
+    parts: _State = tree_map_with_path(part, form, own)
     return parts
 
 
 def _entry_of(path: Sequence[Any], names: Container[str]) -> tuple[str, str]:
-    """Return parameter and key of a leaf at `state.NAME.KEY`, nested or flattened."""
+    """Return the name of the parameter and the key of a leaf at `state.NAME.KEY`, nested or flattened."""
     steps = [str(getattr(step, "key", getattr(step, "idx", ""))) for step in path]
     name, key = ".".join(steps).removeprefix("state."), ""
     while name and name not in names:
@@ -212,47 +213,38 @@ def _entry_of(path: Sequence[Any], names: Container[str]) -> tuple[str, str]:
     return name, key
 
 
-class _Broadcast:
-    """Sends an optimizer's state from the model's first rank: its form at construction, then one tensor at a time.
+def _form(state: ModelState, state_dict: _State) -> _State:
+    """Return the first rank's state, with a placeholder of the same shape and dtype for each tensor. Collective.
 
     Raises:
-        CheckpointError, LayoutError: the state contains something other than tensors and plain values; on every rank.
+        CheckpointError, LayoutError: on every rank, if the state contains a value that is neither plain nor a tensor.
     """
-
-    def __init__(self, state: ModelState, state_dict: _State) -> None:
-        self._context = context = state.context
-        self._tensors: Iterator[Tensor] | None = None
-        content, problem = b"", None
+    context, what = state.context, "the state of the optimizer"
+    content, problem = b"", None
+    try:
         if context.rank == 0:
-            self._tensors = iter([each for each in tree_leaves(state_dict) if _is_sent(each)])
-            try:
-                content = pickled("the state of the optimizer", tree_map(_placeholder, state_dict)).getvalue()
-            except CheckpointError as error:
-                problem = error
-        _agree(state, problem)
-        length = context.all_gather_int(len(content), "the length of an optimizer's state")[0]
-        data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8)
-        content = self._send(data.to(context.device)).cpu().numpy().tobytes()
-        self.form: _State = unpickled("the state of the optimizer", BytesIO(content))
-        """The state, with a placeholder of the same shape and dtype for each tensor."""
+            content = pickled(what, tree_map(_placeholder, state_dict)).getvalue()
+    except CheckpointError as error:
+        problem = error
+    _agree(state, problem)
+    length = context.all_gather_int(len(content), "the length of an optimizer's state")[0]
+    data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8)
+    form: _State = unpickled(what, BytesIO(_send(context, data).cpu().numpy().tobytes()))
+    return form
 
-    def receive(self, placeholder: Tensor) -> Tensor:
-        """Return the next tensor of the form."""
-        if self._tensors is None:
-            return self._send(torch.empty(placeholder.shape, dtype=placeholder.dtype, device=self._context.device))
-        return self._send(next(self._tensors).detach().to(self._context.device).contiguous())
 
-    def _send(self, tensor: Tensor) -> Tensor:
-        """Return the first rank's tensor, given one of the same shape and dtype."""
-        if tensor.numel():
-            operation = self._context.operation("an optimizer's state", "values")
-            for transport in self._context.transports:
-                broadcast_tensor(tensor.view(-1).view(torch.uint8), transport, operation=operation)
-        return tensor
+def _send(context: Context, tensor: Tensor) -> Tensor:
+    """Return the first rank's tensor. Other ranks pass a tensor of the same shape and dtype. Collective."""
+    tensor = tensor.to(context.device).contiguous()
+    if tensor.numel():
+        operation = context.operation("an optimizer's state", "values")
+        for transport in context.transports:
+            broadcast_tensor(tensor.view(-1).view(torch.uint8), transport, operation=operation)
+    return tensor
 
 
 def _is_sent(value: object) -> bool:
-    """Return whether a value is sent separately; numbers are part of the form."""
+    """Return whether a value is sent separately. Numbers are part of the form."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

@@ -395,17 +395,14 @@ def _() -> None:
         sys.meta_path.insert(0, _AfterImport(name, _patch_state_dicts))
 
 
-_for_state_dicts: list[Callable[[], object]] = []
+def _patch_state_dicts() -> object:
+    """Do nothing unless `set_state_dict_patch` has replaced this function."""
 
 
 def set_state_dict_patch(install: Callable[[], object]) -> None:
-    """Set what patches `torch.distributed.checkpoint.state_dict`. Its code is in a room above this one."""
-    _for_state_dicts[:] = [install]
-
-
-def _patch_state_dicts() -> None:
-    for install in _for_state_dicts:
-        install()
+    """Set the function that patches `torch.distributed.checkpoint.state_dict`. It is in a room above this one."""
+    global _patch_state_dicts
+    _patch_state_dicts = install
 
 
 def _replace_method(owner: type, name: str, change: Callable[[Any], Any]) -> None:

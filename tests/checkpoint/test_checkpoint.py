@@ -337,10 +337,10 @@ def mistakes_body(group: Any, path: Path) -> None:
         save(path, run.model, run.optimizer if dist.get_rank(group) else None)
     with pytest.raises(TypeError, match="a checkpoint is of a ShardLite model, got Linear"):
         save(path, nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match=r"\(numpy\S+\), so that loading it could execute code: convert it"):
+    with pytest.raises(CheckpointError, match=r"\(numpy\S+\)\. Loading it could execute code: convert it"):
         save(path, run.model, extra={"x": numpy.float64(2.0)})
     foreign = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"holds a parameter of shape \[2\] that is not one of"):
+    with pytest.raises(CheckpointError, match=r"has a parameter of shape \[2\] that is not one of"):
         save(path, run.model, foreign)
     run.save(path)
     before = run.model.full_state_dict()
@@ -350,7 +350,9 @@ def mistakes_body(group: Any, path: Path) -> None:
     regrouped = AdamW(run.model.parameters())
     with pytest.raises(CheckpointError, match=r"groups of parameters differ from the saved ones"):
         load(path, run.model, regrouped)
-    with pytest.raises(CheckpointError, match="has no state for 'scheduler' of extra, only 'schedule', 'rank', 'nes"):
+    with pytest.raises(
+        CheckpointError, match=r"has no state for extra\['scheduler'\], only for 'schedule', 'rank', 'nes"
+    ):
         load(path, run.model, run.optimizer, {"scheduler": run.schedule})
     with pytest.raises(
         CheckpointError, match="is of another optimizer: it lacks options dampening, momentum, nesterov of SGD"

@@ -154,7 +154,7 @@ def test_masters_keep_all_their_digits(group, body, stage):
         ({"master": torch.bfloat16}, r"Precision: master must be one of torch\.float32, split24; got torch\.bfloat16"),
         ({"output": torch.complex64}, r"Precision: output must be one of .*; got torch\.complex64"),
         *(
-            ({"compute": compute, "master": "split24"}, r'"split24" keeps .* goes with compute=torch\.bfloat16')
+            ({"compute": compute, "master": "split24"}, r'"split24" keeps .* requires compute=torch\.bfloat16')
             for compute in (None, torch.float32, torch.float16)
         ),
     ],
