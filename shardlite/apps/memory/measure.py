@@ -50,7 +50,7 @@ from shardlite.apps.memory.peak import peak_of
 from shardlite.apps.memory.systems import OPTIMIZER, System, Trainer
 from shardlite.apps.plan.source import Source
 from shardlite.comm import all_gather_json
-from shardlite.model import state_of
+from shardlite.model import ModelState
 
 Row = dict[str, Any]
 
@@ -206,7 +206,7 @@ class _Account:
 
     def __init__(self, model: nn.Module) -> None:
         _purposes_of(model)
-        self._context = state_of(model).context if isinstance(model, ShardLite) else None
+        self._context = ModelState(model).context if isinstance(model, ShardLite) else None
         self._samples: list[tuple[int, dict[str, int]]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample)
