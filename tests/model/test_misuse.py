@@ -47,7 +47,7 @@ def test_weights_can_only_be_read_while_they_are_held(group):
     model = ShardLite(plain, group=group)
     square(model)
     for name, param in plain.named_parameters():
-        with pytest.raises(LayoutError, match=f"parameter '{name}' is sharded, so its values are not here"):
+        with pytest.raises(LayoutError, match=f"parameter '{name}' is sharded, so its values are not available"):
             param.isnan()
     state = Block().state_dict()
     with pytest.raises(LayoutError, match=r"use load_full_state_dict\(\) of the ShardLite model"):
