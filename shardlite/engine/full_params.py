@@ -88,9 +88,7 @@ class FullParameters:
                 if not written:
                     for each in before:
                         each.restore()
-                    self._gatherer.forget(
-                        units
-                    )  # the next forward must gather again, because it must not see the writes
+                    self._gatherer.forget(units)  # the next forward must not see the writes either
 
     @contextmanager
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:

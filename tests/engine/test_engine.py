@@ -91,7 +91,7 @@ def stepping_body(group: Any, stage: int) -> None:
 
     for param in model.module.parameters():
         param.register_post_accumulate_grad_hook(step)
-    with pytest.raises(LayoutError, match=r"SGD holds the unsharded parameter .* Build it from `model.parameters"):
+    with pytest.raises(LayoutError, match=r"SGD holds the unsharded parameter .* build it from `parameters"):
         rows(model).backward()
 
 
