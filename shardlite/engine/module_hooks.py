@@ -148,8 +148,8 @@ class ModuleHooks:
         units = self._needs.get(module)
         if units is None:
             raise LayoutError(
-                "this module is a copy of a wrapped one and does not have its parameters: wrap a second model, and load "
-                "it with load_full_state_dict()"
+                "this module is a copy of a wrapped one and does not have its parameters: wrap a second model, and "
+                "load it with load_full_state_dict()"
             )
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             if not all(unit.users or not unit.needs_gather for unit in units):  # a graph contains weights, no gathers
