@@ -29,13 +29,6 @@ NO_COPY = (
 )
 
 
-_INSTEAD = (
-    "use full_state_dict() of the ShardLite model, or be inside `with model.gathered():`",
-    "use load_full_state_dict() of the ShardLite model, or load inside `gathered()`",
-)
-"""For `state_dict()` and `load_state_dict()` of the module itself: calls to use instead."""
-
-
 class FullParameters:
     """Access to the full parameters of one wrapped model."""
 
@@ -58,10 +51,11 @@ class FullParameters:
         }
         self._reading = False
         self._hooks: list[RemovableHandle] = []
+        reads = partial(self._refuse, "use full_state_dict() of the ShardLite model, or be inside `gathered()`")
+        loads = partial(self._refuse, "use load_full_state_dict() of the ShardLite model, or load inside `gathered()`")
         for each in set(module.modules()) - scripts(module):
             self._hooks.append(each.register_state_dict_post_hook(_separate))  # type: ignore[no-untyped-call]
             if any(unit.needs_gather for unit in units):
-                reads, loads = (partial(self._refuse, instead) for instead in _INSTEAD)
                 self._hooks.append(each.register_state_dict_pre_hook(reads))  # type: ignore[no-untyped-call]
                 self._hooks.append(each.register_load_state_dict_pre_hook(loads))  # type: ignore[no-untyped-call]
 

@@ -8,7 +8,6 @@ seed, the step and the part's number. Dropout is then the same on any number of 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import blake2b
 
 import torch
@@ -44,12 +43,19 @@ class PartLoop:
         Raises:
             PhaseError: another loop is running, or a part had no backward.
         """
+        if self._now is not None:
+            raise PhaseError(f"a loop over parts() is running, in part {self._now}: finish it before the next loop")
         number = self.finished if step is None else step
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             for part in self.own:
                 self._seed(f"{seed} {number} {part}")
-                with self._inside(part):
+                self._now, self._had_backward = part, False
+                try:
                     yield part
+                    if not self._had_backward:
+                        raise PhaseError(f"part {part} had no backward: call backward() once for each part")
+                finally:
+                    self._now = None
         self.finished = number + 1
 
     def _seed(self, words: str) -> None:
@@ -57,18 +63,6 @@ class PartLoop:
         torch.default_generator.manual_seed(number)
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index].manual_seed(number)
-
-    @contextmanager
-    def _inside(self, part: int) -> Iterator[None]:
-        if self._now is not None:
-            raise PhaseError(f"a loop over parts() is running, in part {self._now}: finish it before the next loop")
-        self._now, self._had_backward = part, False
-        try:
-            yield
-            if not self._had_backward:
-                raise PhaseError(f"part {part} had no backward: call backward() once for each part, with gradients")
-        finally:
-            self._now = None
 
     def begin_backward(self) -> None:
         """Record the first gradient of a backward.

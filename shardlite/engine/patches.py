@@ -335,9 +335,7 @@ def _() -> None:
     _replace_method(Optimizer, "load_state_dict", _load_state_dict)
 
 
-@_patch(
-    "classes of parameters that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`"
-)
+@_patch("classes that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`")
 def _() -> None:
     """PyTorch's optimizers would step shards one by one, because they choose `foreach` and `fused` by exact classes."""
     kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
@@ -356,10 +354,7 @@ def _() -> None:
     _replace_inside(clip_grad._get_total_norm, _total_norm)
 
 
-@_patch(
-    "`torch.nn.utils.clip_grads_with_norm_`, `clip_grad_norm_`",
-    "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`",
-)
+@_patch("`torch.nn.utils.clip_grads_with_norm_`", "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
 def _() -> None:
     """Clipping parameters without gradients would silently have no effect."""
     _replace_inside(clip_grad._clip_grads_with_norm_, _clip)

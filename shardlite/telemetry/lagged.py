@@ -10,7 +10,7 @@ class LaggedNumbers:
     """Host copy of `numbers` [n] on a GPU. The numbers change in place, so CUDA graphs can be replayed."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self._copy = torch.zeros(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         self._host = self._copy.numpy()  # a view, which the host reads without synchronization
         self._sent: torch.cuda.Event | None = None
@@ -28,6 +28,6 @@ class LaggedNumbers:
 
     def send(self) -> None:
         """Start copying the current numbers. The copy arrives as soon as the stream reaches it."""
-        self._copy.copy_(self._numbers, non_blocking=True)
+        self._copy.copy_(self.numbers, non_blocking=True)
         if not torch.cuda.is_current_stream_capturing():
-            self._sent = torch.cuda.current_stream(self._numbers.device).record_event()
+            self._sent = torch.cuda.current_stream(self.numbers.device).record_event()
