@@ -12,7 +12,6 @@ from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_hooks import (
-    WHOLE_MATRICES,
     InBackwardOptimizer,
     OptimizerBridge,
     give_shards,
@@ -21,5 +20,5 @@ from shardlite.engine.optimizer_hooks import (
     unregister_model,
 )
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.patches import NUMBERS, PATCHES, install_patches, set_state_dict_patch
+from shardlite.engine.patches import NUMBERS, install_patches, set_state_dict_patch
 from shardlite.engine.uneven_inputs import Batch, Join

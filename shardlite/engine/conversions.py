@@ -64,8 +64,8 @@ _numbers = count(1)
 def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a conversion would change a tensor. Test it on a small tensor of the same dtype and device.
 
-    A plain copy, as made by `.to("cpu:0")`, is not a change. Other values are, as from `to_empty()`: the small tensor
-    has different values in each call, so that new memory does not have them by chance.
+    A copy with the same values, as made by `.to("cpu:0")`, is not a change. `to_empty()` is one. The small tensor has
+    different values in each call, so that uninitialized memory does not have the same values by chance.
     """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)

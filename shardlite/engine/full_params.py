@@ -61,7 +61,7 @@ class FullParameters:
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Unshard the units of the named parameters, or all units. At exit, write back this rank's part or undo writes.
+        """Unshard the units of the named parameters, or all units. At exit, write this rank's part back or undo writes.
 
         Raises:
             LayoutError: a name is not that of a parameter.
@@ -222,7 +222,7 @@ class FullParameters:
         return (0, entry.numel()) if place is None else place[1].range_of(place[2])
 
     def _refuse(self, instead: str, module: nn.Module, *_: object) -> None:
-        """Raise outside `gathered()`: `state_dict()` would contain placeholders, `load_state_dict()` have no effect."""
+        """Raise outside `gathered()`, where a state dict would contain placeholders and loading would have no effect."""
         if not self._reading and self._is_sharded(module):
             raise LayoutError(f"the module's parameters are sharded: {instead}")
 
@@ -269,9 +269,9 @@ class FullParameters:
 
 
 def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-    """Give each parameter in a state dict of the module itself its own storage. They are views of one buffer.
+    """Give each parameter in a state dict of the module its own storage, because all of them are views of one buffer.
 
-    This hook is a function without references, because copies of the module have it, too.
+    This hook is a function without references to the model, because copies of the module contain it as well.
     """
     for name in module._parameters:
         value = state_dict.get(f"{prefix}{name}")
@@ -283,12 +283,12 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
 
 @dataclass(frozen=True)
 class _Before:
-    """Copy of a shard whose full weights share its memory. It serves to detect and undo writes."""
+    """Copy of a shard whose full weights share its memory, to detect and undo writes."""
 
     flat: Flat
     copy: Tensor
     version: int
-    """Version of the shard. A step changes it, and is not undone. Writes into the full weights do not change it."""
+    """Version of the shard. A step increments it, and is not undone. Writes into the full weights do not increment it."""
 
     def changed(self) -> bool:
         return not torch.equal(self.flat.local, self.copy)

@@ -175,7 +175,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Access of one of the module's own parameters to the wrapped model. It keeps nothing alive."""
+    """Gives one of the module's own parameters access to the wrapped model. It keeps nothing alive."""
 
     name: str
     shards: "ref[Shards]"

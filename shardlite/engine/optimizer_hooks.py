@@ -162,13 +162,13 @@ class OptimizerBridge:
         """Record that a step has changed the shards in `stepped`."""
         self.context.version.number += 1
         self.skips.after_step()
-        self.clipper.gradients_written()  # fused optimizers divide them by the scale of a gradient scaler
+        self.clipper.gradients_written()  # fused optimizers divide gradients by the scale of a gradient scaler
         self.shards.after_step(stepped)
         self.gatherer.expire()
 
     def mark_changed(self) -> None:
         """Record that all shards were changed on every rank, but not by a step."""
-        self.context.version.number += 1  # detects a rank that has not changed its shards
+        self.context.version.number += 1  # ranks compare it, which detects one that did not change its shards
         self.in_backward.mark_stepped()
 
 

@@ -54,9 +54,8 @@ NUMBERS = {"step", "mu_product", "eta", "mu"}
 """State that PyTorch's optimizers keep once per parameter, not once per element."""
 
 _RESUME = (
-    "Nothing was changed. States belong to shards: each rank must load the state that it saved, with as many ranks, at "
-    "the same stage and with the same units. To continue with others, load the weights (`load_full_state_dict`) and "
-    "start with a new optimizer"
+    "Nothing was changed. Each rank must load the state that it saved, with the same ranks, stage and units. To change "
+    "these, load the weights (`load_full_state_dict`) and start with a new optimizer"
 )
 
 

@@ -72,7 +72,7 @@ class Watch:
 
     def __init__(self, shards: Iterable[tuple[nn.Parameter, Flat, int]]) -> None:
         """Start watching. Each shard comes with its flat and its index in the flat."""
-        self._warned = False
+        self.warned = False
         self._steps = 0
         self.seen: Any = WeakTensorKeyDictionary()
         """The watched tensors."""
@@ -83,7 +83,7 @@ class Watch:
     def after_step(self) -> None:
         """Start or stop watching for the next step. After a warning, watch only in the first `STEPS` steps."""
         self._steps += 1
-        at_logs = not self._warned and (self._steps + STEPS // 2) % EVERY < STEPS
+        at_logs = not self.warned and (self._steps + STEPS // 2) % EVERY < STEPS
         watched = self._steps < STEPS or at_logs
         if watched and not self.seen:
             self.start()
@@ -103,12 +103,6 @@ class Watch:
             _known.pop(tensor, None)
             tensor.__class__ = tensor.ordinary
         self.seen.clear()
-
-    def warn(self, what: str) -> None:
-        """Warn once."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(what, ShardWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,19 +152,22 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
-    if part.is_whole or _flows(args, func):
+    if part.is_whole or look.warned or _flows(args, func):
         return None
-    look.warn(
+    look.warned = True
+    warnings.warn(
         f"{what} covers only this rank's part, elements {part.start} to {part.stop} of {part.numel}. For norms of "
         "gradients call `clip_grad_norm_()` of the ShardLite model, for other values of whole parameters use "
         "`gathered()`. Optimizers that need such values (LAMB, LARS, NovoGrad, AdamP, adaptive clipping) give other "
-        "results on shards: use stage=0, which has whole parameters. (This warning is given once per model.)"
+        "results on shards: use stage=0, which has whole parameters. (This warning is given once per model.)",
+        ShardWarning,
+        stacklevel=4,
     )
     return None
 
 
 def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
-    """Return whether a gradient flows back through the call, as for a penalty in the loss. It is correct for parts."""
+    """Return whether a gradient flows back through the call, as for a penalty in the loss. Then a part is correct."""
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
     return func not in _FILLS and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad

@@ -412,7 +412,7 @@ def test_misuse_is_named(group: Any) -> None:
     for _ in model.parts():
         backward(model)
         break
-    with pytest.raises(PhaseError, match=r"a loop over parts\(\) to its end"):
+    with pytest.raises(PhaseError, match=r"finish a loop over parts\(\)"):
         optimizer.step()
     running = model.parts()
     next(running)
