@@ -222,7 +222,7 @@ class FullParameters:
         return (0, entry.numel()) if place is None else place[1].range_of(place[2])
 
     def _refuse(self, instead: str, module: nn.Module, *_: object) -> None:
-        """Raise outside `gathered()`, where a state dict would contain placeholders and loading would have no effect."""
+        """Raise outside `gathered()`, where a state dict would contain placeholders, and loading have no effect."""
         if not self._reading and self._is_sharded(module):
             raise LayoutError(f"the module's parameters are sharded: {instead}")
 
@@ -288,7 +288,7 @@ class _Before:
     flat: Flat
     copy: Tensor
     version: int
-    """Version of the shard. A step increments it, and is not undone. Writes into the full weights do not increment it."""
+    """Version of the shard. A step increments it, and is not undone. Writes into full weights do not increment it."""
 
     def changed(self) -> bool:
         return not torch.equal(self.flat.local, self.copy)
