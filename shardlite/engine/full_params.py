@@ -67,22 +67,17 @@ class FullParameters:
             LayoutError: a name is not that of a parameter.
         """
         units = self._units_with(names)
-        with self._held(units):
-            flats = [flat for unit in units for flat in unit.flats if flat.in_place]
-            before = [_Before(flat, flat.local.clone(), flat.local._version) for flat in flats]
-            for each in before:
+        flats = [flat for unit in units for flat in unit.flats if flat.in_place]
+        with self._held(units), ExitStack() as undo:
+            undo.callback(self._gatherer.forget, units)  # the next forward must not see the writes either
+            before = {flat: _Before(flat, flat.local.clone(), flat.local._version) for flat in flats}
+            for each in before.values():
                 self._context.ledger.track("copies", each.copy)
-            written = False
-            try:
-                yield
-                if writeback:
-                    self._write_back(units, before)
-                    written = True
-            finally:
-                if not written:
-                    for each in before:
-                        each.restore()
-                    self._gatherer.forget(units)  # the next forward must not see the writes either
+                undo.callback(each.restore)
+            yield
+            if writeback:
+                self._write_back(units, before)
+                undo.pop_all()
 
     @contextmanager
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -238,7 +233,7 @@ class FullParameters:
                 raise LayoutError(f"there is no parameter {name!r}; there are {some_of(known)}")
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
-    def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
+    def _write_back(self, units: Sequence[Unit], before: "Mapping[Flat, _Before]") -> None:
         """Copy this rank's part of changed full weights into its shards.
 
         A unit that has changed on any rank counts as changed on all ranks, because all or none must gather it again.
@@ -247,9 +242,9 @@ class FullParameters:
             PhaseError: on every rank, if shards were changed inside `gathered()`. Writing back would undo that change.
         """
         self._gatherer.settle()
-        changed = {id(each.flat) for each in before if each.changed()}
+        changed = {flat for flat, each in before.items() if each.changed()}
         fulls = [list(zip(unit.flats, unit.fulls(), strict=True)) for unit in units]
-        written = [any(id(flat) in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
+        written = [any(flat in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
         overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
         self._context.all_reduce_numbers(ranks, self._context.operation("what was written", "what was written"))
@@ -258,12 +253,11 @@ class FullParameters:
                 "gathered(): shards were changed inside it (by a step or a load), which writing back would undo. "
                 "Change them outside, or pass writeback=False"
             )
-        former = {id(each.flat): each for each in before}
         with torch.no_grad():
             for pairs, writers in zip(fulls, ranks.tolist(), strict=False):
                 for flat, full in pairs if writers else ():
                     if flat.in_place:
-                        former[id(flat)].take_over()
+                        before[flat].take_over()
                     else:
                         take_over(flat, full)
 
