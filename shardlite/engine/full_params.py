@@ -247,11 +247,11 @@ class FullParameters:
         written = [any(flat in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
         overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
-        self._context.all_reduce_numbers(ranks, self._context.operation("what was written", "what was written"))
+        self._context.all_reduce_numbers(ranks, self._context.operation("units changed in gathered()", "writeback"))
         if ranks[-1] > 0:
             raise PhaseError(
-                "gathered(): shards were changed inside it (by a step or a load), which writing back would undo. "
-                "Change them outside, or pass writeback=False"
+                "gathered(): shards were changed inside it, by a step or a load, which writing back would undo: change "
+                "them outside of gathered(), or pass writeback=False"
             )
         with torch.no_grad():
             for pairs, writers in zip(fulls, ranks.tolist(), strict=False):

@@ -109,7 +109,7 @@ class ModuleHooks:
             `False` if no pass is in progress. The unit is not unsharded then.
         """
         if not self._frames and self._around and not in_backward():
-            self._begin("what is around the forwards of the model", self._root)
+            self._begin("code around the forwards of the model", self._root)
         if self._frames:
             self._enter_unit(unit)
             self._frames[0].entered.append(unit)

@@ -187,8 +187,8 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
     """Return which tensor of a state has another shape than this optimizer's, if there is one.
 
-    PyTorch's optimizers keep numbers, and tensors like the parameter. Other optimizers' tensors are compared only with
-    those that they already hold.
+    PyTorch's optimizers keep numbers, and tensors in the parameter's shape. A tensor of another optimizer is compared
+    only with the tensor that the optimizer already holds.
     """
     if isinstance(optimizer, AdamW):
         return None  # it compares shapes itself, in all its formats

@@ -196,7 +196,7 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
                 of = f" of {parts[0].name!r}" if parts else ""
                 raise LayoutError(
                     f"{getattr(func, '__name__', func)} of a tensor of the size of a whole parameter and a shard{of}: "
-                    "gradients belong to shards, the `parameters()` of the ShardLite model. Compute with those, or "
+                    "gradients belong to shards, so compute with `parameters()` of the ShardLite model, or "
                     "inside `gathered()`; for moving averages use `shardlite.EMA`"
                 )
 

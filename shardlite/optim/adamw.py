@@ -349,7 +349,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSt
 
 
 def _optimizers() -> list[AdamW]:
-    """Return a list of all live optimizers, because other threads may create some meanwhile."""
+    """Return all live optimizers in a list, because other threads may create optimizers during an iteration."""
     return [optimizer for each in _living.valuerefs() if (optimizer := each()) is not None]
 
 

@@ -33,10 +33,9 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
             model(x, y).backward()
         print(meter.peak - meter.live)
 
-    Tensors that exist at entry are found through the garbage collector and count from the start. Two kinds of tensors
-    count only from their first use: those that only C++ holds, for example in the graph of an earlier forward, and
-    those that `gc.freeze()` has hidden from the collector. A meter delays each operator by some ten microseconds, so do
-    not time metered steps.
+    Tensors that exist at entry are found through the garbage collector and count from the start. A tensor counts only
+    from its first use if only C++ holds it (as in the graph of an earlier forward), or if `gc.freeze()` has hidden it
+    from the collector. A meter delays each operator by some ten microseconds, so do not time metered steps.
 
     Args:
         on_peak: called after each new peak, just before the next operator runs, when other ledgers are up to date.
