@@ -208,7 +208,8 @@ def _make_counts(slots: Sequence[StateSlot]) -> StepCounts:
     """Return the step counts of the slots on one device. Assign a row of the counts to each slot."""
     device = slots[0].param.device
     constants = [(slot.group, slot.number, slot.arena_offset - slot.part.offset) for slot in slots]
-    counts = (DeviceCounts if use_triton(slots[0].param) else HostCounts)(constants, device)
+    fused = use_triton(slots[0].param)
+    counts: StepCounts = DeviceCounts(constants, device) if fused else HostCounts(constants, device)
     for row, slot in enumerate(slots):
         slot.counts, slot.row = counts, row
         slot.state = {"step": counts.steps[row], **slot.arena.entry(slot)}

@@ -80,11 +80,11 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
             for tensor in _existing_tensors():
                 self._book(tensor)
         self._watching.enter_context(self._intercepting_resizes())
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._watching.close()
         self._take_snapshot()
 
