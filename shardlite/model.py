@@ -810,7 +810,7 @@ class ShardLite(nn.Module):
             >>> model.load_state_dict(other.state_dict())
         """
         self._recover()
-        problem = self._full.misfit(state_dict, strict=strict) or self._full.shard_misfit(state_dict)
+        problem = self._full.misfit(state_dict, strict=strict)
         if assign:
             problem = LayoutError(
                 "load_state_dict(assign=True): shards are views of one block of memory: leave assign=False"

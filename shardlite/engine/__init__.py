@@ -1,8 +1,8 @@
 """Hooks in modules, autograd and optimizers.
 
-In: forwards, backwards, steps, and reads and writes of parameters between them. Out: calls of `weights`, `grads` and
-`optim`, in the right order. Read `module_hooks.py` first, then `backward.py` and `optimizer_hooks.py`. `patches.py`
-lists what is changed in PyTorch.
+In: forwards, backwards, steps, and accesses to parameters between them. Out: calls of `weights`, `grads` and `optim` in
+the right order. Read `module_hooks.py` first, then `backward.py` and `optimizer_hooks.py`. `patches.py` lists the
+changes in PyTorch.
 """
 
 from shardlite.engine.backward import Backward, in_backward
@@ -12,7 +12,6 @@ from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_hooks import (
-    WHOLE_MATRICES,
     InBackwardOptimizer,
     OptimizerBridge,
     give_shards,
@@ -21,5 +20,5 @@ from shardlite.engine.optimizer_hooks import (
     unregister_model,
 )
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.patches import NUMBERS, PATCHES, install_patches, set_state_dict_patch
+from shardlite.engine.patches import NUMBERS, install_patches, set_state_dict_patch
 from shardlite.engine.uneven_inputs import Batch, Join

@@ -1,9 +1,9 @@
 """Follow each backward from its first event to its end: gradients arrive, units are reduced and resharded.
 
-Autograd has no hook for the start of a backward. So its first event (a handle is asked for its weight, a unit is
-recomputed, a gradient arrives) opens a `BackwardRun` and asks autograd to call back at the end. Backwards nest:
-reentrant checkpointing runs one inside a node of another. The outermost one sees the first event, because the
-recomputed forward runs in it, and its end closes the run.
+Autograd has no hook for the start of a backward. So the first event of a backward opens a `BackwardRun` and registers
+a callback for the end. An event is the use of a saved weight, the recomputation of a unit, or a gradient. Backwards
+nest, because reentrant checkpointing runs a backward inside a node of another. The first event always belongs to the
+outermost backward, in which the forward is recomputed. The end of the outermost backward closes the run.
 """
 
 import weakref
@@ -40,16 +40,16 @@ class Backward:
         begin_steps: Callable[..., Stepping | None],
         parts: PartLoop | None = None,
     ) -> None:
-        """Follow no backward yet.
+        """Initialize without a running backward.
 
         Args:
             reducer: reduces gradients.
             gatherer: unshards weights.
             units: all units of the model.
             streams: the streams on which the program computes.
-            begin_steps: called at the first gradient of a backward, with `steps`: whether a step may follow. Returns
-                what steps inside the backward, if anything does.
-            parts: if given, gradients may arrive inside its loops only.
+            begin_steps: called at the first gradient of a backward. Its argument `steps` is whether an optimizer may
+                step inside this backward. Returns the steps of that optimizer, or `None`.
+            parts: if given, gradients may arrive only inside its loops.
         """
         self._parts = parts
         self._reducer = reducer
@@ -58,7 +58,7 @@ class Backward:
         self._streams = streams
         self._begin_steps = begin_steps
         self.calls = Calls(gatherer, units, on_use=self.enter) if isinstance(gatherer, Gatherer) else None
-        """Where handles of weights are saved for a backward; `None` if weights are always in memory."""
+        """Handles of weights that autograd saves for a backward. `None` if full weights are always in memory."""
 
         self._run: BackwardRun | None = None
         self._mode = Mode.STEP
@@ -69,7 +69,7 @@ class Backward:
         self._outstanding: Counter[Unit] = Counter()
 
     def open(self) -> BackwardRun:
-        """Return the running backward. Call this at each of its events: the first one opens it."""
+        """Return the run of the current backward. Call this at each event: the first call opens the run."""
         if self._run is None:
             self._run = open_run(self._reducer, self._mode)
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
@@ -79,13 +79,13 @@ class Backward:
         return self._run
 
     def enter(self, unit: Unit) -> None:
-        """Record that a backward continues with a unit, before that is unsharded."""
+        """Record that a backward reaches a unit. Call this before the unit is unsharded."""
         self.open().enter(unit)
 
     def use(self, unit: Unit) -> None:
-        """Unshard a unit for a hook that reads its weights, until the backward ends or handles release it."""
+        """Unshard a unit for a hook that reads its weights, until the backward ends or the unit's handles are freed."""
         self.enter(unit)
-        if unit.users:  # these are handles; other users would have made its parameters readable
+        if unit.users:  # the users are handles, because other users would have made the parameters readable
             assert self.calls is not None
             self.calls.gatherer.bind(unit)
             return
@@ -93,10 +93,10 @@ class Backward:
         self.open().unsharded.append(unit)
 
     def begin_pass(self, *, evaluating: bool) -> None:
-        """Prepare for a forward: `requires_grad` of parameters may have changed since the last one.
+        """Prepare for a forward. `requires_grad` of parameters may have changed since the last forward.
 
-        A forward without gradients may be the first half of reentrant checkpointing. An evaluation may also run while
-        gradients are accumulated. Then freezing everything during it must have no effect.
+        A forward without gradients may be the first half of reentrant checkpointing, or an evaluation. If gradients are
+        being accumulated, a program may freeze all parameters during the evaluation, which must have no effect.
         """
         self.repair()
         if (stream := self._streams.move_home()) is not None:
@@ -106,7 +106,7 @@ class Backward:
             self.follow_requires_grad()
 
     def _kept(self) -> Iterator[Tensor]:
-        """Yield the memory that later passes use: cached weights, accumulated gradients, spare buffers."""
+        """Yield the memory that later passes use: cached weights, accumulated gradients, and spare buffers."""
         for unit in self._units:
             if unit.buffer is not None:
                 yield unit.buffer.bytes
@@ -114,14 +114,14 @@ class Backward:
         yield from self._reducer.kept()
 
     def follow_requires_grad(self) -> None:
-        """Expect gradients of the parameters that require them now."""
+        """Expect gradients of the parameters that currently require them."""
         if self._reducer.follow_requires_grad():
             self.catch_gradients()
 
     def catch_gradients(self) -> None:
-        """Register a hook on each parameter that requires a gradient, to receive it.
+        """Register a hook that receives the gradient on each parameter that requires a gradient.
 
-        Hooks hold weak references only: the garbage collector does not traverse the hooks of a tensor.
+        The hooks hold only weak references, because the garbage collector does not traverse a tensor's hooks.
         """
         me = weakref.ref(self)
         for unit in self._reducer.units:
@@ -133,14 +133,14 @@ class Backward:
                     self._caught.add(param)
 
     def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> None:
-        """Store a gradient that autograd has computed, and start reductions whose turn has come.
+        """Store a gradient that autograd has computed, and start the reductions that are next in order.
 
-        `has_user_hooks`: hooks of the program see the gradient.
+        `has_user_hooks` is whether hooks of the program receive the gradient.
         """
         run = self.open()
         if not run.has_gradients:
             self._begin_gradients(run)
-        grad = grad.detach() if grad.requires_grad else grad  # it has a history
+        grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True)
         may_be_last = run.add_gradient(unit, param, grad, has_user_hooks=has_user_hooks)
         if may_be_last and run.mode is not Mode.LOCAL and self._is_complete(run, unit):
             (run.keep_part if run.mode is Mode.PART else run.complete)(unit)
@@ -155,7 +155,7 @@ class Backward:
             self._saves_memory = run.saves_memory
 
     def gradient(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
-        """Return the gradient of a parameter of the module that is accumulated and not reduced yet, or `None`."""
+        """Return the accumulated gradient of one of the module's own parameters, or `None` once it is reduced."""
         accumulated = self._reducer.buckets[unit].gradient(param)
         latest = self._run.latest if self._run is not None else None
         if accumulated is None and latest is not None and latest[0] is param:
@@ -163,11 +163,14 @@ class Backward:
         return accumulated
 
     def drop_gradient(self, unit: Unit, param: nn.Parameter) -> None:
-        """Drop that gradient."""
+        """Drop the accumulated gradient of a parameter."""
         self._reducer.buckets[unit].drop(param)
 
     def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
-        """Record a forward of a unit. Reentrant checkpointing recomputes those that autograd has not `recorded`."""
+        """Record a forward of a unit. A forward that autograd has not `recorded` is recomputed in the backward.
+
+        Reentrant checkpointing runs such forwards.
+        """
         if recorded:
             self._recorded.add(unit)
         else:
@@ -178,7 +181,7 @@ class Backward:
         """Record that a forward of a unit is recomputed in the backward.
 
         Raises:
-            PhaseError: its weights have changed.
+            PhaseError: the unit's weights have changed since the forward.
         """
         run = self.open()
         run.check_recomputation(unit)
@@ -187,14 +190,14 @@ class Backward:
             run.recomputed[unit] += 1
 
     def forget_forwards(self) -> None:
-        """Expect no gradients of earlier forwards, because a step has changed their weights."""
+        """Forget earlier forwards, because a step has changed the weights that they used."""
         self._recorded.clear()
         self._hidden.clear()
         self._outstanding.clear()
 
     @contextmanager
     def accumulating(self, mode: Mode) -> Iterator[None]:
-        """Set the mode of backwards inside the block."""
+        """Set the mode of all backwards inside the block."""
         before, self._mode = self._mode, mode
         try:
             yield
@@ -202,29 +205,29 @@ class Backward:
             self._mode = before
 
     def accumulates(self) -> bool:
-        """Return whether a later backward has to reduce gradients of those that run now, or adds to them."""
+        """Return whether backwards currently leave gradients to be reduced by, or added to in, a later backward."""
         return self._mode is not Mode.STEP
 
     def died(self) -> bool:
-        """Return whether the last backward ended in an exception, so that autograd never called back."""
+        """Return whether the last backward ended in an exception. Autograd does not run the callback then."""
         return self._run is not None and not in_backward()
 
     def check_step(self, *, graded: bool, inside: bool) -> None:
-        """Raise if a step must not follow now, and expect no more gradients of forwards before it.
+        """Check that a step is allowed now. Then forget the forwards before the step.
 
         Args:
             graded: whether any shard has a gradient.
-            inside: whether the optimizer has stepped inside the backward.
+            inside: whether the optimizer steps inside the backward.
 
         Raises:
-            PhaseError: the last backward died, or gradients are only accumulated.
+            PhaseError: the last backward ended in an exception, or gradients are accumulated and not reduced.
         """
         if self._run is not None and self.died() and inside and not self._run.has_gradients:
-            self.repair()  # it was refused, because step() was missing after the one before it
+            self.repair()  # the backward was refused, because step() was not called after the backward before it
         if self.died() and inside:
             raise PhaseError(
-                "the last backward ended in an exception, and AdamW(in_backward=True) has stepped some weights in it, "
-                "but not all: go on from a checkpoint or, with the weights as they are, after zero_grad() and step()"
+                "the last backward ended in an exception, and AdamW(in_backward=True) has stepped only some of the "
+                "weights: continue from a checkpoint, or keep these weights and call zero_grad() and step()"
             )
         if self.died():
             raise PhaseError(
@@ -233,14 +236,14 @@ class Backward:
             )
         if self._reducer.accumulates and not graded:
             raise PhaseError(
-                "the gradients were only accumulated and not reduced, so there is nothing to step by: run the last "
-                "backward before a step outside of no_sync(), and a loop over parts() to its end, or call zero_grad() "
-                "of the model to drop them"
+                "the gradients were accumulated but not reduced, so the shards have none: run the last backward before "
+                "a step outside of no_sync(), and finish a loop over parts(), or drop the gradients by zero_grad() of "
+                "the model"
             )
         self.forget_forwards()
 
     def repair(self) -> None:
-        """Clean up after a backward that died."""
+        """Clean up after a backward that ended in an exception."""
         if self._run is not None and not in_backward():
             self._gatherer.end_pass()
             self._run.abandon()
@@ -249,9 +252,10 @@ class Backward:
     def _is_complete(self, run: BackwardRun, unit: Unit) -> bool:
         """Return whether all gradients that a unit gets in this backward have arrived.
 
-        Autograd sums the gradients of all recorded forwards and delivers each parameter's once. A hidden forward
-        delivers its own after its recomputation. If these cannot be told apart (a unit that was called in both ways, or
-        a forward whose loss was never used), the unit is reduced at the end of the backward.
+        Autograd sums the gradients of all recorded forwards and delivers the sum once per parameter. A hidden forward,
+        which autograd has not recorded, delivers its gradients after its recomputation. If a unit ran in both kinds of
+        forward, or the loss of a forward was never used, the number of deliveries is unknown. The unit is then reduced
+        at the end of the backward.
         """
         if unit not in self._hidden:
             return run.has_all(unit, rounds=1)
@@ -260,9 +264,9 @@ class Backward:
         return run.has_all(unit, rounds=run.recomputed[unit])
 
     def _close(self) -> None:
-        """End the outermost backward. Without any gradient (`torch.autograd.grad`) there is nothing to reduce.
+        """End the outermost backward. Without gradients (`torch.autograd.grad`) there is nothing to reduce.
 
-        If the reductions fail, this backward has died like any other.
+        If a reduction fails, the backward counts as one that ended in an exception.
         """
         run = self._run
         assert run is not None, "autograd calls back once per backward"
@@ -272,7 +276,7 @@ class Backward:
                 run.end_part()
             elif run.has_gradients and run.mode.reduces:
                 run.finalize()
-                self._gatherer.confirm_ends()  # gradient flags came from every rank after the end of its pass
+                self._gatherer.confirm_ends()  # each rank sent its gradient flags after the end of its pass
             if run.has_gradients and self._parts is not None:
                 self._parts.end_backward()
             self._end(run)
@@ -288,7 +292,7 @@ class Backward:
 
 
 def _deliver(backward: "weakref.ref[Backward]", unit: "weakref.ref[Unit]", param: nn.Parameter) -> None:
-    """Take the gradient that autograd has just put into `param.grad`, on any stream."""
+    """Take the gradient that autograd has just stored in `param.grad`, on any stream."""
     there, home = backward(), unit()
     if there is None or home is None:
         return

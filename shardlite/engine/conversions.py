@@ -1,15 +1,14 @@
-"""Conversions: refuse those of wrapped modules (`.to()`, `.half()`, `.cuda()`), and cast inputs and outputs.
+"""Refuse conversions of wrapped modules (`.to()`, `.half()`, `.cuda()`), and cast inputs and outputs.
 
-PyTorch converts a module by `nn.Module._apply`, which gives its parameters other memory. The shards would not follow.
-So a conversion of any module of the model raises before it changes anything, unless it would change nothing (`.to()`
-the model's device). A conversion of a module around the model raises when it reaches the model, after it has converted
-the modules before it.
+PyTorch converts a module by `nn.Module._apply`, which moves its parameters to new memory, but would not move the
+shards. So a conversion of any module of the model raises before it changes anything, unless it would have no effect
+(`.to()` the model's device). A conversion of a module around the model raises when it reaches the model. The modules
+before the model are converted by then.
 """
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
-from functools import wraps
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -22,11 +21,11 @@ from shardlite.errors import LayoutError
 from shardlite.params import as_they_are
 
 _wrapped: "WeakSet[nn.Module]" = WeakSet()
-"""Modules with parameters of a wrapped model. (Not an attribute of them: copies are modules like any other.)"""
+"""Modules with parameters of a wrapped model. (An attribute of the modules would mark copies of them as well.)"""
 
 
 def refuse_conversions(module: nn.Module, ignored: Iterable[nn.Module], params: Collection[Tensor]) -> None:
-    """Refuse conversions of `module` and the modules in it, except `ignored` ones and those that own only `params`."""
+    """Refuse conversions of `module` and its submodules, except of `ignored` ones and of those with only `params`."""
     own = set(module.modules()) - {inner for each in ignored for inner in each.modules()}
     for each in own:
         held = list(each.parameters())
@@ -39,37 +38,34 @@ def allow_conversions(module: nn.Module) -> None:
     _wrapped.difference_update(module.modules())
 
 
-def refuse_if_wrapped(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return what replaces `nn.Module._apply`."""
+def refuse_if_wrapped(
+    original: Callable[..., nn.Module], module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    """Convert a module by `original`, which is `nn.Module._apply`, unless it is wrapped.
 
-    @wraps(original)
-    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        """Convert a module as ever, unless it is wrapped.
-
-        Raises:
-            LayoutError: it is wrapped, and `fn` changes a parameter or a buffer.
-        """
-        if module not in _wrapped:
-            return original(module, fn, *args, **kwargs)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if _changes(tensor, fn):
-                raise LayoutError(
-                    f"{type(module).__name__}: a wrapped model cannot be moved or converted, and this would convert "
-                    f"{name!r}: call .to(), .half() and the like before wrapping. To compute in another dtype, wrap "
-                    "with Precision(compute=...) or use torch.autocast; for a plain model, call unwrap()"
-                )
-        return module
-
-    return apply
+    Raises:
+        LayoutError: the module is wrapped, and `fn` changes a parameter or a buffer.
+    """
+    if module not in _wrapped:
+        return original(module, fn, *args, **kwargs)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if _changes(tensor, fn):
+            raise LayoutError(
+                f"{type(module).__name__}: a wrapped model cannot be moved or converted, and this would convert "
+                f"{name!r}: call .to(), .half() and the like before wrapping. To compute in another dtype, wrap "
+                "with Precision(compute=...) or use torch.autocast; for a plain model, call unwrap()"
+            )
+    return module
 
 
 _numbers = count(1)
 
 
 def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion would change a tensor, by a trial on a small tensor of the same kind.
+    """Return whether a conversion would change a tensor. Test it on a small tensor of the same dtype and device.
 
-    A copy, as `.to("cpu:0")` makes, is no change. Its values, which differ each time, distinguish it from `to_empty()`.
+    A copy with the same values, as made by `.to("cpu:0")`, is not a change. `to_empty()` is one. The small tensor has
+    different values in each call, so that uninitialized memory does not have the same values by chance.
     """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
@@ -91,8 +87,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def cast_floats(container: Any, dtype: torch.dtype) -> Any:
     """Return `container` with its floating-point tensors in `dtype`.
 
-    Containers are PyTorch's trees (lists, tuples, dicts, named tuples, registered classes), dataclasses and mappings of
-    other classes. All of these are copied, everything else is unchanged.
+    Containers are PyTorch's pytrees (lists, tuples, dicts, named tuples, registered classes), dataclasses, and mappings
+    of other classes. Containers are copied. Other objects are returned unchanged.
     """
 
     def cast(leaf: Any) -> Any:
@@ -108,7 +104,7 @@ def cast_floats(container: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_values(mapping: Any, dtype: torch.dtype) -> Any:
-    """Cast a mapping of any class. If it is also a dataclass, its values are fields too."""
+    """Cast the values of a mapping of any class. If the mapping is also a dataclass, cast its fields as well."""
     converted = _cast_fields(mapping, dtype) if is_dataclass(mapping) else copy(mapping)
     for key, value in mapping.items():
         converted[key] = cast_floats(value, dtype)
@@ -116,7 +112,7 @@ def _cast_values(mapping: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
-    """Cast a dataclass without its constructor, which may require arguments or have effects."""
+    """Cast the fields of a dataclass without calling its constructor, which may require arguments or have effects."""
     kind: Any = type(instance)
     converted = kind.__new__(kind)
     for name, value in getattr(instance, "__dict__", {}).items():

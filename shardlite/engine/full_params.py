@@ -1,6 +1,6 @@
 """Full parameters of a sharded model: reading, writing, and state dicts in the format of the unsharded model.
 
-`gathered` and `state_dict` are collective: every rank calls them.
+`gathered`, `state_dict` and `make_plain` are collective: every rank must call them.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -22,15 +22,15 @@ from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, 
 from shardlite.weights import Calls, Gathering, differs, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
-    "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
-    "the same options and load it, on every rank: "
+    "a wrapped model cannot be copied or pickled, because it is connected to other ranks. For a copy, wrap a second "
+    "instance with the same options and load it, on every rank: "
     "`twin = ShardLite(make_model()); twin.load_full_state_dict(model.full_state_dict(rank=0))`. "
-    "For moving averages there is shardlite.EMA, for a file full_state_dict(), for a plain module unwrap()"
+    "For moving averages use shardlite.EMA, for a file full_state_dict(), for a plain module unwrap()"
 )
 
 
 class FullParameters:
-    """Access to the full parameters of one wrapped model. With `calls`, what autograd saves of them are handles."""
+    """Access to the full parameters of one wrapped model."""
 
     def __init__(
         self,
@@ -40,52 +40,48 @@ class FullParameters:
         gatherer: Gathering,
         calls: Calls | None,
     ) -> None:
+        """Register hooks on the module. With `calls`, autograd saves handles instead of full parameters."""
         self._module = module
         self._units = units
         self._context = context
         self._gatherer = gatherer
         self._calls = calls
-        self._homes = {param: unit for unit in units for param in unit.params()}
-        self._places: dict[Tensor, tuple[Flat, int]] = {
-            param: (flat, i) for unit in units for flat in unit.flats for i, param in enumerate(flat.params)
+        self._places: dict[Tensor, tuple[Unit, Flat, int]] = {
+            param: (unit, flat, i) for unit in units for flat in unit.flats for i, param in enumerate(flat.params)
         }
         self._reading = False
         self._hooks: list[RemovableHandle] = []
+        reads = partial(self._refuse, "use full_state_dict() of the ShardLite model, or be inside `gathered()`")
+        loads = partial(self._refuse, "use load_full_state_dict() of the ShardLite model, or load inside `gathered()`")
         for each in set(module.modules()) - scripts(module):
             self._hooks.append(each.register_state_dict_post_hook(_separate))  # type: ignore[no-untyped-call]
             if any(unit.needs_gather for unit in units):
-                self._hooks += (
-                    each.register_state_dict_pre_hook(self._refuse),  # type: ignore[no-untyped-call]
-                    each.register_load_state_dict_pre_hook(self._refuse_to_load),  # type: ignore[no-untyped-call]
-                )
+                self._hooks.append(each.register_state_dict_pre_hook(reads))  # type: ignore[no-untyped-call]
+                self._hooks.append(each.register_load_state_dict_pre_hook(loads))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Unshard the units of the named parameters, or all. At exit write this rank's part back, or undo the writes.
+        """Unshard the units of the named parameters, or all units. At exit, write this rank's part back or undo writes.
 
         Raises:
-            LayoutError: there is no parameter of such a name.
+            LayoutError: a name is not that of a parameter.
         """
         units = self._units_with(names)
-        with self._held(units):
-            before = [_Before.of(flat) for unit in units for flat in unit.flats if flat.in_place]
-            for each in before:
+        flats = [flat for unit in units for flat in unit.flats if flat.in_place]
+        with self._held(units), ExitStack() as undo:
+            undo.callback(self._gatherer.forget, units)  # the next forward must not see the writes either
+            before = {flat: _Before(flat, flat.local.clone(), flat.local._version) for flat in flats}
+            for each in before.values():
                 self._context.ledger.track("copies", each.copy)
-            written = False
-            try:
-                yield
-                if writeback:
-                    self._write_back(units, before)
-                    written = True
-            finally:
-                if not written:
-                    for each in before:
-                        each.restore()
-                    self._gatherer.forget(units)  # the next forward must not see what was written either
+                undo.callback(each.restore)
+            yield
+            if writeback:
+                self._write_back(units, before)
+                undo.pop_all()
 
     @contextmanager
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Unshard the units, and save handles for computations with their parameters."""
+        """Unshard the units inside the block, and make autograd save handles for computations with their parameters."""
         with ExitStack() as undo:
             with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
@@ -110,14 +106,14 @@ class FullParameters:
                 if wanted:
                     views = ((param, view) for param, view in flat.views(whole) if param in kept)
                     full.update({param: view.to("cpu", copy=True) for param, view in views})
-                del whole  # before the next one is allocated
+                del whole  # free it before the next flat is gathered
         self._context.trim(keep=0)
         if not wanted:
             return {}
         return {name: full[entry] if entry in full else entry.to("cpu", copy=True) for name, entry in entries.items()}
 
     def make_plain(self) -> None:
-        """Make the module's parameters ordinary ones, with whole values. Units are gathered one after the other."""
+        """Make the module's parameters ordinary ones with whole values. Gather one flat at a time."""
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
                 for i, flat in enumerate(unit.flats):
@@ -125,13 +121,13 @@ class FullParameters:
                     for param, view in flat.views(whole):
                         detach(param, view.clone())
                         ShardInfo.forget(param)
-                    del whole  # before the next one is allocated
+                    del whole  # free it before the next flat is gathered
         self._context.trim(keep=0)
         while self._hooks:
             self._hooks.pop().remove()
 
     def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
-        """Gather a flat in the precision in which it is kept, [W*S]."""
+        """Gather a flat in its master precision, [W*S]."""
         if flat.rank is None:
             return flat.weights()
         whole = self._context.empty(flat.layout.full_numel, flat.master)
@@ -142,16 +138,19 @@ class FullParameters:
         return whole
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter, and persistent buffers, by all of their names, without copies."""
+        """Return this rank's part of each parameter, and persistent buffers, without copying them.
+
+        A tied parameter is returned under each of its names.
+        """
         mine: dict[Tensor, Tensor] = {
             param: flat.shard_tensor(i, partial(gather_param, self._context, flat, i))
-            for param, (flat, i) in self._places.items()
+            for param, (_, flat, i) in self._places.items()
         }
         return {name: mine[entry] if entry in mine else entry.detach() for name, entry in self.entries().items()}
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part of the parameters, and buffers, by shards of the same ranges or whole tensors."""
+        """Load this rank's part of the parameters, and buffers, from shards of the same ranges or whole tensors."""
         for name, entry in self.entries().items():
             if name not in state_dict:
                 continue
@@ -159,17 +158,17 @@ class FullParameters:
             if entry not in self._places:
                 entry.copy_(value)
                 continue
-            flat, i = self._places[entry]
+            _, flat, i = self._places[entry]
             given = value.read() if isinstance(value, ShardTensor) else flat.part_of(i, value.detach())
             if flat.low is not None or given.data_ptr() != flat.shards[i].data_ptr():
                 flat.write_param(i, given)
 
     def __deepcopy__(self, _: object) -> "FullParameters":
-        """Raise: hooks of the module hold this object, so copying the module copies it."""
+        """Raise: a copy of the module would contain a copy of this object, because the module's hooks hold it."""
         raise LayoutError(NO_COPY)
 
     def entries(self) -> dict[str, Tensor]:
-        """Return the module's own parameters and persistent buffers, by all of their names."""
+        """Return the module's own parameters and persistent buffers, each under all of its names."""
         self._reading = True
         try:
             entries = self._module.state_dict(keep_vars=True)
@@ -177,10 +176,14 @@ class FullParameters:
             self._reading = False
         return {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
 
-    def misfit(
-        self, state_dict: Mapping[str, Tensor], *, strict: bool = True, whole: bool = False
-    ) -> LayoutError | None:
-        """Return why a state dict does not fit the model. `strict`: check names. `whole`: refuse shards."""
+    def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool, whole: bool = False) -> LayoutError | None:
+        """Return why a state dict does not fit the model, or `None`.
+
+        Args:
+            state_dict: tensors, or this rank's shards, by name.
+            strict: whether names must match.
+            whole: whether shards do not fit.
+        """
         if not isinstance(state_dict, Mapping):
             return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
         entries = self.entries()
@@ -194,11 +197,13 @@ class FullParameters:
         if whole and part is not None:
             return LayoutError(
                 f"{part!r} is a shard, but whole tensors are required: pass full_state_dict() of the other model, or "
-                "load shards by load_state_dict()"
+                "call load_state_dict(), which loads shards"
             )
-        shared = {name: entry for name, entry in entries.items() if name in state_dict}
-        wrong = (_misfit(name, state_dict[name], entry) for name, entry in shared.items())
-        return next((LayoutError(why) for why in wrong if why), None)
+        for name, entry in entries.items():
+            why = _misfit(name, state_dict[name], entry, self._own_range(entry)) if name in state_dict else ""
+            if why:
+                return LayoutError(why)
+        return None
 
     def other_names(self, state_dict: Mapping[str, object]) -> tuple[list[str], list[str]]:
         """Return the missing and the unexpected names of a state dict, in order."""
@@ -206,81 +211,61 @@ class FullParameters:
         missing = [name for name in entries if name not in state_dict]
         return missing, [name for name in state_dict if name not in entries]
 
-    def shard_misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
-        """Return why a shard of a state dict is not this rank's, if one is not."""
-        for name, entry in self.entries().items():
-            value, place = state_dict.get(name), self._places.get(entry)
-            own = (0, entry.numel()) if place is None else place[0].range_of(place[1])
-            if isinstance(value, ShardTensor) and (value.start, value.stop) != own:
-                return LayoutError(
-                    f"{name!r} is elements {value.start} to {value.stop} of {entry.numel()}, and this rank keeps "
-                    f"{own[0]} to {own[1]}: a sharded state dict fits models with the same ranks, stage and units. "
-                    "shardlite.save and shardlite.load go from any to any"
-                )
-        return None
+    def _own_range(self, entry: Tensor) -> tuple[int, int]:
+        """Return the range of elements of an entry that this rank keeps."""
+        place = self._places.get(entry)
+        return (0, entry.numel()) if place is None else place[1].range_of(place[2])
 
-    def _refuse(self, module: nn.Module, *_: object) -> None:
-        """Refuse `state_dict()` of the module itself outside `gathered()`: it would contain placeholders."""
+    def _refuse(self, instead: str, module: nn.Module, *_: object) -> None:
+        """Raise outside `gathered()`, where a state dict would contain placeholders, and loading have no effect."""
         if not self._reading and self._is_sharded(module):
-            raise LayoutError(
-                "the module's parameters are sharded: use full_state_dict() of the ShardLite model, or be inside "
-                "`with model.gathered():`"
-            )
-
-    def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
-        """Refuse `load_state_dict()` of the module itself outside `gathered()`: it would have no effect."""
-        if self._is_sharded(module):
-            raise LayoutError(
-                "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
-                "inside `gathered()`"
-            )
+            raise LayoutError(f"the module's parameters are sharded: {instead}")
 
     def _is_sharded(self, module: nn.Module) -> bool:
-        """Whether a module has a parameter of its own whose unit is not in use."""
-        return any(param in self._homes and not self._homes[param].users for param in module._parameters.values())
+        """Return whether a module owns a parameter whose unit is not in use."""
+        return any(param in self._places and not self._places[param][0].users for param in module._parameters.values())
 
     def _units_with(self, names: Iterable[str]) -> list[Unit]:
         params = self._module.named_parameters(remove_duplicate=False)
-        known = {name: self._homes[param] for name, param in params if param in self._homes}
+        known = {name: self._places[param][0] for name, param in params if param in self._places}
         for name in names:
             if name not in known:
                 raise LayoutError(f"there is no parameter {name!r}; there are {some_of(known)}")
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
-    def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
+    def _write_back(self, units: Sequence[Unit], before: "Mapping[Flat, _Before]") -> None:
         """Copy this rank's part of changed full weights into its shards.
 
-        A unit that has changed on any rank counts as changed on all: all must gather it again, or none.
+        A unit that has changed on any rank counts as changed on all ranks, because all or none must gather it again.
 
         Raises:
-            PhaseError: on every rank, if the shards were changed meanwhile; writing back would undo that.
+            PhaseError: on every rank, if shards were changed inside `gathered()`. Writing back would undo that change.
         """
         self._gatherer.settle()
-        changed = {id(each.flat) for each in before if each.changed()}
+        changed = {flat for flat, each in before.items() if each.changed()}
         fulls = [list(zip(unit.flats, unit.fulls(), strict=True)) for unit in units]
-        written = [any(id(flat) in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
+        written = [any(flat in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
         overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
-        self._context.all_reduce_numbers(ranks, self._context.operation("what was written", "what was written"))
+        self._context.all_reduce_numbers(ranks, self._context.operation("units changed in gathered()", "writeback"))
         if ranks[-1] > 0:
             raise PhaseError(
-                "gathered(): shards were changed inside it (by a step or a load), which writing back would undo. "
-                "Change them outside, or pass writeback=False"
+                "gathered(): shards were changed inside it, by a step or a load, which writing back would undo: change "
+                "them outside of gathered(), or pass writeback=False"
             )
-        former = {id(each.flat): each for each in before}
         with torch.no_grad():
             for pairs, writers in zip(fulls, ranks.tolist(), strict=False):
                 for flat, full in pairs if writers else ():
                     if flat.in_place:
-                        former[id(flat)].take_over()
+                        before[flat].take_over()
                     else:
                         take_over(flat, full)
 
 
 def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-    """Copy parameters in a state dict of the module itself into storages of their own: they are parts of one buffer.
+    """Give each parameter in a state dict of the module its own storage, because all of them are views of one buffer.
 
-    It is a function without references, because copies of the module have it, too.
+    This hook is a function without references to the model, because copies of the module contain it as well.
     """
     for name in module._parameters:
         value = state_dict.get(f"{prefix}{name}")
@@ -292,24 +277,20 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
 
 @dataclass(frozen=True)
 class _Before:
-    """A copy of a shard whose full weights share its memory, to detect and undo writes."""
+    """Copy of a shard whose full weights share its memory, to detect and undo writes."""
 
     flat: Flat
     copy: Tensor
     version: int
-    """Version of the shards. A step changes it, and is not undone; writes into the full weights do not."""
-
-    @staticmethod
-    def of(flat: Flat) -> "_Before":
-        return _Before(flat, flat.local.clone(), flat.local._version)
+    """Version of the shard. A step increments it, and is not undone. Writes into full weights do not increment it."""
 
     def changed(self) -> bool:
         return not torch.equal(self.flat.local, self.copy)
 
     def take_over(self) -> None:
-        """Accept what was written into the shard: increment the version, so that other ranks gather it again.
+        """Keep the writes: increment the version, so that ranks gather the shard again.
 
-        Of split weights only the upper part was written; the lower part of changed elements becomes zero.
+        For split weights only the upper halves were written. The lower half of each changed element becomes zero.
         """
         if self.flat.low is not None:
             self.flat.low.masked_fill_(self.flat.local != self.copy, 0)
@@ -321,8 +302,11 @@ class _Before:
                 self.flat.local.copy_(self.copy)
 
 
-def _misfit(name: str, value: object, entry: Tensor) -> str:
-    """Return why `value` cannot be loaded into an entry of the model, or an empty string."""
+def _misfit(name: str, value: object, entry: Tensor, own: tuple[int, int]) -> str:
+    """Return why `value` cannot be loaded into an entry of the model, or an empty string.
+
+    `own` is the range of elements that this rank keeps.
+    """
     if not isinstance(value, Tensor):
         return f"{name!r} is a {type(value).__name__}, not a tensor"
     if is_dtensor(value):
@@ -334,12 +318,18 @@ def _misfit(name: str, value: object, entry: Tensor) -> str:
     if value.shape != entry.shape:
         return f"{name!r} has shape {list(value.shape)}, the model's is {list(entry.shape)}"
     if _kind(value.dtype) != _kind(entry.dtype):
-        return f"{name!r} has dtype {value.dtype}, the model's is {entry.dtype}: convert it, if that is meant"
+        return f"{name!r} has dtype {value.dtype}, the model's is {entry.dtype}: convert it if this is intended"
+    if isinstance(value, ShardTensor) and (value.start, value.stop) != own:
+        return (
+            f"{name!r} is elements {value.start} to {value.stop} of {entry.numel()}, and this rank keeps {own[0]} to "
+            f"{own[1]}: a sharded state dict fits models with the same ranks, stage and units. shardlite.save and "
+            "shardlite.load convert between any of them"
+        )
     return ""
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Return the kind of a dtype. Conversions within a kind only round."""
+    """Return the kind of a dtype. A conversion within a kind only rounds."""
     if dtype.is_complex:
         return "complex"
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"

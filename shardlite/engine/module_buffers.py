@@ -1,14 +1,13 @@
-"""Buffers that change in forwards (running statistics): broadcast rank 0's when the next forward begins.
+"""Broadcast rank 0's buffers that forwards change (running statistics) before the next forward.
 
 `DistributedDataParallel` does the same by default. Otherwise each rank has statistics of its own batches, and an
-evaluation gives other results on each rank. Only buffers that some rank may have changed are sent, not masks and large
-tables.
+evaluation gives different results on each rank. Only buffers that some rank may have changed are broadcast. Masks and
+large tables are not.
 """
 
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,12 @@ from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError
 
 LARGE = 65536
-"""Number of elements above which a buffer on a CPU is compared before it is sent."""
+"""Number of elements above which a CPU buffer is broadcast only if its values have changed."""
 
 
 @dataclass(eq=False)
 class _Place:
-    """The place of a buffer in its module, and its state at the latest `record`."""
+    """Place of a buffer in its module, with the state of the buffer at the latest `record`."""
 
     name: str
     module: nn.Module
@@ -33,7 +32,7 @@ class _Place:
     """Whether the module was in training mode."""
 
     sums: tuple[float, float] | None = None
-    """Fingerprint of its elements, if it is large."""
+    """Fingerprint of the buffer's elements if the buffer is large."""
 
     @property
     def buffer(self) -> Tensor | None:
@@ -41,10 +40,10 @@ class _Place:
         return self.module._buffers.get(self.key)
 
     def changed(self) -> bool:
-        """Whether the buffer may have been written to or replaced since `record`.
+        """Return whether the buffer may have been written or replaced since `record`.
 
-        PyTorch counts neither writes of batch normalization nor writes through `.data`. So numeric buffers of modules
-        in training mode count as changed, except large ones, which are compared.
+        PyTorch's version counter misses writes by batch normalization and through `.data`. So a numeric buffer of a
+        module in training mode counts as changed. If it is large, its fingerprint is compared instead.
         """
         buffer = self.buffer
         if buffer is None:
@@ -54,7 +53,7 @@ class _Place:
         return unseen or self.seen is None or self.seen() is not buffer or buffer._version != self.version
 
     def record(self) -> None:
-        """Record the state of the buffer, with which `changed` compares."""
+        """Record the state of the buffer for the next call of `changed`."""
         buffer = self.buffer
         self.seen = None if buffer is None else weakref.ref(buffer)
         self.version = -1 if buffer is None else buffer._version
@@ -63,10 +62,10 @@ class _Place:
 
 
 class Buffers:
-    """The buffers of one wrapped model that its ranks share."""
+    """The buffers of one wrapped model, which rank 0 broadcasts to the other ranks."""
 
     def __init__(self, module: nn.Module, context: Context, ignored: Collection[nn.Module]) -> None:
-        """Leave out buffers of `ignored` modules."""
+        """Find the buffers of `module`, except those of `ignored` modules."""
         self._context = context
         own = {id(buffer) for each in ignored for buffer in each.buffers()}
         places = {
@@ -75,23 +74,26 @@ class Buffers:
             for key, buffer in each._buffers.items()
             if buffer is not None and id(buffer) not in own
         }
-        self._places = list(places.values())
-        self._due = context.world_size > 1 and bool(self._places)
+        self._places = list(places.values()) if context.world_size > 1 else []
+        self._due = True  # whether a forward may have changed buffers
         for place in self._places:
             place.record()
 
     def before_forward(self, *, trains: bool) -> None:
-        """Broadcast changed buffers, if the previous forward may have changed any. `trains`: whether the next one may.
+        """Broadcast changed buffers if the previous forward may have changed any.
+
+        Args:
+            trains: whether the next forward may change buffers.
 
         Raises:
-            LayoutError: a buffer has another shape on another rank.
+            LayoutError: a buffer has another length on another rank.
         """
-        if self._due:
+        if self._due and self._places:
             self._send(self._changed())
-        self._due = trains and self._context.world_size > 1 and bool(self._places)
+        self._due = trains
 
     def _changed(self) -> list[_Place]:
-        """Return the buffers that have changed on any rank, by one all-reduce."""
+        """Return the buffers that have changed on any rank. This takes one all-reduce."""
         numels = [0 if place.buffer is None else place.buffer.numel() for place in self._places]
         rows = [(place.changed(), n, n * n) for place, n in zip(self._places, numels, strict=True)]
         numbers = torch.tensor(rows, dtype=torch.int64)
@@ -101,8 +103,8 @@ class Buffers:
         for place, (ranks, total, squares) in zip(self._places, numbers.tolist(), strict=True):
             if ranks and squares * self._context.world_size != total * total:
                 raise LayoutError(
-                    f"buffer {place.name!r} has another length on some rank, and rank 0's would be copied to all. "
-                    'Give it the same length on all ranks, or wrap with buffers="own"'
+                    f"buffer {place.name!r} does not have the same length on all ranks, so rank 0's cannot be copied: "
+                    'give it the same length, or wrap with buffers="own"'
                 )
             if ranks and total:
                 changed.append(place)
@@ -111,36 +113,33 @@ class Buffers:
     @torch.no_grad()
     def _send(self, places: Sequence[_Place]) -> None:
         """Overwrite these buffers with rank 0's."""
-        buffers = {place.name: buffer for place in places if (buffer := place.buffer) is not None}
-        for dtype, alike in groupby(
-            sorted(buffers, key=lambda name: str(buffers[name].dtype)), lambda n: buffers[n].dtype
-        ):
-            names = list(alike)
-            flat = torch.cat([buffers[name].reshape(-1) for name in names]).to(self._context.device)
+        buffers = [buffer for place in places if (buffer := place.buffer) is not None]
+        for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
+            alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.reshape(-1) for buffer in alike]).to(self._context.device)
             operation = self._context.operation(f"the buffers of {dtype}", "buffers")
             for transport in self._context.transports:
                 broadcast(flat, transport, operation=operation)
             if self._context.rank > 0:
-                parts = torch.split(flat, [buffers[name].numel() for name in names])
-                for name, part in zip(names, parts, strict=True):
+                for buffer, part in zip(alike, flat.split([buffer.numel() for buffer in alike]), strict=True):
                     # Through `.data`: no backward reads statistics that autograd has saved. DDP does the same.
-                    buffers[name].data.copy_(part.view(buffers[name].shape))
+                    buffer.data.copy_(part.view(buffer.shape))
         for place in self._places:
             place.record()
 
 
 def _is_number(buffer: Tensor) -> bool:
-    """Whether training may change it in place: it is no mask, index, or expanded view."""
+    """Return whether training may change a buffer in place. A mask, an index or an expanded view is not changed."""
     spread = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return buffer.is_floating_point() and not spread
 
 
 def _is_compared(buffer: Tensor) -> bool:
-    """Whether comparing it costs less than sending it."""
+    """Return whether comparing a buffer costs less than sending it."""
     return buffer.numel() > LARGE and buffer.device.type == "cpu" and _is_number(buffer)
 
 
 def _sums(buffer: Tensor) -> tuple[float, float]:
-    """Return a fingerprint of a buffer: the sums of all elements, and of every second."""
+    """Return a fingerprint of a buffer: the sum of all elements, and the sum of every second element."""
     flat = buffer.detach().reshape(-1)  # a view, no copy
     return flat.sum(dtype=torch.float64).item(), flat[::2].sum(dtype=torch.float64).item()

@@ -1,8 +1,9 @@
-"""Module hooks: entering a module's forward unshards the units whose weights it needs, leaving it reshards them.
+"""Module hooks that unshard the units of a module before its forward and reshard them after it.
 
-Every module that owns parameters has hooks, not only the roots of units. So a block that is called directly, a method
-other than `forward`, or a module recomputed by activation checkpointing finds its weights. The library's saved-tensor
-hooks are then the innermost ones, even if a user's (`save_on_cpu`, a checkpoint) were entered later.
+Every module that owns parameters has hooks, not only the root of each unit. So weights are available in a block that is
+called directly, in methods other than `forward`, and in a module that activation checkpointing recomputes. The
+library's saved-tensor hooks are also the innermost ones, even if the program entered its own later (`save_on_cpu`,
+checkpointing).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +23,8 @@ from shardlite.telemetry import profile_label
 from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
 
 NO_GRAPH = (
-    "torch.export and torch.jit.trace record a graph with whole weights in it: call them with the module that was "
-    "wrapped, `model.module`, inside `with model.gathered():`, on every rank"
+    "torch.export and torch.jit.trace record a graph that contains whole weights: call them on every rank with the "
+    "wrapped module, `model.module`, inside `with model.gathered():`"
 )
 
 
@@ -45,13 +46,13 @@ class _Frame:
     entered: list[Unit] = field(default_factory=list)
     pushed: bool = False
     outermost: bool = False
-    """Whether a pass begins and ends with it."""
+    """Whether a pass begins and ends with this module."""
     label: AbstractContextManager[object] | None = None
-    """Its label in a profile, if its module is a unit's."""
+    """Label in a profile, if the module is the root of a unit."""
 
 
 class ModuleHooks:
-    """The hooks of one wrapped model. Without calls the weights are permanent, and autograd may save them."""
+    """The hooks of one wrapped model. Without `calls`, full weights are always in memory and autograd may save them."""
 
     def __init__(self, backward: Backward, gatherer: Gathering) -> None:
         self._backward = backward
@@ -65,8 +66,8 @@ class ModuleHooks:
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
         self._evaluating = False
-        self._around = 0  # calls of the wrapped model that are running
-        self._thread: int | None = None  # that the pass in progress is on
+        self._around = 0  # number of running calls of the wrapped model
+        self._thread: int | None = None  # the thread of the pass in progress
 
     def install(
         self,
@@ -77,14 +78,15 @@ class ModuleHooks:
     ) -> None:
         """Register the hooks.
 
-        A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, because the
-        gather must happen before what follows. Below it the unit is unsharded already and the hooks vanish.
+        A compiled function is traced through its modules' hooks. The hooks of a unit's root break the graph, because
+        the unit must be gathered before its forward. The hooks of modules below the root do nothing while compiling,
+        because their unit is already unsharded.
 
         Args:
             needs: units that each module uses.
             param_locations: places of each unit's parameters.
-            roots: modules where a unit starts. The first is the whole model.
-            keeps: object that lives as long as the module, even if a program drops the wrapped model.
+            roots: root module of each unit. The first is the whole model.
+            keeps: object to keep alive as long as the module, even if a program drops the wrapped model.
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
@@ -104,10 +106,10 @@ class ModuleHooks:
         """Unshard a unit for code outside of the modules that own its weights, until the pass in progress ends.
 
         Returns:
-            Whether a pass is in progress.
+            `False` if no pass is in progress. The unit is not unsharded then.
         """
         if not self._frames and self._around and not in_backward():
-            self._begin("what is around the forwards of the model", self._root)
+            self._begin("code around the forwards of the model", self._root)
         if self._frames:
             self._enter_unit(unit)
             self._frames[0].entered.append(unit)
@@ -119,7 +121,7 @@ class ModuleHooks:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Allow weights to be used in this context outside of any module's forward. The first use begins a pass."""
+        """Allow code inside the block to use weights outside of any module's forward. The first use begins a pass."""
         self._claim()
         pushed = self._calls is not None and not self._frames and push_hooks(self._calls)
         self._around += 1
@@ -138,7 +140,7 @@ class ModuleHooks:
         return bool(self._frames or self._around) or in_backward()
 
     def reset(self) -> None:
-        """Leave frames whose hooks did not run because of an interrupt."""
+        """Leave modules whose leaving hooks did not run because of an interrupt."""
         while self._frames and not in_backward():
             self._leave(self._frames[-1].module)
 
@@ -146,7 +148,7 @@ class ModuleHooks:
         units = self._needs.get(module)
         if units is None:
             raise LayoutError(
-                "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
+                "this module is a copy of a wrapped one and does not have its parameters: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
@@ -156,11 +158,11 @@ class ModuleHooks:
         if self._thread != get_ident():
             self._claim()
         if self._frames and self._has_entered(module, units):
-            return  # without a frame, so `_leave` does nothing either
+            return  # `_leave` finds no frame and does nothing
         if not self._frames and not in_backward():
             frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
         else:
-            self._frames.append(frame := _Frame(module))  # before anything can fail, because `_leave` always runs
+            self._frames.append(frame := _Frame(module))  # before anything can raise, because `_leave` always runs
         for unit in units:
             self._enter_unit(unit)
             frame.entered.append(unit)
@@ -170,18 +172,18 @@ class ModuleHooks:
             frame.label.__enter__()
 
     def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
-        """Return whether an outer forward has unsharded the units of `module`, as for a layer inside of a block."""
+        """Return whether an outer forward has already unsharded the units of `module`, as for a layer in a block."""
         return (
             all(map(self._depth.get, units))
-            and self._frames[-1].module is not module  # `_leave` finds the frame of a module by the module
+            and self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
             and (self._evaluating or torch.is_grad_enabled() or in_backward())
             and (self._calls is None or are_innermost(self._calls))
         )
 
     def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
-        """Reshard the units of a module. Return what replaces its outputs if they contain parameters."""
+        """Reshard the units of a module. Return new outputs if the outputs contain parameters, otherwise `None`."""
         if not self._frames or self._frames[-1].module is not module:
-            return None  # an outer forward has its units, or another hook failed before ours ran
+            return None  # an outer forward has the units, or another hook raised before `_enter`
         replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
         if frame.label is not None:
@@ -199,17 +201,17 @@ class ModuleHooks:
         return replaced
 
     def _claim(self) -> None:
-        """Record the thread that runs the model. A backward may run on threads of PyTorch, one at a time.
+        """Record the thread that runs the model. A backward may run on PyTorch's threads, one at a time.
 
         Raises:
-            LayoutError: another thread runs it.
+            LayoutError: another thread runs the model.
         """
         thread = get_ident()
         if self._thread != thread and not in_backward():
             if self._thread is not None:
                 raise LayoutError(
-                    "two threads run one ShardLite model at once: its ranks gather weights in one order, which threads "
-                    "would mix up. Run it in one thread, or put a lock around its calls"
+                    "two threads run one ShardLite model at once, but all ranks must gather weights in the same "
+                    "order: run the model in one thread, or use a lock around its calls"
                 )
             self._thread = thread
 
@@ -246,7 +248,7 @@ class ModuleHooks:
             return
         if unit.was_touched() | (unit.writes() != self._written.pop(unit)):
             take_over_all(unit)
-            if self._calls is not None:  # the backward of this forward computes with these weights
+            if self._calls is not None:  # the backward of this forward uses these weights
                 self._calls.current[unit].version = unit.version()
         if self._calls is not None:
             call = self._calls.current.pop(unit)
@@ -255,23 +257,23 @@ class ModuleHooks:
         self._gatherer.reshard(unit)
 
     def _check_locations(self, unit: Unit) -> None:
-        """Raise if the model no longer holds the parameters that were wrapped."""
+        """Raise if a parameter of the unit was replaced after wrapping."""
         for location in self._locations[unit]:
             there = location.module._parameters.get(location.attribute)
             if there is not location.param and (
                 not isinstance(there, Tensor) or isinstance(there, nn.Parameter) or _of_shards(there)
             ):
                 raise LayoutError(
-                    f"parameter {location.name!r} was replaced after wrapping, so the sharded one would never be used. "
-                    "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module before "
-                    f"wrapping it. For other shapes {OTHER_SHAPES}"
+                    f"parameter {location.name!r} was replaced after wrapping, so its shards would never be used: "
+                    "write into it inside `gathered()` or with `load_full_state_dict()`, or change the module before "
+                    f"wrapping. For other shapes {OTHER_SHAPES}"
                 )
 
 
 def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[ParamLocation]]:
-    """Return the places of each unit's parameters in the model. A tied parameter has several.
+    """Return the places of each unit's parameters in the model. A tied parameter has several places.
 
-    Parameters of TorchScript modules are left out, because they cannot be replaced.
+    Parameters of TorchScript modules are omitted, because they cannot be replaced.
     """
     never = scripts(module)
     home = {param: unit for unit in units for param in unit.params()}
@@ -285,9 +287,9 @@ def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list
 
 
 def _of_shards(tensor: Tensor) -> bool:
-    """Return whether a tensor that replaces a parameter in `functional_call` was computed from shards.
+    """Return whether a tensor was computed from shards. It replaces a parameter, as in `functional_call`.
 
-    Shards are not in the graph of the model, so their gradients would not be reduced.
+    The gradients of such shards would not be reduced, because shards are not in the model's graph.
     """
     if isinstance(tensor, Shard):
         return True
@@ -304,7 +306,7 @@ def _of_shards(tensor: Tensor) -> bool:
 
 
 def _without_params(outputs: Any) -> Any:
-    """Return outputs with parameters replaced by copies, because these are resharded soon. `None` if there are none."""
+    """Return outputs with copies of parameters, which are resharded soon. Return `None` if there are no parameters."""
     if isinstance(outputs, nn.Parameter):
         return outputs.clone()
     if outputs is None or type(outputs) is Tensor:
@@ -320,14 +322,14 @@ _Hook = Callable[..., Any]
 _KEY = -1
 """Key of our hooks in every module's tables. PyTorch numbers hooks from 0.
 
-`torch.compile` guards on keys, and would compile equal blocks again if their hooks had different numbers.
+`torch.compile` guards on the keys, and would recompile equal blocks if their hooks had different keys.
 """
 
 
 def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """Register the hooks of one module.
 
-    `leave` is also called if the forward raises, because an early-stopped recomputation leaves modules by an exception.
+    `leave` is also called if the forward raises, because early stopping ends a recomputation by an exception.
     """
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
@@ -339,12 +341,12 @@ def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
 
 
 def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return a module's tables of hooks: one for hooks before its forward, and two for hooks after it."""
+    """Return a module's hook tables: one for hooks before its forward, and two for hooks after its forward."""
     return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
 
 
 def _breaking_graphs(hook: _Hook) -> _Hook:
-    reason = "it gathers weights; export by torch.export with strict=False, inside `with model.gathered():`"
+    reason = "it gathers weights; use torch.export with strict=False, inside `with model.gathered():`"
     disabled: _Hook = torch.compiler.disable(hook, reason=reason)  # type: ignore[no-untyped-call]
     return disabled
 

@@ -1,8 +1,8 @@
-"""What steps of optimizers do to wrapped models: the records of a model that steps use, and hooks of all steps.
+"""Steps of optimizers on wrapped models: the part of a model that steps use, and the hooks of all steps.
 
-An optimizer that was built before wrapping, and is not ours, holds the module's own parameters, which have no
-gradients: it would train nothing, in silence. So its first step is an error. Wrapped models are notified of the steps
-that change them, and may have to leave one out.
+An optimizer that was built before wrapping, and is not ShardLite's, holds the module's own parameters. These have no
+gradients, so the optimizer would silently train nothing. Its first step raises instead. Wrapped models are notified of
+the steps that change them, and can skip a step.
 """
 
 import warnings
@@ -23,19 +23,19 @@ from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
 from shardlite.grads import Clipper, Skips, Step, Stepping
-from shardlite.optim import InBackwardSteps, steps_in_backward
+from shardlite.optim import AdamW, InBackwardSteps, steps_in_backward
 from shardlite.params import Flat
 from shardlite.weights import Gathering
 
 WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
-"""Optimizers of PyTorch that are not elementwise."""
+"""PyTorch's optimizers that are not elementwise."""
 
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------
 
 
 class InBackwardOptimizer:
-    """Steps the optimizer of one wrapped model inside the backward, if it was built with `in_backward`."""
+    """Steps the optimizer of one wrapped model inside the backward, if the optimizer was built with `in_backward`."""
 
     def __init__(self, shards: Shards, gatherer: Gathering) -> None:
         self._shards = shards
@@ -44,12 +44,12 @@ class InBackwardOptimizer:
         """Averages of the weights. Their `before_change()` is called before the trained weights change."""
 
     def announce_change(self) -> None:
-        """Call followers before the trained weights change. They raise if the model holds other weights now."""
+        """Notify followers before the trained weights change. They raise if the model holds averaged weights now."""
         for each in self.followers:
             each.before_change()
 
     def mark_stepped(self) -> None:
-        """Record that shards were stepped in a backward. The step is counted when it is closed."""
+        """Record that all shards have changed."""
         self._shards.mark_changed(list(self._shards))
         self._gatherer.expire()
 
@@ -57,15 +57,19 @@ class InBackwardOptimizer:
         """Return the steps of the optimizer that steps inside the backward, if there is one.
 
         Raises:
-            LayoutError: there are several, or it lacks parameters.
+            LayoutError: several optimizers step inside the backward, or one lacks parameters.
         """
         return steps_in_backward(self._shards.names)
 
     def prepare_backward(self, *, steps: bool) -> Stepping | None:
-        """Prepare for the first gradient of a backward. Return what steps in it, if anything; `steps` if it may.
+        """Prepare for the first gradient of a backward. Return the optimizer's steps in the backward, if it takes any.
+
+        Args:
+            steps: whether the optimizer may step in this backward.
 
         Raises:
-            PhaseError: an earlier backward has stepped, and its step is not closed.
+            PhaseError: an optimizer has stepped in an earlier backward without a call of `step()` since, or a shard
+                already has a gradient.
         """
         now = self.steps()
         if now is None:
@@ -78,8 +82,8 @@ class InBackwardOptimizer:
         for shard, name in self._shards.names().items():
             if shard.grad is not None:
                 raise PhaseError(
-                    f"AdamW(in_backward=True) steps with the gradients of a backward, but the shard of {name!r} has "
-                    "a gradient already, which it would ignore: call zero_grad() first, and accumulate in no_sync()"
+                    f"AdamW(in_backward=True) would ignore the gradient that the shard of {name!r} already has: call "
+                    "zero_grad() before the backward, and accumulate in no_sync()"
                 )
         return Stepping(partial(self._prepare, now), partial(self._end, now))
 
@@ -93,35 +97,35 @@ class InBackwardOptimizer:
         return Step(step.activate, step, step.fused, step.bad)
 
     def _end(self, steps: InBackwardSteps, bad: Tensor) -> None:
-        """Record that shards have changed. `bad` [] is above 0 if any rank has found a NaN or an infinity."""
+        """Record that all shards were stepped. `bad` [] is above 0 if any rank has found a NaN or an infinity."""
         steps.alarm.note(bad)
         self.mark_stepped()
 
     def check(self) -> None:
-        """Raise if steps in a backward have left NaNs. The host waits for a GPU.
+        """Check steps inside the backward. The host waits for a GPU.
 
         Raises:
-            NonFiniteError: they have.
+            NonFiniteError: a step has written NaNs into the weights.
         """
         if (steps := self.steps()) is not None:
             steps.alarm.wait()
 
     def refuse(self, what: str) -> None:
-        """Raise if an optimizer steps inside the backward, where `what` has no effect.
+        """Refuse `what`, which has no effect if an optimizer steps inside the backward.
 
         Raises:
-            PhaseError: one does.
+            PhaseError: an optimizer steps inside the backward.
         """
         if self.steps() is not None:
             raise PhaseError(
-                f"{what}: AdamW(in_backward=True) has stepped with each gradient as soon as it was ready, and keeps "
-                "none. Use AdamW without in_backward, or bound updates by AdamW(max_update=...)"
+                f"{what}: AdamW(in_backward=True) has already stepped with each gradient and dropped it: use AdamW "
+                "without in_backward, or bound updates by AdamW(max_update=...)"
             )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OptimizerBridge:
-    """The parts of one wrapped model that optimizers use."""
+    """Components of one wrapped model that optimizers use."""
 
     shards: Shards
     skips: Skips
@@ -132,16 +136,16 @@ class OptimizerBridge:
     hooks: ModuleHooks
     gatherer: Gathering
     place: str
-    """This rank, the number of ranks and the stage, in words."""
+    """Description of this rank, the number of ranks and the stage, for messages."""
 
     optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     """Optimizers that have stepped the model."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Check that a step is valid, and make it change nothing if gradients are not finite.
+        """Check that a step is valid, and prepare to skip it if gradients are not finite.
 
         Raises:
-            PhaseError: gradients are incomplete, or were used by a step inside the backward.
+            PhaseError: gradients are incomplete, or a step inside the backward has used them.
         """
         self.optimizers.add(optimizer)
         self.hooks.reset()
@@ -155,31 +159,31 @@ class OptimizerBridge:
         self.skips.before_step(optimizer)
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
-        """Record which parameters a step has changed."""
+        """Record that a step has changed the shards in `stepped`."""
         self.context.version.number += 1
         self.skips.after_step()
-        self.clipper.gradients_written()  # fused optimizers divide them by the scale of a gradient scaler
+        self.clipper.gradients_written()  # fused optimizers divide gradients by the scale of a gradient scaler
         self.shards.after_step(stepped)
         self.gatherer.expire()
 
     def mark_changed(self) -> None:
-        """Record that all shards were changed by other means than a step, on every rank."""
-        self.context.version.number += 1  # a rank that did not do the same differs in it, and is detected
+        """Record that all shards were changed on every rank, but not by a step."""
+        self.context.version.number += 1  # ranks compare it, which detects one that did not change its shards
         self.in_backward.mark_stepped()
 
 
 # ---- all wrapped models ---------------------------------------------------------------------------------------------
 
-# PyTorch's hooks are one per process, and so are these tables. They are safe where ranks are threads of a process: each
-# entry belongs to tensors or an optimizer of one rank, is found by their identity, and is read or written by one
-# operation of a dictionary.
+# PyTorch's hooks are global to the process, and so are these tables. They are safe when ranks are threads of one
+# process: each entry belongs to a tensor or an optimizer of one rank, is found by identity, and is read or written by a
+# single dictionary operation.
 
 _models: "WeakValueDictionary[int, OptimizerBridge]" = WeakValueDictionary()
-"""The model of each shard, and of each parameter that was sharded, by its id. A model keeps its parameters alive, so an
-id is that of another object only once the entry is gone."""
+"""The model of each shard and of each sharded parameter, by the id of the tensor. A model keeps its parameters alive,
+so their ids are not reused while the entries exist."""
 
 _known: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
-"""For each optimizer the number of its parameters when its models were looked up last."""
+"""For each optimizer, the number of its parameters at the latest lookup of its models."""
 
 _unwrapped: Any = WeakTensorKeyDictionary()
 """The shards of models that were unwrapped."""
@@ -189,11 +193,11 @@ def register_model(model: OptimizerBridge) -> None:
     """Call `model` before and after steps of all optimizers that hold any of its shards."""
     for param in model.shards.all_params():
         _models[id(param)] = model
-    _known.clear()  # an optimizer may hold parameters that were sharded just now
+    _known.clear()  # an optimizer may hold parameters that have just been sharded
 
 
 def unregister_model(model: OptimizerBridge) -> None:
-    """Undo `register_model` for a model that is unwrapped: further steps of its shards raise."""
+    """Undo `register_model` for an unwrapped model. Later steps of its shards raise."""
     for shard in model.shards.by_param().values():
         _unwrapped[shard] = True
     for param in model.shards.all_params():
@@ -204,10 +208,10 @@ def unregister_model(model: OptimizerBridge) -> None:
 
 
 def optimizer_tensors(model: OptimizerBridge) -> Iterator[Tensor]:
-    """Yield the states of the optimizers that have stepped a model and, if they have any, their `tables()`."""
+    """Yield the state tensors of the optimizers that have stepped a model, and the `tables()` of an `AdamW`."""
     for optimizer in model.optimizers:
-        tables = getattr(optimizer, "tables", list)
-        leaves = tree_leaves([*optimizer.state.values(), *tables()])
+        tables = optimizer.tables() if isinstance(optimizer, AdamW) else []
+        leaves = tree_leaves([*optimizer.state.values(), *tables])
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
@@ -215,7 +219,7 @@ def give_shards(optimizer: Optimizer, model: OptimizerBridge) -> None:
     """Replace the module's own parameters in an optimizer by their shards.
 
     Raises:
-        LayoutError: it has already stepped the module's own parameters.
+        LayoutError: the optimizer has already stepped the module's own parameters.
     """
     shards = model.shards.by_param()
     for group in optimizer.param_groups:
@@ -229,7 +233,7 @@ def give_shards(optimizer: Optimizer, model: OptimizerBridge) -> None:
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in the order in which its states are saved."""
+    """Return the parameters of an optimizer in the order of a saved state."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -239,10 +243,10 @@ def models_with(params: Iterable[Tensor]) -> list[OptimizerBridge]:
 
 
 def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
-    """Return the wrapped models that an optimizer steps, looked up again when its parameters or the models change.
+    """Return the wrapped models that an optimizer steps. They are cached until its parameters or the models change.
 
     Raises:
-        LayoutError, PhaseError: the optimizer cannot step one of them.
+        LayoutError, PhaseError: the optimizer cannot step one of the models.
     """
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _known.get(optimizer) != count:
@@ -253,21 +257,21 @@ def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
 
 
 def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None, set[nn.Parameter]]:
-    """Return the model whose gradients these are, if any, and the shards that they belong to.
+    """Return the wrapped model that `grads` belong to, if any, and the shards whose gradients they are.
 
     Raises:
-        LayoutError: they are of several models, or only some are of a wrapped one.
+        LayoutError: the gradients belong to several models, or only some belong to a wrapped model.
     """
-    wanted = {id(grad) for grad in grads}  # a gradient does not know its parameter: look at those of all models
+    wanted = {id(grad) for grad in grads}  # a gradient does not know its parameter, so search the shards of all models
     living = (model for each in _models.valuerefs() if (model := each()) is not None)
-    for model in dict.fromkeys(living):  # taken at once: other threads may add to the table meanwhile
+    for model in dict.fromkeys(living):  # a snapshot, because other threads may add to the table
         shards = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
         if len(shards) == len(wanted) and shards:
             return model, shards
         if shards:
             raise LayoutError(
-                "the norm of the gradients of a wrapped model is computed over all ranks, and cannot be combined with "
-                f"others: {len(wanted) - len(shards)} of {len(wanted)} gradients are not of the model. Clip each model "
+                "the gradient norm of a wrapped model is computed over all ranks, but "
+                f"{len(wanted) - len(shards)} of {len(wanted)} gradients do not belong to the model: clip each model "
                 "separately; `clip_grad_norm_` of the wrapped model leaves out its ignored parameters"
             )
     return None, set()
@@ -279,10 +283,10 @@ def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None,
 def before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Prepare a step: at once or, if it has a closure, after the closure. `args[0]` is `optimizer`.
+    """Prepare a step: at once or, if the step has a closure, after the closure. `args[0]` is `optimizer`.
 
     Returns:
-        The arguments to call the step with, or `None` for those that were given.
+        New arguments for the step, or `None` to keep the given ones.
     """
     models = models_of(optimizer)
     closure = kwargs.get("closure", next(iter(args[1:]), None))
@@ -296,32 +300,31 @@ def before_step(
         return (optimizer, *args[2:]), {**kwargs, "closure": with_preparation}
     for model in models:
         model.before_step(optimizer)
-    if models and getattr(optimizer, "clips_by_norm", False):
-        optimizer.norm = _norm_for(optimizer, models)  # type: ignore[attr-defined]
+    if models and isinstance(optimizer, AdamW) and optimizer.max_norm is not None:
+        optimizer.norm = _norm_for(optimizer, models)
     return None
 
 
 def after_step(optimizer: Optimizer, *_: Any) -> None:
-    """Record what a step has changed."""
+    """Record which parameters a step has changed."""
     stepped = [param for param in params_of(optimizer) if param.grad is not None]
     for model in models_of(optimizer):
         model.after_step(stepped)
 
 
 def _norm_for(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> Tensor:
-    """Return the global norm [] for an optimizer that clips by itself."""
-    shards = set(models[0].shards)
-    held = set(params_of(optimizer))
+    """Return the global norm [] for an optimizer that clips inside its step."""
+    shards, held = set(models[0].shards), set(params_of(optimizer))
     if len(models) > 1 or held - shards:
         raise LayoutError(
-            f"{type(optimizer).__name__}(max_norm=...) clips by the norm of one wrapped model, but holds parameters of "
-            f"{'several' if len(models) > 1 else 'it and others'}: call clip_grad_norm_ of each model instead"
+            f"{type(optimizer).__name__}(max_norm=...) clips by the norm of one wrapped model, but holds parameters "
+            "outside of this model: call clip_grad_norm_ of each model instead"
         )
     return models[0].clipper.norm(2.0, None if held == shards else shards & held)
 
 
 def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
-    """Return the wrapped models that an optimizer holds parameters of. Raise if it cannot step them."""
+    """Return the wrapped models whose parameters an optimizer holds. Raise if it cannot step them."""
     params = params_of(optimizer)
     if any(param in _unwrapped for param in params):
         raise PhaseError(
@@ -334,9 +337,9 @@ def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
     empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
     if models and empty:
         warnings.warn(
-            f"group {empty[0]} of {type(optimizer).__name__} has no parameters. If it was chosen by identity (`id(p)`, "
-            "`p in ...`) of the module's own parameters: `parameters()` of the ShardLite model has others, shards, and "
-            "`named_parameters()` has them under the same names. Choose by name, by `p.ndim`, or by attributes of `p`",
+            f"group {empty[0]} of {type(optimizer).__name__} has no parameters. Do not choose parameters by identity "
+            "(`id(p)`, `p in ...`), because `parameters()` of the ShardLite model are shards, which are other objects: "
+            "choose by name in `named_parameters()`, by `p.ndim`, or by attributes of `p`",
             ShardWarning,
             stacklevel=2,
         )
@@ -344,25 +347,24 @@ def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
 
 
 def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor]) -> None:
-    """Raise if an optimizer cannot step `params`, some of which are of a wrapped model."""
+    """Raise if an optimizer cannot step `params`, some of which belong to a wrapped model."""
     unsharded = model.shards.first_unsharded(params)
     if unsharded is not None:
         raise LayoutError(
-            f"{type(optimizer).__name__} holds the unsharded parameter {unsharded!r}, which gets no gradient: it was "
-            "built before the model was wrapped, or from a module in or around the ShardLite model "
-            "(`nn.DataParallel(model)`, `torch.compile(model)`, `model.module`). Build it from `model.parameters()` of "
-            "the ShardLite model"
+            f"{type(optimizer).__name__} holds the unsharded parameter {unsharded!r}, which gets no gradient: build it "
+            "from `parameters()` of the ShardLite model, after wrapping, and not from a module in or around this model "
+            "(`model.module`, `torch.compile(model)`, `nn.DataParallel(model)`)"
         )
-    if model.shards.are_split and not getattr(optimizer, "steps_split_weights", False):
+    if model.shards.are_split and not isinstance(optimizer, AdamW):
         raise LayoutError(
-            f"{type(optimizer).__name__} would step only the upper part of split weights "
+            f"{type(optimizer).__name__} would step only the upper half of split weights "
             '(master="split24"): use shardlite.AdamW, or a master in fp32'
         )
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     if model.shards.by_param() and "SparseAdam" in kinds:
         raise LayoutError(
-            "SparseAdam requires sparse gradients, but gradients of shards are dense, means over all ranks: use AdamW, "
-            "or exclude the embedding from sharding by `ignore=[...]`"
+            "SparseAdam requires sparse gradients, but gradients of shards are dense: use AdamW, or exclude the "
+            "embedding from sharding by `ignore=[...]`"
         )
     if model.shards.are_parts and kinds & WHOLE_MATRICES:
         raise LayoutError(

@@ -1,8 +1,10 @@
-"""The list of everything that ShardLite patches in PyTorch, and the functions that it puts there.
+"""The list of everything that ShardLite patches in PyTorch, and the replacements.
 
-`install_patches()` applies the list at the first `ShardLite(...)`. What belongs to no wrapped model is not
-affected. A program may have imported a function by name before, so a patch replaces a method of a class, or what a
-function runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
+`install_patches()` applies the list at the first `ShardLite(...)`. Objects that are not part of a wrapped model behave
+as before. A program may already have imported a function by name, so a patch replaces a method of a class, or the
+function that another one runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
+
+Each replacement is called with the original function and its arguments.
 """
 
 import sys
@@ -37,63 +39,55 @@ from shardlite.engine.optimizer_hooks import (
 )
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
+from shardlite.optim import AdamW
 from shardlite.params import Shard, ShardTensor
 
 # ---- states of optimizers -------------------------------------------------------------------------------------------
 #
-# The state of an optimizer is that of one rank's shards: moments have the shapes of shards. PyTorch matches them to
-# parameters by position and compares no shapes, so the state of another rank would be loaded in silence.
+# An optimizer's state belongs to one rank's shards: moments have the shapes of shards. PyTorch matches states to
+# parameters by position and does not compare shapes, so it would silently load another rank's state.
 
 KEY = "shardlite"
-"""Entry of a `state_dict()`, next to `state` and `param_groups`, that says which shards the state is of."""
+"""Entry of a `state_dict()`, next to `state` and `param_groups`, that describes the shards of the state."""
 
 NUMBERS = {"step", "mu_product", "eta", "mu"}
-"""What PyTorch's optimizers keep once per parameter, not once per element."""
+"""State that PyTorch's optimizers keep once per parameter, not once per element."""
 
 _RESUME = (
-    "Nothing was changed. States belong to shards: each rank must load the state that it saved, with as many ranks, at "
-    "the same stage and with the same units. To continue with others, load the weights (`load_full_state_dict`) and "
-    "start with a new optimizer"
+    "Nothing was changed. Each rank must load the state that it saved, with the same ranks, stage and units. To change "
+    "these, load the weights (`load_full_state_dict`) and start with a new optimizer"
 )
 
 
-def _state_dict(original: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
-    @wraps(original)
-    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state as ever, with a `ShardTensor` for each tensor like a shard, and which shards it is of."""
-        saved = original(optimizer)
-        models = models_with(params_of(optimizer))
-        if not models:
-            return saved
-        makers = {shard: make for model in models for shard, make in model.shards.shard_tensors(model.context).items()}
-        return {**_as_shards(optimizer, saved, makers), KEY: _describe(optimizer, models)}
-
-    return state_dict
+def _state_dict(original: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state with a `ShardTensor` for each tensor like a shard, and with a description of the shards."""
+    saved = original(optimizer)
+    models = models_with(params_of(optimizer))
+    if not models:
+        return saved
+    makers = {shard: make for model in models for shard, make in model.shards.shard_tensors(model.context).items()}
+    return {**_as_shards(optimizer, saved, makers), KEY: _describe(optimizer, models)}
 
 
-def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load a state as ever, if it is of the shards of this rank, on every rank."""
-        models = models_with(params_of(optimizer))
-        if models:
-            name = f"load_state_dict of {type(optimizer).__name__}"
-            own = _describe(optimizer, models)
-            state_dict, why = _as_local(state_dict, own)
-            wrong = _misfit(optimizer, state_dict, own) or why or _misshapen(optimizer, state_dict)
-            steps = models[0].context.all_gather_int(-1 if wrong else _latest_step(state_dict), name)
-            if wrong:
-                raise LayoutError(f"{name}: {wrong}. {_RESUME}")
-            if min(steps) < 0:
-                raise LayoutError(f"{name}: the state given to rank {steps.index(-1)} does not fit. {_RESUME}")
-            if min(steps) < max(steps):
-                raise LayoutError(
-                    f"{name}: the states given to the ranks are of different steps, {steps} by rank: give each rank "
-                    "its own state of the same checkpoint"
-                )
-        original(optimizer, state_dict)
-
-    return load_state_dict
+def _load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load a state if it belongs to the shards of each rank."""
+    models = models_with(params_of(optimizer))
+    if models:
+        name = f"load_state_dict of {type(optimizer).__name__}"
+        own = _describe(optimizer, models)
+        state_dict, why = _as_local(state_dict, own)
+        wrong = _misfit(optimizer, state_dict, own) or why or _misshapen(optimizer, state_dict)
+        steps = models[0].context.all_gather_int(-1 if wrong else _latest_step(state_dict), name)
+        if wrong:
+            raise LayoutError(f"{name}: {wrong}. {_RESUME}")
+        if min(steps) < 0:
+            raise LayoutError(f"{name}: the state given to rank {steps.index(-1)} does not fit. {_RESUME}")
+        if min(steps) < max(steps):
+            raise LayoutError(
+                f"{name}: the states given to the ranks are of different steps, {steps} by rank: give each rank "
+                "its own state of the same checkpoint"
+            )
+    original(optimizer, state_dict)
 
 
 def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[str, Any]:
@@ -111,9 +105,9 @@ def _positions(state_dict: Mapping[str, Any]) -> list[Any]:
 def _as_shards(
     optimizer: Optimizer, state_dict: Mapping[str, Any], makers: Mapping[Tensor, Callable[..., ShardTensor]]
 ) -> dict[str, Any]:
-    """Return a state with a `ShardTensor` for each tensor that is like its parameter, a shard."""
+    """Return a state with a `ShardTensor` for each tensor that has the elements of a shard."""
     positions = _positions(state_dict)
-    # Optimizers may make states in the order of memory, which differs by rank; gathers need one order.
+    # Optimizers may create states in memory order, which differs by rank. Gathers need one order on all ranks.
     state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
     state |= state_dict["state"]
     for param, index in zip(params_of(optimizer), positions, strict=True):
@@ -123,25 +117,24 @@ def _as_shards(
 
 
 def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    decode_each = getattr(optimizer, "decoders", None)
-    if decode_each is not None and (decoders := decode_each(entry)):
+    """Return the state of one shard, with tensors made by `make`."""
+    if isinstance(optimizer, AdamW) and (decoders := optimizer.decoders(entry)):
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
         moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
         return {"step": entry["step"], **moments}
-    return {
-        key: make(value) if key not in NUMBERS and _is_like(value, param) else value for key, value in entry.items()
-    }
+    return {key: make(value) if _is_elementwise(key, value, param) else value for key, value in entry.items()}
 
 
-def _is_like(value: object, param: Tensor) -> bool:
+def _is_elementwise(key: str, value: object, param: Tensor) -> bool:
     """Return whether a value of a state has one element for each element of its parameter."""
-    return isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
+    is_like = isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
+    return is_like and key not in NUMBERS
 
 
 def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """Return a state with this rank's elements for each `ShardTensor`, and why one does not fit its parameter, if so.
+    """Return a state with this rank's elements for each `ShardTensor`, and why a `ShardTensor` does not fit, if so.
 
-    If all fit, the description in the state is replaced by `own`: DCP gives all ranks the first rank's.
+    If all fit, `own` replaces the description in the state, because DCP gives rank 0's description to all ranks.
     """
     positions = _positions(state_dict)
     state, found = dict(state_dict["state"]), False
@@ -162,15 +155,16 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
 
 
 def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Return why the parameters of an optimizer, described as `own`, cannot have a state."""
+    """Return why a state does not fit an optimizer whose shards `own` describes, if it does not."""
     given = state_dict.get(KEY)
     if given is None:
         return _misfit_of_unmarked(optimizer, state_dict, own)
     for (name, *ours), (theirs_name, *theirs) in zip(own["parts"], given["parts"], strict=False):
         if ours != theirs:
+            here, there = ("{} to {} of {}".format(*part) for part in (ours, theirs))
             return (
                 f"the state is of {given['of']}, this is {own['of']}: there the state of {theirs_name!r} is that of "
-                f"elements {_range(theirs)}, here it must be that of elements {_range(ours)} of {name!r}"
+                f"elements {there}, here it must be that of elements {here} of {name!r}"
             )
     if len(own["parts"]) != len(given["parts"]):
         return f"the state is of {len(given['parts'])} parameters, this optimizer has {len(own['parts'])}"
@@ -178,7 +172,7 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[st
 
 
 def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Return which tensor of a state that does not say what it is of is that of a whole parameter."""
+    """Return which tensor of a state without a description has the shape of a whole parameter, if there is one."""
     parts = dict(zip(_positions(state_dict), own["parts"], strict=False))
     for param, index, key, value in _tensors(optimizer, state_dict):
         name, start, stop, numel = parts[index]
@@ -191,12 +185,13 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 
 
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
-    """Return which tensor of a state has another shape than the optimizer has or makes.
+    """Return which tensor of a state has another shape than this optimizer's, if there is one.
 
-    PyTorch's optimizers make numbers, and tensors like the parameter. Of others only what they already hold is known.
+    PyTorch's optimizers keep numbers, and tensors in the parameter's shape. A tensor of another optimizer is compared
+    only with the tensor that the optimizer already holds.
     """
-    if hasattr(optimizer, "decoders"):
-        return None  # it compares them itself, in all its formats
+    if isinstance(optimizer, AdamW):
+        return None  # it compares shapes itself, in all its formats
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ not in WHOLE_MATRICES
     for param, index, key, value in _tensors(optimizer, state_dict):
         expected = optimizer.state.get(param, {}).get(key, param if known else None)
@@ -206,10 +201,10 @@ def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | Non
 
 
 def _tensors(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any, str, Tensor]]:
-    """Yield the tensors of a state: the parameter, its key, and the name and the value of the tensor."""
+    """Yield each tensor of a state: its parameter, the parameter's key, the tensor's name, and the tensor."""
     for param, index in zip(params_of(optimizer), _positions(state_dict), strict=False):
         for key, given in state_dict["state"].get(index, {}).items():
-            value = getattr(given, "value", given)  # our AdamW keeps values from conversion in records
+            value = getattr(given, "value", given)  # our AdamW wraps values to keep PyTorch from converting them
             if isinstance(value, Tensor):
                 yield param, index, key, value
 
@@ -220,84 +215,74 @@ def _latest_step(state_dict: Mapping[str, Any]) -> int:
     return max((int(getattr(step, "value", step)) for step in steps), default=0)
 
 
-def _range(part: Sequence[int]) -> str:
-    start, stop, numel = part
-    return f"{start} to {stop} of {numel}"
-
-
 # ---- gradient scalers and norms -------------------------------------------------------------------------------------
 
 _Tensors = Tensor | Iterable[Tensor]
+_Original = Callable[..., Any]
 
 
-def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
-    @wraps(original)
-    def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        """Divide the gradients as ever. An infinity on any rank is reported on all."""
-        models = models_of(optimizer)
-        for model in models:
-            model.in_backward.refuse("a gradient scaler")
-        found = original(scaler, optimizer, *args, **kwargs)
-        held = set(map(id, params_of(optimizer)))
-        for model in models:
-            model.clipper.gradients_written()
-            flag = model.skips.flag()
-            if flag is not None:
-                here = found.setdefault(flag.device, torch.zeros_like(flag))
-                torch.maximum(here, flag, out=here)
-            if held - {id(shard) for shard in model.shards}:  # ignored parameters, whose gradients differ by rank
-                for here in found.values():
-                    here.copy_(model.context.on_any_rank(here))
-        return found
-
-    return unscale
+def _unscale(original: _Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Divide the gradients by the scale. Report an infinity found on any rank to all ranks."""
+    models = models_of(optimizer)
+    for model in models:
+        model.in_backward.refuse("a gradient scaler")
+    found = original(scaler, optimizer, *args, **kwargs)
+    held = set(map(id, params_of(optimizer)))
+    for model in models:
+        model.clipper.gradients_written()
+        flag = model.skips.flag()
+        if flag is not None:
+            here = found.setdefault(flag.device, torch.zeros_like(flag))
+            torch.maximum(here, flag, out=here)
+        if held - {id(shard) for shard in model.shards}:  # ignored parameters, whose gradients differ by rank
+            for here in found.values():
+                here.copy_(model.context.on_any_rank(here))
+    return found
 
 
-def _total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(original)
-    def total_norm(
-        tensors: _Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        """Return the norm over all ranks, if `tensors` are gradients of shards."""
-        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        model, shards = model_of_gradients(grads)
-        if model is None:
-            return original(grads, norm_type, error_if_nonfinite, foreach)
-        norm = model.clipper.norm(float(norm_type), shards)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so it cannot be "
-                "clipped. Pass `error_if_nonfinite=False` to scale by it anyway"
+def _total_norm(
+    original: _Original,
+    tensors: _Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: Any = None,
+) -> Any:
+    """Return the norm over all ranks if `tensors` are gradients of shards."""
+    grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    model, shards = model_of_gradients(grads)
+    if model is None:
+        return original(grads, norm_type, error_if_nonfinite, foreach)
+    norm = model.clipper.norm(float(norm_type), shards)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so it cannot be "
+            "clipped. Pass `error_if_nonfinite=False` to scale by it anyway"
+        )
+    return norm
+
+
+def _clip(
+    original: _Original, parameters: _Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Scale gradients. Gradients of shards are not read if the factor is 1.
+
+    Raises:
+        LayoutError: `parameters` are unsharded parameters of a wrapped model, which have no gradients.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for model in models_with(params):
+        unsharded = model.shards.first_unsharded(params)
+        if unsharded is not None:
+            raise LayoutError(
+                f"clip_grad_norm_ was given the unsharded parameter {unsharded!r}, which has no "
+                "gradient: pass parameters() of the ShardLite model, not those of a module around or in it"
             )
-        return norm
-
-    return total_norm
-
-
-def _clip(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def clip(parameters: _Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
-        """Scale gradients. Those of shards are not read if the factor is 1.
-
-        Raises:
-            LayoutError: `parameters` are those inside a wrapped model, which have no gradients.
-        """
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for model in models_with(params):
-            unsharded = model.shards.first_unsharded(params)
-            if unsharded is not None:
-                raise LayoutError(
-                    f"clip_grad_norm_ was given the unsharded parameter {unsharded!r}, which has no "
-                    "gradient: give it parameters() of the ShardLite model, not those of a module around or in it"
-                )
-            model.in_backward.refuse("clip_grad_norm_")
-        model_with, shards = model_of_gradients([param.grad for param in params if param.grad is not None])
-        if model_with is None:
-            original(params, max_norm, total_norm, foreach)
-        else:
-            model_with.clipper.clip(shards, float(max_norm), total_norm)
-
-    return clip
+        model.in_backward.refuse("clip_grad_norm_")
+    model_with, shards = model_of_gradients([param.grad for param in params if param.grad is not None])
+    if model_with is None:
+        original(params, max_norm, total_norm, foreach)
+    else:
+        model_with.clipper.clip(shards, float(max_norm), total_norm)
 
 
 # ---- the list -------------------------------------------------------------------------------------------------------
@@ -308,13 +293,13 @@ class Patch:
     """One change in PyTorch."""
 
     target: str
-    """What is changed."""
+    """The changed function or class."""
 
     rests_on: str
     """The private API of PyTorch that the change needs, or `none`."""
 
     why: str
-    """What would happen without it."""
+    """Consequence of not making the change."""
 
     apply: Callable[[], None]
     """Make the change."""
@@ -325,33 +310,31 @@ PATCHES: list[Patch] = []
 
 
 def _patch(target: str, rests_on: str) -> Callable[[Callable[[], None]], None]:
-    """Add the function below to the list. Its docstring says what would happen without it."""
+    """Add the decorated function to the list. Its docstring describes the consequence of not calling it."""
     return lambda apply: PATCHES.append(Patch(target, rests_on, " ".join((apply.__doc__ or "").split()), apply))
 
 
 @_patch("steps of all optimizers (global pre-hook and post-hook)", "none")
 def _() -> None:
     """A step of unsharded parameters would train nothing, and a model would not know that its weights have changed."""
-    # A compiled step must not be traced into the hooks, which look at parameters whose values are elsewhere.
+    # A compiled step must not be traced into the hooks, because they read placeholders.
     register_optimizer_step_pre_hook(torch._disable_dynamo(before_step))
     register_optimizer_step_post_hook(torch._disable_dynamo(after_step))
 
 
 @_patch("`torch.optim.Optimizer.state_dict`", "none")
 def _() -> None:
-    """A state of shards would not say which shards it is of, and DCP would save it as whole tensors."""
+    """A state would not record which shards it belongs to, and DCP would save its tensors as whole ones."""
     _replace_method(Optimizer, "state_dict", _state_dict)
 
 
 @_patch("`torch.optim.Optimizer.load_state_dict`", "none")
 def _() -> None:
-    """The state of another rank would be loaded: PyTorch compares no shapes."""
+    """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
     _replace_method(Optimizer, "load_state_dict", _load_state_dict)
 
 
-@_patch(
-    "classes of parameters that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`"
-)
+@_patch("classes that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`")
 def _() -> None:
     """PyTorch's optimizers would step shards one by one, because they choose `foreach` and `fused` by exact classes."""
     kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
@@ -360,34 +343,31 @@ def _() -> None:
 
 @_patch("`torch.amp.GradScaler`", "`GradScaler._unscale_grads_`")
 def _() -> None:
-    """Each rank would decide by itself whether to leave out a step."""
+    """Each rank would decide alone whether to skip a step."""
     _replace_method(GradScaler, "_unscale_grads_", _unscale)
 
 
 @_patch("`torch.nn.utils.get_total_norm`, `clip_grad_norm_`", "`clip_grad._get_total_norm`, `clip_grad._no_grad`")
 def _() -> None:
-    """The norm of this rank's shards would be taken for the norm over all ranks."""
+    """Gradients would be clipped by the norm of this rank's shards instead of the norm over all ranks."""
     _replace_inside(clip_grad._get_total_norm, _total_norm)
 
 
-@_patch(
-    "`torch.nn.utils.clip_grads_with_norm_`, `clip_grad_norm_`",
-    "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`",
-)
+@_patch("`torch.nn.utils.clip_grads_with_norm_`", "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
 def _() -> None:
-    """Clipping parameters that have no gradients would have no effect, in silence."""
+    """Clipping parameters without gradients would silently have no effect."""
     _replace_inside(clip_grad._clip_grads_with_norm_, _clip)
 
 
 @_patch("`torch.nn.Module.to` and other conversions", "`torch.nn.Module._apply`")
 def _() -> None:
-    """Parameters of a wrapped model would get other memory, and the shards would not follow."""
+    """The parameters of a wrapped model would move to new memory, but its shards would not."""
     _replace_method(nn.Module, "_apply", refuse_if_wrapped)
 
 
 @_patch("`torch.distributed.checkpoint.state_dict`, when it is imported", "private functions of the module")
 def _() -> None:
-    """Its functions would save placeholders, and gather and cut only DTensors."""
+    """Its functions would save placeholders, because they gather and shard only DTensors."""
     name = "torch.distributed.checkpoint.state_dict"
     if name in sys.modules:
         _patch_state_dicts()
@@ -400,27 +380,33 @@ def _patch_state_dicts() -> object:
 
 
 def set_state_dict_patch(install: Callable[[], object]) -> None:
-    """Set the function that patches `torch.distributed.checkpoint.state_dict`. It is in a room above this one."""
+    """Set the function that patches `torch.distributed.checkpoint.state_dict`. It lives in a higher room."""
     global _patch_state_dicts
     _patch_state_dicts = install
 
 
-def _replace_method(owner: type, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace a method of a class, for existing objects too."""
-    setattr(owner, name, change(getattr(owner, name)))
+def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of a class, also for existing objects."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(owner, name, method)
 
 
-def _replace_inside(function: Any, change: Callable[[Any], Any]) -> None:
-    """Replace what a function runs under `torch.no_grad()`, for programs that have imported it by name too.
+def _replace_inside(function: Any, replacement: Callable[..., Any]) -> None:
+    """Replace the function that PyTorch's `_no_grad` has wrapped in `function`, also where it was imported by name.
 
-    PyTorch's `_no_grad` keeps it in a closure variable, `func`.
+    `_no_grad` keeps it in a closure variable, `func`.
     """
     cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
-    cell.cell_contents = change(cell.cell_contents)
+    cell.cell_contents = partial(replacement, cell.cell_contents)
 
 
 class _AfterImport:
-    """Finds one module as the other finders do, and calls `then` when it has been executed."""
+    """Import finder for one module, which calls `then` after the module has been executed."""
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self._name, self._then = name, then
@@ -432,7 +418,7 @@ class _AfterImport:
         sys.meta_path.remove(self)
         spec: Any = find_spec(fullname)
         if spec is not None:
-            sys.meta_path.insert(0, self)  # until it is executed: if it raises, the program may import it again
+            sys.meta_path.insert(0, self)  # until execution succeeds: if it raises, the program may import again
             spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec  # type: ignore[no-any-return]
 
@@ -443,13 +429,11 @@ class _AfterImport:
 
 
 _lock = Lock()
-_installed = False
+_not_applied = iter(PATCHES)
 
 
 def install_patches() -> None:
     """Apply all patches, once."""
-    global _installed
     with _lock:
-        for patch in () if _installed else PATCHES:
+        for patch in _not_applied:
             patch.apply()
-        _installed = True

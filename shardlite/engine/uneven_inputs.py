@@ -1,7 +1,7 @@
 """Let ranks with different numbers of batches finish together.
 
-Every step takes all ranks: each gathers and steps a part of the weights. So a rank that has run out of batches repeats
-its last one, and its gradients do not count: they are zero, and the mean is over the others.
+Every step needs all ranks, because each gathers and steps a part of the weights. So a rank that has run out of batches
+repeats its last batch with zero gradients. The mean is taken over the ranks that still have a batch.
 
     rank 0   batch 0   batch 1   batch 2     means over 2, 2 and 1 ranks
     rank 1   batch 0   batch 1  (batch 1)
@@ -22,25 +22,25 @@ _NOTHING = object()
 
 
 class Join:
-    """Loops of one wrapped model over batches that ranks have different numbers of."""
+    """Runs loops of one wrapped model over different numbers of batches per rank."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.joined = False
-        """Whether this rank has run out of batches and only takes part in the steps of the others."""
+        """Whether this rank has run out of batches and only takes part in the other ranks' steps."""
 
     def over(
         self, batches: Iterable[Batch], reducers: Sequence[Reducer], recover: Sequence[Callable[[], None]]
     ) -> Iterator[Batch]:
-        """Yield this rank's batches, then repeat the last one until no rank has any more.
+        """Yield this rank's batches, then repeat the last batch until no rank has any left.
 
         Args:
-            batches: this rank's.
-            reducers: those of the models that are trained in the loop.
-            recover: called before each batch, to clean up after an exception in the last step.
+            batches: the batches of this rank.
+            reducers: the reducers of all models that are trained in the loop.
+            recover: functions that clean up after an exception in the last step. They are called before each batch.
 
         Raises:
-            LayoutError: a rank has no batch at all; on every rank.
+            LayoutError: on every rank, if a rank has no batch at all.
         """
         ranks = self._context.world_size
         own, last = iter(batches), _NOTHING
@@ -66,19 +66,18 @@ class Join:
         """Return the number of ranks that have a batch now.
 
         Raises:
-            LayoutError: some have, and another has never had one; on every rank.
+            LayoutError: on every rank, if some ranks have a batch and another rank never had one.
         """
         context = self._context
         numbers = torch.tensor([not self.joined, has_none], dtype=torch.int32)
-        # The name has no step number: ranks at different steps still meet here.
+        # The operation's name has no step number, because it must match on ranks at different steps.
         context.all_reduce_host(numbers, context.operation("who has a batch", "join"))
         active, without = numbers.tolist()
         if active and without:
             flags = context.all_gather_int(has_none, "who has no batch")
             names = ", ".join(f"rank {rank}" for rank, flag in enumerate(flags) if flag)
             raise LayoutError(
-                f"join(): {names} of {context.world_size} ranks got no batch, so there is nothing to compute in the "
-                "steps of the other ranks. Give each rank at least one batch, for example with "
-                "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+                f"join(): {names} of {context.world_size} ranks got no batch to repeat in the other ranks' steps: give "
+                "each rank at least one batch, as by `DataLoader(dataset, sampler=DistributedSampler(dataset))`"
             )
         return int(active)

@@ -1,18 +1,18 @@
-"""Warn programs that use a shard, or its gradient, as if it were the whole parameter.
+"""Warn about programs that use a shard, or its gradient, as if it were the whole parameter.
 
 A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, norms by hand and
-`xavier_uniform_` would silently give other results. So in some steps a model's shards have a class that sees the
-functions called with them, and so do their gradients and views of both. In most steps they do not, because that costs
-time. A program that computes such a value does so in its first steps, or where it logs: every 50 or 500 steps.
+`xavier_uniform_` would silently give other results. So in some steps a model's shards, their gradients, and views of
+both have a class that intercepts function calls. In most steps they have their ordinary classes, because interception
+costs time. A program that computes such a value does so in its first steps, or when it logs: every 50 or 500 steps.
 """
 
 import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,14 @@ from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
 STEPS = 3
-"""Number of steps in which a model is watched, at the beginning and around each multiple of `EVERY`."""
+"""Number of consecutive steps in which a model is watched: at the start, and around each multiple of `EVERY`."""
 
 EVERY = 50
-"""Steps between two times in which it is watched."""
+"""Number of steps from one watched period to the next."""
 
 
 def _functions(names: str, *owners: Any) -> frozenset[Any]:
-    """Return the functions of these names that the owners have."""
+    """Return the attributes of `owners` with these space-separated names. Skip names that an owner does not have."""
     return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
 
 
@@ -43,13 +43,13 @@ _FILLS = _functions("uniform_ normal_ random_ bernoulli_ exponential_ log_normal
 _FILLS |= _functions("randn_like rand_like", torch)
 
 _EXTREMES = _functions("max min amax amin argmax argmin aminmax median mode", Tensor, torch)
-"""Functions that fail on a rank without elements."""
+"""Functions that raise for an empty tensor, so on a rank without elements."""
 
 _ELEMENTS = _functions("__getitem__ item", Tensor)
-"""Functions that also fail there, if they select single elements."""
+"""Functions that raise for an empty tensor if they select a single element."""
 
 _NORMS = _functions("norm", Tensor, torch, torch.linalg) | _functions("vector_norm", torch.linalg)
-"""Functions that also fail there, if the exponent is infinite."""
+"""Functions that raise for an empty tensor if the exponent is infinite."""
 
 _PASSED_ON = (
     _functions("detach view reshape flatten ravel view_as squeeze float double to cpu clone abs square pow neg", Tensor)
@@ -57,31 +57,34 @@ _PASSED_ON = (
     | _functions("flatten reshape ravel squeeze detach clone cat concat abs square pow mul div add sub", torch)
     | {Tensor.data.__get__}  # type: ignore[attr-defined]
 )
-"""Functions whose results, given a shard, have a wrong norm, too."""
+"""Functions whose result for a shard is watched as well, because its norm covers only this rank's part."""
 
 _OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
 _ARITHMETIC: frozenset[Any] = frozenset().union(
     *(_functions(f"{name} {name}_ __{name}__ __r{name}__ __i{name}__", Tensor) for name in _OPERATIONS),
     *(_functions(f"{name} {name}_ _foreach_{name} _foreach_{name}_", torch) for name in _OPERATIONS),
 )
-"""Elementwise functions of several tensors."""
+"""Elementwise functions that combine several tensors."""
 
 
-@dataclass(eq=False)
 class Watch:
     """Watches the shards of one wrapped model."""
 
-    warned: bool = False
-    steps: int = 0
-    shards: "list[tuple[weakref.ref[nn.Parameter], _Part]]" = field(default_factory=list)
-    seen: Any = field(default_factory=WeakTensorKeyDictionary)
-    """The watched tensors."""
+    def __init__(self, shards: Iterable[tuple[nn.Parameter, Flat, int]]) -> None:
+        """Start watching. Each shard comes with its flat and its index in the flat."""
+        self.warned = False
+        self._steps = 0
+        self.seen: Any = WeakTensorKeyDictionary()
+        """The watched tensors."""
+
+        self._shards = [(weakref.ref(shard), _Part.of(flat, index)) for shard, flat, index in shards]
+        self.start()
 
     def after_step(self) -> None:
-        """Start or stop watching for the next step. After a warning, only the first `STEPS` steps are watched."""
-        self.steps += 1
-        at_logs = not self.warned and (self.steps + STEPS // 2) % EVERY < STEPS
-        watched = self.steps < STEPS or at_logs
+        """Start or stop watching for the next step. After a warning, watch only in the first `STEPS` steps."""
+        self._steps += 1
+        at_logs = not self.warned and (self._steps + STEPS // 2) % EVERY < STEPS
+        watched = self._steps < STEPS or at_logs
         if watched and not self.seen:
             self.start()
         elif self.seen and not watched:
@@ -89,28 +92,22 @@ class Watch:
 
     def start(self) -> None:
         """Watch the shards."""
-        for there, part in self.shards:
+        for there, part in self._shards:
             shard = there()
             if shard is not None:
                 _see(shard, (self, part, "the shard"), SeenShard)
 
     def stop(self) -> None:
-        """Restore the ordinary classes of shards, gradients and tensors made of them."""
+        """Restore the ordinary classes of the shards, of their gradients, and of tensors made of both."""
         for tensor in list(self.seen):
             _known.pop(tensor, None)
-            tensor.__class__ = Shard if type(tensor) is SeenShard else Tensor
+            tensor.__class__ = tensor.ordinary
         self.seen.clear()
-
-    def warn(self, what: str) -> None:
-        """Warn once."""
-        if not self.warned:
-            self.warned = True
-            warnings.warn(what, ShardWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The part of a parameter that a shard is."""
+    """Position of a shard in its parameter."""
 
     name: str
     start: int
@@ -120,37 +117,27 @@ class _Part:
     """Shape of the whole parameter."""
 
     without: Sequence[int]
-    """The ranks that have no element of it."""
+    """The ranks that have no element of the parameter."""
 
-    def is_whole(self) -> bool:
-        """Whether the shard has all elements."""
-        return self.stop - self.start == self.numel
+    is_whole: bool
+    """Whether the shard has all elements."""
 
-    def range(self) -> str:
-        return f"elements {self.start} to {self.stop} of {self.numel}"
-
-
-def watch(shards: Iterable[tuple[nn.Parameter, Flat, int]]) -> Watch:
-    """Watch shards. Each is given with its flat and its place in it."""
-    look = Watch()
-    for shard, flat, row in shards:
-        slot, cuts = flat.layout.slots[row], flat.cuts_of(row)
-        without = [rank for rank, (first, stop) in enumerate(pairwise(cuts)) if first == stop]
-        part = _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without)
-        look.shards.append((weakref.ref(shard), part))
-    look.start()
-    return look
+    @staticmethod
+    def of(flat: Flat, index: int) -> "_Part":
+        slot, (start, stop) = flat.layout.slots[index], flat.range_of(index)
+        cuts = enumerate(pairwise(flat.cuts_of(index)))
+        without = [rank for rank, (first, end) in cuts if first == end]
+        return _Part(slot.name, start, stop, slot.numel, slot.shape, without, stop - start == slot.numel)
 
 
 _known: Any = WeakTensorKeyDictionary()
 """For each watched tensor: its watch, its part, and whether it is the shard or its gradient."""
 
-
 _Known = tuple[Watch, _Part, str]
 
 
 def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known | None:
-    """Return the record of the first argument. Warn or raise if `func` must not be called with it."""
+    """Return the record of the first argument. Warn or raise if `func` must not be called with this argument."""
     found = _known_as(args[0] if args else kwargs.get("input", kwargs.get("self")))
     if found is None or func in _PASSED_ON:
         return found
@@ -162,57 +149,60 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         return None
     if part.without and (single or func in _EXTREMES or (func in _NORMS and _infinite(args, kwargs))):
         raise LayoutError(
-            f"{what}: ranks {list(part.without)} have no element of that parameter, and would fail alone. "
+            f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
-    if part.is_whole() or _flows(args, func):
+    if part.is_whole or look.warned or _flows(args, func):
         return None
-    look.warn(
-        f"{what} covers only this rank's part: {part.range()}. For norms of gradients call `clip_grad_norm_()` of the "
-        "ShardLite model, for other values of whole parameters use `gathered()`. Optimizers that need such values "
-        "(LAMB, LARS, NovoGrad, AdamP, adaptive clipping) give other results on shards: use stage=0, which has whole "
-        "parameters. (This warning is given once per model.)"
+    look.warned = True
+    warnings.warn(
+        f"{what} covers only this rank's part, elements {part.start} to {part.stop} of {part.numel}. For norms of "
+        "gradients call `clip_grad_norm_()` of the ShardLite model, for other values of whole parameters use "
+        "`gathered()`. Optimizers that need such values (LAMB, LARS, NovoGrad, AdamP, adaptive clipping) give other "
+        "results on shards: use stage=0, which has whole parameters. (This warning is given once per model.)",
+        ShardWarning,
+        stacklevel=4,
     )
     return None
 
 
 def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
-    """Whether a gradient flows back through the call, which is right for parts (a penalty added to the loss)."""
+    """Return whether a gradient flows back through the call, as for a penalty in the loss. Then a part is correct."""
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
     return func not in _FILLS and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def _known_as(argument: Any) -> _Known | None:
-    """Return the record of an argument; of a list of tensors that of the first part, or of the first tensor."""
+    """Return the record of a tensor. For a list, return the first record of a partial shard, else the first record."""
     if isinstance(argument, list | tuple):
-        all_known = [_known[each] for each in argument if isinstance(each, _Seen | SeenShard) and each in _known]
-        return next((known for known in all_known if not known[1].is_whole()), next(iter(all_known), None))
-    return _known.get(argument) if isinstance(argument, _Seen | SeenShard) else None
+        all_known = [_known[each] for each in argument if isinstance(each, _Watched) and each in _known]
+        return next((known for known in all_known if not known[1].is_whole), next(iter(all_known), None))
+    return _known.get(argument) if isinstance(argument, _Watched) else None
 
 
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raise if a function is called with a shard, or its gradient, and a tensor of the size of the whole parameter.
+    """Raise if a function combines a shard, or its gradient, with a tensor of the shape of the whole parameter.
 
-    It may be the parameter itself, in a step by hand, or a copy from before wrapping, in a moving average.
+    That tensor may be the parameter itself, in a step by hand, or a copy made before wrapping, in a moving average.
     """
     for together in _side_by_side(args):
-        parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole()]
+        parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole]
         for each in together:
-            copied = not isinstance(each, _Seen | SeenShard) and any(
+            copied = not isinstance(each, _Watched) and any(
                 part.numel > 1 and each.shape == part.shape for part in parts
             )
             if isinstance(each, Sharded) or copied:
                 of = f" of {parts[0].name!r}" if parts else ""
                 raise LayoutError(
                     f"{getattr(func, '__name__', func)} of a tensor of the size of a whole parameter and a shard{of}: "
-                    "gradients belong to shards, the `parameters()` of the ShardLite model. Compute with those, or "
+                    "gradients belong to shards, so compute with `parameters()` of the ShardLite model, or "
                     "inside `gathered()`; for moving averages use `shardlite.EMA`"
                 )
 
 
 def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
-    """Yield the tensors that a function combines: of lists the first ones, the second ones, and so on."""
+    """Yield the tensors that a function combines: its tensor arguments, then the i-th tensors of all lists."""
     yield [each for each in args if isinstance(each, Tensor)]
     lists = [each for each in args if isinstance(each, list | tuple)]
     if len(lists) > 1:
@@ -221,7 +211,7 @@ def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
 
 
 def _has_number(indices: Sequence[Any]) -> bool:
-    """Whether a single element is selected."""
+    """Return whether `indices` select a single element along a dimension."""
     index = indices[0] if indices else 0
     return any(isinstance(each, int) for each in (index if isinstance(index, tuple) else (index,)))
 
@@ -232,20 +222,23 @@ def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 class _Watched:
-    """Mixin of tensors that see the functions called with them."""
+    """Mixin class of tensors that intercept the functions called with them."""
+
+    ordinary: ClassVar[type]
+    """The class of the tensor while it is not watched."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Check the call, and watch its result if that is a view."""
+        """Check the call. Watch the result if it is computed from a watched tensor by a function in `_PASSED_ON`."""
         kwargs = kwargs or {}
         known = None
         if not torch.compiler.is_compiling():
             if func is torch.autograd.grad:
                 raise LayoutError(
-                    "torch.autograd.grad with respect to a shard: shards are not in the graph. Use the module's own "
-                    "parameters (`model.module.parameters()`), whose gradients are whole and this rank's"
+                    "torch.autograd.grad with respect to a shard: shards are not in autograd's graph. Use the module's "
+                    "own parameters (`model.module.parameters()`), which get this rank's gradients of whole parameters"
                 )
             if func in _ARITHMETIC:
                 _refuse_mixtures(func, args)
@@ -257,21 +250,28 @@ class _Watched:
                 _see(result, known)
         return result
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy as an ordinary tensor."""
+        tensor, kind = cast(Any, self), type(self)
+        tensor.__class__ = self.ordinary
+        try:
+            return copy.deepcopy(tensor, memo)
+        finally:
+            tensor.__class__ = kind
+
 
 _LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _ELEMENTS | _PASSED_ON
 
 
 class _Seen(_Watched, Tensor):
-    """A gradient, or a view of a gradient or a shard."""
+    """A gradient, or a tensor computed from a gradient or a shard."""
+
+    ordinary = Tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary tensor."""
         with as_they_are():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Copy as an ordinary tensor."""
-        return _copied(self, memo, Tensor)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Format as an ordinary tensor."""
@@ -280,11 +280,9 @@ class _Seen(_Watched, Tensor):
 
 
 class SeenShard(_Watched, Shard):
-    """A shard, and with it its gradient."""
+    """A shard, whose gradient is watched as well."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Copy as an ordinary shard."""
-        return _copied(self, memo, Shard)
+    ordinary = Shard
 
     @property
     @torch._disable_dynamo
@@ -292,7 +290,7 @@ class SeenShard(_Watched, Shard):
         """The gradient."""
         with as_they_are():
             grad: Tensor | None = _own_grad.__get__(self)
-        known = _known.get(self)  # a copy is not watched
+        known = _known.get(self)  # `None` for a copy
         if known is not None and type(grad) is Tensor:
             look, part, _ = known
             _see(grad, (look, part, "the gradient of the shard"))
@@ -305,16 +303,6 @@ class SeenShard(_Watched, Shard):
 
 
 _own_grad: Any = torch._C.TensorBase.grad
-
-
-def _copied(tensor: Any, memo: Any, ordinary: type) -> Any:
-    """Return a deep copy that is not watched."""
-    seen = type(tensor)
-    tensor.__class__ = ordinary
-    try:
-        return copy.deepcopy(tensor, memo)
-    finally:
-        tensor.__class__ = seen
 
 
 def _see(tensor: Tensor, known: _Known, kind: type[Tensor] = _Seen) -> None:

@@ -1,8 +1,8 @@
 """AdamW for the shards of wrapped models: each contiguous run of shards is stepped by one kernel call.
 
-`layout.py` places shards and moments in memory and finds the runs, `counts.py` counts steps and computes their scalars.
-With `in_backward`, `in_backward.py` steps each shard as soon as its gradient is ready. Parameters that are no shards
-are stepped by `ordinary.py`. Does not know units, ranks or communication.
+`layout.py` places shards and moments in memory and finds the runs. `counts.py` counts steps and computes their scalars.
+With `in_backward`, `in_backward.py` steps each shard as soon as its gradient is ready. Parameters that are not shards
+are stepped by `ordinary.py`. This file does not know units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardlite.optim.ordinary import check_ordinary, ordinary_state, step_ordina
 from shardlite.params import ShardInfo
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
-"""All optimizers of the process, by id. Ranks that are threads share the table; each finds its own optimizer by its
-parameters.
+"""All optimizers of the process, by id. Ranks that are threads share the table. A rank finds its optimizer by the
+optimizer's parameters.
 """
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# Options of torch.optim.AdamW: those that change the result, with the supported value, and those that do not.
+# Options of torch.optim.AdamW that change the result, with the supported values, and options that do not.
 _FIXED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 _FREE_OPTIONS = ("foreach", "fused", "capturable")
 
@@ -39,16 +39,16 @@ _FREE_OPTIONS = ("foreach", "fused", "capturable")
 class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter 2019), bit-equal to `torch.optim.AdamW(fused=True)` on the same flat tensors.
 
-    Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. State has PyTorch's names and shapes, so a
-    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A parameter without a gradient, or a
-    frozen one, is not stepped and keeps its own step count.
+    Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. The state has PyTorch's names and shapes, so a
+    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A frozen parameter, or one without a
+    gradient, is not stepped, and its step count does not change.
 
-    Parameters of wrapped models are stepped by ShardLite's kernels. Other parameters (ignored ones, those of models
-    that are not wrapped) are stepped by PyTorch's fused kernel, with moments in the parameter's dtype.
+    Parameters of wrapped models are stepped by ShardLite's kernels. Other parameters (ignored parameters, parameters of
+    models that are not wrapped) are stepped by PyTorch's fused kernel, with moments in the parameter's dtype.
 
-    Like PyTorch's fused optimizers it supports `torch.amp.GradScaler`, which sets two attributes for a step: a tensor
-    `found_inf`, which disables the step unless it is zero, and a tensor `grad_scale` (or `None`), by which gradients
-    are divided first. A step never synchronizes with a GPU.
+    Like PyTorch's fused optimizers, it supports `torch.amp.GradScaler`, which sets two attributes for a step. The
+    tensor `found_inf` disables the step unless it is zero. Gradients are first divided by the tensor `grad_scale`, if
+    it is not `None`. A step never synchronizes with a GPU.
 
     Args:
         params: parameters or parameter groups; for a wrapped model, the result of its `parameters()`.
@@ -57,21 +57,21 @@ class AdamW(Optimizer):
         eps: term added to the root of the second moment.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
         state: format of the moments of shards: `"fp32"` (the parameter's dtype) takes 8 bytes per element, `"bf16"` 4,
-            `"int8"` 2.06. Arithmetic is fp32; `shardlite_kernels.moments` describes the rounding. A `state_dict` holds
-            fp32 moments whatever the format, and every format loads it.
+            `"int8"` 2.06. Arithmetic is fp32. `shardlite_kernels.moments` describes the rounding. A `state_dict` holds
+            fp32 moments for every format, and every format can load it.
         in_backward: step each shard during the backward, as soon as its gradient is ready. One kernel does the last
             addition of a reduction and the step, and no gradient is kept. See `docs/precision.md` for the restrictions.
-            Call `step()` after the backward as usual; it closes the step.
+            Call `step()` after each backward as usual. It closes the step.
         max_norm: clip gradients to this global norm inside the step, in registers. Gradients are not modified. If the
-            norm comes with the reduction (see `ShardLite.clip_grad_norm_`), this needs no pass over them. `grad_norm`
-            is the norm of the latest step. Not allowed with `in_backward`.
-        max_update: clamp the magnitude of each element's update, before it is multiplied by the learning rate, to
-            this value (updates are about 1 in steady training). `None`: no clamping. Unlike a norm it needs no pass
-            over gradients. Supported for shards only.
+            reduction computes the norm (see `ShardLite.clip_grad_norm_`), clipping needs no pass over the gradients.
+            `grad_norm` is the norm of the latest step. Not allowed with `in_backward`.
+        max_update: clamp the magnitude of each element's update to this value before multiplying by the learning rate.
+            (Updates are about 1 in steady training.) Unlike clipping by a norm, this needs no pass over gradients.
+            Supported for shards only. `None`: no clamping.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or a parameter has a dtype that is not floating or does not go
-            with `state`.
+        ValueError: a hyper-parameter is out of range, or a parameter's dtype is not a floating dtype or is not
+            supported with `state`.
 
     Example:
         >>> model = ShardLite(model)
@@ -83,7 +83,7 @@ class AdamW(Optimizer):
     _step_supports_amp_scaling = True
     steps_split_weights = True
     decoders = staticmethod(decoders)
-    _layout: OptimizerLayout | None = None  # built on first use, and again when shards have moved
+    _layout: OptimizerLayout | None = None  # built on first use, and rebuilt after shards have moved
     in_backward = False
     """Whether steps are taken in the backward."""
 
@@ -93,7 +93,7 @@ class AdamW(Optimizer):
     """Global norm [] of the gradients of the latest step, before clipping. `None` without `max_norm`."""
 
     norm: Tensor | None = None
-    """Norm [] to clip by in the next step. The caller may set it; otherwise it is computed."""
+    """Norm [] to clip by in the next step. It is computed if the caller does not set it."""
 
     def __init__(
         self,
@@ -123,13 +123,8 @@ class AdamW(Optimizer):
         super().__init__(params, defaults)
         _living[id(self)] = self
 
-    @property
-    def clips_by_norm(self) -> bool:
-        """Whether a step needs the global norm."""
-        return self.max_norm is not None
-
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group. Missing hyper-parameters are those given to the constructor."""
+        """Add a parameter group. Missing hyper-parameters default to those of the constructor."""
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1], self.moments)
@@ -140,12 +135,12 @@ class AdamW(Optimizer):
             self.backward_steps.catch(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of PyTorch's AdamW, with moments in fp32, which is exact for narrow moments.
+        """Return the state in the format of PyTorch's AdamW, with moments in fp32.
 
-        Converted moments are copies in host memory, because in fp32 they may not fit on the GPU.
+        The conversion is exact. Converted moments are copies in host memory, because they may not fit on the GPU.
 
         Raises:
-            NonFiniteError: a step in a backward has left NaNs.
+            NonFiniteError: a step in a backward has written NaNs into the weights.
         """
         self.check()
         saved: dict[str, Any] = super().state_dict()
@@ -153,13 +148,17 @@ class AdamW(Optimizer):
         return saved
 
     def check(self) -> None:
-        """Raise `NonFiniteError` if steps in a backward have left NaNs. The host waits for a GPU."""
+        """Check the steps in backwards so far. The host waits for a GPU.
+
+        Raises:
+            NonFiniteError: a step in a backward has written NaNs into the weights.
+        """
         self.backward_steps.alarm.wait()
 
     def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Load states of parameters as `state_dict()` holds them: `step`, and moments in the shape of the parameter.
+        """Load states of parameters in the format of `state_dict()`: `step`, and moments in the parameter's shape.
 
-        Entries may be made one by one: each is copied before the next one is asked for.
+        Each entry is copied before the next one is requested, so a generator may create them one by one.
         """
         slots = self._current_layout().by_id
         for param, entry in entries:
@@ -171,7 +170,7 @@ class AdamW(Optimizer):
                 self.state[param] = ordinary_state(param, entry, copy=True)
 
     def init_state(self) -> OptimizerLayout:
-        """Make the states that parameters do not have yet, as before a first step. Return where those of shards are."""
+        """Create missing states, as before the first step. Return the layout of the shards' states."""
         layout = self._current_layout()
         for slot in layout.slots:
             slot.adopt(self.state)
@@ -181,13 +180,12 @@ class AdamW(Optimizer):
         return layout
 
     def tables(self) -> list[Tensor]:
-        """Return the tensors held besides the state: the row of scalars of each group of 32 elements."""
-        arenas = {id(slot.arena): slot.arena for slot in self._layout.slots} if self._layout is not None else {}
-        return [arena.rows for arena in arenas.values()]
+        """Return the tensors held in addition to the state: the row of scalars of each group of 32 elements."""
+        return [] if self._layout is None else [arena.rows for arena in self._layout.arenas]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this optimizer or of PyTorch's AdamW, converted to this optimizer's format."""
-        # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
+        """Load a state of this class or of PyTorch's AdamW. Convert it to this optimizer's format."""
+        # PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
         kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
         self.backward_steps.alarm = Alarm()
@@ -198,7 +196,7 @@ class AdamW(Optimizer):
         return {**state, "moments": self.moments, "in_backward": self.in_backward, "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a loaded or unpickled state, and copy the values of shards into the arenas."""
+        """Restore a loaded or unpickled state, and copy the states of shards into the arenas."""
         for entry in state["state"].values():
             entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Unconverted)})
         check_loaded(state)
@@ -220,11 +218,11 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient. `closure` recomputes the loss and returns it.
+        """Step every parameter that has a gradient. `closure` recomputes and returns the loss.
 
         Raises:
-            ValueError: a gradient is sparse, or `max_update` is set for a parameter that is no shard. No parameter has
-                been stepped then.
+            ValueError: a gradient is sparse, or `max_update` is set for a parameter that is not a shard. No parameter
+                has been stepped then.
         """
         loss = None
         if closure is not None:
@@ -234,14 +232,13 @@ class AdamW(Optimizer):
             self.backward_steps.close(self)
             return loss
         layout = self._current_layout()
-        ordinary = [(group, self._ordinary(group, layout)) for group in self.param_groups]
+        ordinary = [(group, params) for group in self.param_groups if (params := self._ordinary(group, layout))]
         for group, params in ordinary:
             check_ordinary(group, params, self.state)
         slots = layout.active(self.state)
-        # The scaler deletes them after the step.
+        # A gradient scaler sets these attributes for the step and deletes them afterwards.
         grad_scale = getattr(self, "grad_scale", None)
-        has_gradients = bool(slots) or any(params for _, params in ordinary)
-        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, has_gradients))
+        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, bool(slots or ordinary)))
         active: dict[StepCounts, list[int]] = {}
         for slot in slots:
             active.setdefault(slot.counts, []).append(slot.row)
@@ -252,20 +249,19 @@ class AdamW(Optimizer):
         for counts in active:
             counts.end_step()
         for group, params in ordinary:
-            if params:
-                step_ordinary(group, params, self.state, amp)
+            step_ordinary(group, params, self.state, amp)
         return loss
 
     def _ordinary(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
-        """Return the trainable parameters of a group that have a gradient and are no shards."""
+        """Return the trainable parameters of a group that have a gradient and are not shards."""
         return [p for p in group["params"] if p.grad is not None and p.requires_grad and id(p) not in layout.by_id]
 
     def _clip_factor(self, grad_scale: Tensor | None, has_gradients: bool) -> Tensor | None:
-        """Return the factor [] for gradients: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
+        """Return the factor [] for gradients, `min(1, max_norm / (norm + 1e-6))`, or `None` without clipping."""
         norm, self.norm = self.norm, None
         if self.max_norm is None or not has_gradients:
             return None
-        if norm is None:  # sum in the order of `param_groups`: the order of slots in memory differs between runs
+        if norm is None:  # sum in the order of `param_groups`, as PyTorch does
             grads = [param.grad for param in self._params() if param.requires_grad and param.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
         self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
@@ -274,7 +270,7 @@ class AdamW(Optimizer):
     # ---- layout -------------------------------------------------------------------------------------------------
 
     def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Replace each `param` by `shards[param]`; see `adopt`."""
+        """Replace each `param` by `shards[param]`, as described in `adopt`."""
         params = self._params()
         held = {param: shards[param] for param in params if shards.get(param, param) is not param}
         if not held:
@@ -284,7 +280,9 @@ class AdamW(Optimizer):
             if self.state.get(param):
                 state = canonical(self.state[param])
                 parts = {name: value if name == "step" else part(param, value) for name, value in state.items()}
-                states[shard] = {name: value.clone() for name, value in parts.items()}  # the whole state can be freed
+                states[shard] = {
+                    name: value.clone() for name, value in parts.items()
+                }  # so that the whole state can be freed
                 check_state(shard, states[shard])
         for group in self.param_groups:
             group["params"][:] = [held.get(param, param) for param in group["params"]]
@@ -312,22 +310,27 @@ class AdamW(Optimizer):
 def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Replace the parameters in `shards` by their shards in every `AdamW`, in the same groups and order.
 
-    Group dictionaries stay the same objects, so schedulers keep working. Existing state is cut:
-    `part(param, tensor)` returns the shard's part of a tensor like `param`, in the shape of the shard. A second call
-    has no effect.
+    The dictionaries of parameter groups remain the same objects, so schedulers keep working. A second call has no
+    effect.
+
+    Args:
+        shards: shard of each parameter.
+        part: `part(param, tensor)` returns the shard's part of an existing moment of `param`, in the shard's shape.
 
     Raises:
-        ValueError: a part does not have the shape of its shard. The optimizer concerned is unchanged.
+        ValueError: a part does not have the shape of its shard. Its optimizer is unchanged.
     """
     for optimizer in _optimizers():
         optimizer._exchange(shards, part)
 
 
 def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSteps | None:
-    """Return the in-backward steps of the optimizer that has them, or `None`. `names` returns the shards' names.
+    """Return the steps of the optimizer that steps some shards inside the backward, or `None`.
+
+    `names` returns the name of each shard.
 
     Raises:
-        LayoutError: there are several, or it lacks a trainable shard.
+        LayoutError: several such optimizers hold shards, or the optimizer lacks a trainable shard.
     """
     candidates = [optimizer for optimizer in _optimizers() if optimizer.in_backward]
     shards = names() if candidates else {}
@@ -339,20 +342,20 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSt
     if len(found) > 1 or missing:
         what = f"it lacks {missing[0]!r}" if missing else f"there are {len(found)}"
         raise LayoutError(
-            "AdamW(in_backward=True) must be one, and hold all trainable parameters of a wrapped model, for gradients "
-            f"are gone after the backward: {what}. Use param groups of one optimizer"
+            "one AdamW(in_backward=True) must hold all trainable parameters of a wrapped model, because no gradients "
+            f"remain after the backward: {what}. Use param groups of one optimizer"
         )
     return found[0].backward_steps
 
 
 def _optimizers() -> list[AdamW]:
-    """Return all live optimizers. Other threads may add some meanwhile."""
+    """Return all live optimizers in a list, because other threads may create optimizers during an iteration."""
     return [optimizer for each in _living.valuerefs() if (optimizer := each()) is not None]
 
 
 @dataclass(frozen=True)
 class _Unconverted:
-    """A value that PyTorch's state loading must not convert."""
+    """A value that PyTorch must not convert when it loads a state."""
 
     value: Any
 
@@ -361,7 +364,7 @@ class _Unconverted:
 
 
 def _check_group(group: Group, moments: str) -> None:
-    """Check a parameter group for an optimizer with this format of moments.
+    """Check a parameter group of an optimizer with moments in the format `moments`.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or a parameter is invalid.
@@ -384,7 +387,7 @@ def _check_params(group: Group, moments: str) -> None:
     """Check that the parameters of a group can be stepped.
 
     Raises:
-        ValueError: one is a placeholder, or of an unsupported dtype.
+        ValueError: a parameter is a placeholder, or has an unsupported dtype.
     """
     for index, param in enumerate(group["params"]):
         if not param.requires_grad:
@@ -406,7 +409,7 @@ def check_loaded(state: dict[str, Any]) -> None:
     """Check a loaded state before anything is changed.
 
     Raises:
-        ValueError: it was saved with an unsupported option, or an entry does not fit its parameter.
+        ValueError: the state was saved with an unsupported option, or an entry does not fit its parameter.
     """
     for group in state["param_groups"]:
         for option, value in _FIXED_OPTIONS.items():

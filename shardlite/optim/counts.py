@@ -1,8 +1,7 @@
 """Step counts of shards and the scalars of a step, on the CPU (`HostCounts`) and on a device (`DeviceCounts`).
 
-A shard without a gradient keeps its count, and a step that found an infinity is not counted. On the CPU, counts are
-read where they are needed. On a device they are computed in stream order without synchronization, so the host does not
-know them.
+A shard without a gradient keeps its count, and a step that found an infinity is not counted. On the CPU, the host reads
+the counts. On a device, they are updated in stream order without synchronization, so the host does not know them.
 
 Legend: `R` rows, one per shard on the device; `S` elements that one call steps, `G` groups of 32 of them.
 """
@@ -30,7 +29,6 @@ from shardlite_kernels import (
     reduce_adamw,
     reduce_adamw_cpu,
     send,
-    use_triton,
 )
 from torch import Tensor
 
@@ -39,7 +37,7 @@ Group: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Amp:
-    """Input of a gradient scaler or of clipping to a step."""
+    """Input of a step from a gradient scaler and from clipping."""
 
     found_inf: Tensor | None = None
     """The step has no effect unless this is zero, [] or [1]."""
@@ -52,14 +50,14 @@ class Amp:
 
 
 class RunSlice(NamedTuple):
-    """Elements that one call steps."""
+    """Elements that one kernel call steps."""
 
     state: State
     rows: Tensor
     """Rows of `state`, [G]."""
 
     arena_offset: int
-    """Place of the first element in the arena."""
+    """Index of the first element in the arena."""
 
     row: int
     """Row of the first parameter."""
@@ -68,15 +66,15 @@ class RunSlice(NamedTuple):
 class _Counts:
     """Step counts of the shards on one device.
 
-    Each shard is given as three integers: the index of its parameter group, its index among all parameters of the
-    optimizer, and where the whole parameter would start in the arena of its moments if all of it were stored there.
+    Each shard is given as three integers: the index of its parameter group, the index of its parameter in the
+    optimizer, and the index in the moments' arena at which the whole parameter would start if the arena held all of it.
     """
 
     def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         self._groups, *constants = zip(*shards, strict=True)
         self._constants = [send(each, torch.int64, device) for each in constants]
         self.steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
-        """Number of steps done, [R]."""
+        """Number of steps taken, [R]."""
 
     def _keys(self) -> Tensor:
         return keys(self.steps + 1, *self._constants)
@@ -86,14 +84,14 @@ class HostCounts(_Counts):
     """Step counts of shards in CPU memory."""
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return whether one call can step the shards in these rows: adjacent ones of one group with one count."""
+        """Return whether one call can step the shards in two rows: they are adjacent, with the same group and count."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
-        """Prepare a step of the rows in `active`: read all values on the host."""
+        """Prepare a step of the rows in `active`. Read all values on the host."""
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
-        self._hypers = _hypers_here(groups)
+        self._hypers = [_hyper(group) for group in groups]
         self._steps: dict[tuple[float, int], CpuStep] = {}  # of this step, by count and group
         self._scale = None if amp.grad_scale is None else float(amp.grad_scale)
         self._factor = 1.0 if amp.factor is None else float(amp.factor)
@@ -102,10 +100,10 @@ class HostCounts(_Counts):
 
     def outdated(self, groups: Sequence[Group]) -> bool:
         """Return whether hyper-parameters have changed since `begin_step`."""
-        return self._hypers != _hypers_here(groups)
+        return self._hypers != [_hyper(group) for group in groups]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Add those of `rows` to the step whose entry in `users` [len(rows)] is above 0."""
+        """Add each of `rows` to the step if its entry in `users` [len(rows)] is above 0."""
         self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count > 0}
 
     def is_active(self, row: int) -> bool:
@@ -113,16 +111,16 @@ class HostCounts(_Counts):
         return row in self._active
 
     def update(self, elements: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step by a gradient [S] with PyTorch's operator. `bad` [], int32, becomes 1 if it is not finite."""
+        """Step by a gradient [S] with PyTorch's operator. Set `bad` [], int32, to 1 if the gradient is not finite."""
         if not self._skip:
             adamw_cpu(elements.state, grad, self._step(elements), bad=bad)
 
     def reduce(self, elements: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step by `(received + own) / divisor`, [S] each. `bad` [], int32, becomes 1 if it is not finite."""
+        """Step by `(received + own) / divisor`, [S] each. Set `bad` [], int32, to 1 if this is not finite."""
         reduce_adamw_cpu(elements.state, received, own, self._step(elements), divisor=divisor, bad=bad)
 
     def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
-        """Step by the sum of `rows` [W, S], added as by `add_rows` of the kernels and divided. `bad` as in `reduce`."""
+        """Step by the sum of `rows` [W, S], as computed by the kernel `add_rows`, divided. `bad` is as in `reduce`."""
         add_rows_adamw_cpu(elements.state, rows, self._step(elements), first=first, divisor=divisor, bad=bad)
 
     def end_step(self) -> None:
@@ -144,16 +142,16 @@ class HostCounts(_Counts):
         return replace(step, table=self._table._replace(rows=elements.rows, first=elements.arena_offset))
 
     def table_of(self, elements: RunSlice) -> Table | None:
-        """Return `None`: PyTorch's operator steps without a table."""
+        """Return `None`, because PyTorch's operator steps without a table."""
         return None
 
 
 class DeviceCounts(_Counts):
     """Step counts of shards that kernels step. Counts and scalars stay on the device.
 
-    Host values are sent only when they have changed, by `send`, which does not synchronize; single numbers are
-    arguments of a fill. So each step has the same launches with the same arguments, and can be captured in a CUDA graph
-    after its first run.
+    Host values are sent only when they have changed, by `send`, which does not synchronize. Single numbers are
+    arguments of a fill. So each step makes the same launches with the same arguments, and can be captured in a CUDA
+    graph after the first step.
     """
 
     def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:
@@ -164,15 +162,15 @@ class DeviceCounts(_Counts):
         self._row_numbers: dict[tuple[int, ...], Tensor] = {}
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return true: each group of 32 elements has a row of its own, which says whether it is stepped."""
+        """Return `True`: the row of each group of 32 elements determines whether the group is stepped."""
         return True
 
     def is_active(self, row: int) -> bool:
-        """Return true: a kernel call may cover any row."""
+        """Return `True`: a kernel call may cover any row."""
         return True
 
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
-        """Prepare a step of the rows in `active`: compute the scalars of all rows."""
+        """Prepare a step of the rows in `active`. Compute the scalars of all rows."""
         device = self.steps.device
         wanted = set(active)
         if wanted != self._wanted:
@@ -182,74 +180,63 @@ class DeviceCounts(_Counts):
         found_inf = None if amp.found_inf is None else _on(device, amp.found_inf)
         self._scalars = adamw_scalars(
             self.steps + 1,
-            self._hyper(groups).index_select(0, self._group_of),
+            self._hyper_table(groups).index_select(0, self._group_of),
             active=self._weights if found_inf is None else self._weights * (found_inf == 0),
             grad_scale=None if amp.grad_scale is None else _on(device, amp.grad_scale),
             factor=None if amp.factor is None else _on(device, amp.factor),
         )
-        self._active = self._scalars[:, -1]  # whether each row is stepped: a view [R]
+        self._active = self._scalars[:, -1]  # 1 for rows that are stepped: a view [R]
         self._keys_now = self._keys()
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Return whether hyper-parameters have changed since `begin_step`, except a learning rate on a device."""
-        return self._sent != self._hypers_sent(groups)[1]
+        """Return whether hyper-parameters have changed since `begin_step`, except learning rates on a device."""
+        return self._sent != [_hyper(group, self.steps.device) for group in groups]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Add those of `rows` to the step whose entry in `users` [len(rows)] is above 0."""
+        """Add each of `rows` to the step if its entry in `users` [len(rows)] is above 0."""
         key = tuple(rows)
         if key not in self._row_numbers:
             self._row_numbers[key] = send(rows, torch.int64, self.steps.device)
         self._active.index_copy_(0, self._row_numbers[key], (users > 0).to(torch.float32))
 
     def update(self, elements: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step with the kernel, as `HostCounts` does with the operator."""
+        """Step with the kernel, as `HostCounts` does with PyTorch's operator."""
         adamw(elements.state, grad, self.table_of(elements), unscale=self._unscale, bad=bad)
 
     def reduce(self, elements: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step with the kernel, as `HostCounts` does with the operator."""
+        """Step with the kernel, as `HostCounts` does with PyTorch's operator."""
         reduce_adamw(elements.state, received, own, self.table_of(elements), divisor=divisor, bad=bad)
 
     def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
-        """Step with the kernel, as `HostCounts` does with the operator."""
+        """Step with the kernel, as `HostCounts` does with PyTorch's operator."""
         add_rows_adamw(elements.state, rows, self.table_of(elements), first=first, divisor=divisor, bad=bad)
 
     def end_step(self) -> None:
-        """Count the step for the rows that were stepped."""
+        """Count the step in the rows that were stepped."""
         self.steps += self._active
 
     def table_of(self, elements: RunSlice) -> Table:
-        """Return the rows of scalars of this step."""
+        """Return the tables of this step for some elements."""
         return Table(elements.rows, self._keys_now, self._scalars, elements.arena_offset)
 
-    def _hyper(self, groups: Sequence[Group]) -> Tensor:
-        """Return the hyper-parameters of the groups [G, 6]. A learning rate on the device is copied on the device."""
-        here, hypers = self._hypers_sent(groups)
+    def _hyper_table(self, groups: Sequence[Group]) -> Tensor:
+        """Return the hyper-parameters of the groups [G, 6]. A learning rate on the device is copied there."""
+        device = self.steps.device
+        hypers = [_hyper(group, device) for group in groups]
         if hypers != self._sent:
-            self._hypers, self._sent = hyper_table(hypers, self.steps.device), hypers
-        for row, (group, is_here) in enumerate(zip(groups, here, strict=True)):
-            if is_here:
+            self._hypers, self._sent = hyper_table(hypers, device), hypers
+        for row, group in enumerate(groups):
+            if _is_here(group["lr"], device):
                 self._hypers[row, 0].copy_(group["lr"].detach().reshape(()), non_blocking=True)
         return self._hypers
-
-    def _hypers_sent(self, groups: Sequence[Group]) -> tuple[list[bool], list[Hyper]]:
-        """Return whether each group's learning rate is on the device, and the hyper-parameters that the host sends."""
-        here = [_is_here(group["lr"], self.steps.device) for group in groups]
-        return here, [_hyper(g, 0.0 if is_here else float(g["lr"])) for g, is_here in zip(groups, here, strict=True)]
 
 
 StepCounts: TypeAlias = HostCounts | DeviceCounts
 
 
-def counts_for(param: Tensor) -> type[HostCounts] | type[DeviceCounts]:
-    """Return the class of step counts for shards like `param`."""
-    return DeviceCounts if use_triton(param) else HostCounts
-
-
-def _hypers_here(groups: Sequence[Group]) -> list[Hyper]:
-    return [_hyper(group, float(group["lr"])) for group in groups]
-
-
-def _hyper(group: Group, lr: float) -> Hyper:
+def _hyper(group: Group, device: torch.device | None = None) -> Hyper:
+    """Return the hyper-parameters of a group on the host. A learning rate on `device` is 0."""
+    lr = 0.0 if device is not None and _is_here(group["lr"], device) else float(group["lr"])
     beta1, beta2 = group["betas"]
     max_update = group.get("max_update")
     limit = inf if max_update is None else float(max_update)
@@ -257,7 +244,7 @@ def _hyper(group: Group, lr: float) -> Hyper:
 
 
 def _is_here(value: Any, device: torch.device) -> bool:
-    """Return whether `value` is a tensor that the host could read only after synchronization."""
+    """Return whether `value` is a tensor on `device`, or another tensor that the host cannot read at once."""
     return isinstance(value, Tensor) and (value.device == device or value.device.type != "cpu")
 
 

@@ -1,10 +1,10 @@
-"""Step in the backward: each parameter as soon as its gradient is ready, or in the last hop of its reduction.
+"""Step inside the backward: each parameter as soon as its gradient is ready, or in the last hop of its reduction.
 
-    open: the first gradient of a backward is ready -> hyper-parameters of the step are read
-    steps, in any order and on any thread
-    close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
+    open     the first gradient of a backward is ready: read the hyper-parameters of the step
+    step     in any order and on any thread
+    close    the program calls `step()` of the optimizer: count the step; the next backward may open another one
 
-Between the first gradient and `step()` nothing can be undone: some weights are stepped, and others are not. Does not
+Between opening and closing, some weights are stepped and others are not, and nothing can be undone. This file does not
 know units or communication.
 """
 
@@ -29,15 +29,15 @@ from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
 
 LATER = 4
-"""Steps after which all ranks raise for a gradient that was not finite on a GPU: their hosts have read it by then."""
+"""Number of steps after which all ranks raise for a non-finite gradient on a GPU. Their hosts know it by then."""
 
 _paused: Counter[Tensor] = Counter()
-"""For each parameter that no backward steps now, the number of `accumulating` contexts. Ranks may be threads."""
+"""For each parameter in an `accumulating` block, the number of such blocks. Ranks that are threads share the table."""
 
 
 @contextmanager
 def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
-    """Keep optimizers from stepping `params` in backwards inside this context."""
+    """Disable steps of `params` in backwards inside the block."""
     wanted = set(params)
     _paused.update(wanted)
     try:
@@ -50,18 +50,19 @@ def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 class InBackwardSteps:
-    """The in-backward steps of one optimizer. `init_state` makes its missing states and returns its layout."""
+    """The in-backward steps of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, init_state: WeakMethod[Callable[[], OptimizerLayout]]) -> None:
-        self._optimizer = ref(optimizer)  # weak, because hooks refer to this: a deleted optimizer must not step
+        """Initialize without an open step. `init_state` creates missing states and returns the optimizer's layout."""
+        self._optimizer = ref(optimizer)  # weak, because hooks hold this object: a deleted optimizer must not step
         self._init_state = init_state
-        self._layout: OptimizerLayout | None = None  # that of the open step
+        self._layout: OptimizerLayout | None = None  # the layout of the open step
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
         self.alarm = Alarm()
 
     def catch(self, params: Iterable[Tensor]) -> None:
-        """Step parameters that are no shards as soon as autograd has accumulated their gradients."""
+        """Register hooks on parameters that are not shards. A hook steps its parameter when the gradient is ready."""
         for param in params:
             if param.requires_grad and not isinstance(param, Shard) and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
@@ -75,44 +76,44 @@ class InBackwardSteps:
         """Check that no step of an earlier backward is open.
 
         Raises:
-            PhaseError: one is.
+            PhaseError: a step is open.
         """
         if self._done:
             raise PhaseError(
                 "AdamW(in_backward=True) has taken a step in an earlier backward: call step() of the optimizer after "
-                "each backward. To accumulate over several, run all but the last inside no_sync()"
+                "each backward. To accumulate over several backwards, run all but the last inside no_sync()"
             )
 
     def prepare(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
-        """Prepare the in-backward step of shards whose gradients are still to be reduced into one buffer.
+        """Prepare the in-backward step of shards whose gradients will be reduced into one buffer.
 
         `places` holds each shard with the offset of its gradient in that buffer, in elements.
 
         Raises:
-            PhaseError: one of them was stepped in a step that is still open.
+            PhaseError: a shard was already stepped in the open step.
         """
         slots = self._open([param for param, _ in places]).by_id
         return InBackwardStep([(slots[id(param)], start) for param, start in places])
 
     def close(self, optimizer: Optimizer) -> None:
-        """Step parameters that still have a gradient because they were frozen and had no hook. Count the step.
+        """Step parameters that still have a gradient, because they were frozen and had no hook. Count the step.
 
         Raises:
-            NonFiniteError: a gradient contained a NaN or an infinity; on a GPU it is raised `LATER` steps later.
-            PhaseError: gradients were scaled, a shard has a gradient that does not come from a backward, or
-                hyper-parameters changed since the backward, too late for this step.
+            NonFiniteError: a gradient contained a NaN or an infinity. On a GPU this is raised `LATER` steps later.
+            PhaseError: gradients were scaled, a shard has a gradient that was not computed by a backward, or
+                hyper-parameters have changed since the backward.
         """
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             raise PhaseError(
-                "AdamW(in_backward=True) has stepped with gradients as the backward computed them, scaled: use an "
-                "optimizer without in_backward with a gradient scaler. (bf16 needs no scaler)"
+                "AdamW(in_backward=True) has stepped with scaled gradients: with a gradient scaler, use an optimizer "
+                "without in_backward. (bf16 needs no scaler)"
             )
         for param in [param for group in optimizer.param_groups for param in group["params"]]:
             if param.grad is not None and param.requires_grad:
                 if isinstance(param, Shard):
                     raise PhaseError(
-                        "AdamW(in_backward=True) steps with the gradients of a backward, but the gradient of a shard "
-                        "was set otherwise: call zero_grad(), or use an optimizer without in_backward"
+                        "AdamW(in_backward=True) steps with the gradients of a backward, but the program has set the "
+                        "gradient of a shard: call zero_grad(), or use an optimizer without in_backward"
                     )
                 self._step(optimizer, param)
                 self.catch([param])
@@ -126,7 +127,7 @@ class InBackwardSteps:
         if outdated:
             raise PhaseError(
                 "hyper-parameters were changed between the backward and step(), but AdamW(in_backward=True) has "
-                "stepped in the backward with the former ones: change them before the backward, or after step()"
+                "already stepped in the backward: change them before the backward, or after step()"
             )
 
     def _hook(self, param: Tensor) -> None:
@@ -134,15 +135,15 @@ class InBackwardSteps:
         if optimizer is None or param in _paused:
             return
         if param in self._done:
-            param.grad = None  # of a backward that is refused
+            param.grad = None  # from the backward that `ready` refuses
             self.ready()
         self._step(optimizer, param)
 
     def _open(self, params: Sequence[Tensor]) -> OptimizerLayout:
-        """Open a step if none is open, record that `params` are stepped, and return the layout of the step.
+        """Open a step if none is open. Record that `params` are stepped. Return the layout of the step.
 
         Raises:
-            PhaseError: one of them was stepped in a step that is still open.
+            PhaseError: one of `params` was already stepped in the open step.
         """
         if any(param in self._done for param in params):
             self.ready()
@@ -156,14 +157,14 @@ class InBackwardSteps:
         return self._layout
 
     def _current_layout(self) -> OptimizerLayout:
-        """Return the layout of the open step or, without one, the optimizer's, with states for all parameters."""
+        """Return the layout of the open step. If no step is open, return the optimizer's layout, with all states."""
         init_state = self._init_state()
         assert init_state is not None, "an optimizer lives while its backward runs"
         return self._layout or init_state()
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, param: Tensor) -> None:
-        """Step `param` with its gradient, and drop the gradient."""
+        """Step `param` by its gradient, and drop the gradient."""
         assert param.grad is not None
         check_dense(param.grad)
         slot = self._current_layout().by_id.get(id(param))
@@ -184,7 +185,7 @@ class InBackwardSteps:
 
 
 class InBackwardStep:
-    """The step of parameters whose gradients lie in one buffer. Call it with the summands of a part of the buffer."""
+    """The step of parameters whose gradients are in one buffer. Call it with the summands of a part of the buffer."""
 
     def __init__(self, members: Sequence[tuple[StateSlot, int]]) -> None:
         self._members = members
@@ -195,7 +196,7 @@ class InBackwardStep:
         """[], 1 if a gradient contained a NaN or an infinity."""
 
     def activate(self, users: Tensor) -> None:
-        """Select the parameters to step: those whose entry in `users` [number of parameters] is above 0."""
+        """Select the parameters to step. They have an entry above 0 in `users` [number of parameters]."""
         if self._counts is not None:
             self._counts.activate(self._rows, users)
 
@@ -204,8 +205,8 @@ class InBackwardStep:
     ) -> None:
         """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or `own` alone.
 
-        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on, or as a balanced
-        tree if that is `None`. `start` is a multiple of 32, and so is `n` except at the end of the buffer.
+        Without `own`, `received` has one row per rank, [W, n]. The rows are added from row `first` on, or as a balanced
+        tree if `first` is `None`. `start` is a multiple of 32, and so is `n` except at the end of the buffer.
         """
         summand = own if own is not None else received
         assert summand is not None, "there is a gradient"
@@ -222,9 +223,10 @@ class InBackwardStep:
                     slot.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
 
     def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
-        """Return what one kernel steps by a buffer [numel]: state, table and `bad`. `None` if that takes several calls.
+        """Return the state, table and `bad` for one kernel call that steps by a buffer [numel].
 
-        That is so where parameters and their padding do not fill the buffer, as at the end of the last rank's.
+        Return `None` if the step needs several calls. It does if parameters and their padding do not fill the buffer,
+        as on the last rank.
         """
         stretches = list(self._stretches())
         if len(stretches) != 1 or stretches[0][1:] != (0, numel):
@@ -235,7 +237,7 @@ class InBackwardStep:
         return None if table is None else (stretch.state, table, self.bad)
 
     def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
-        """Yield the runs that one call can step: the first slot, and where its gradients start and end."""
+        """Yield the runs that one call can step: the first slot, and the range of the run's gradients in the buffer."""
         active = ((slot, start) for slot, start in self._members if slot.counts.is_active(slot.row))
         for run in runs(active, lambda last, begin, slot, start: start - begin == slot.start - last.start):
             (first, begin), (last, _) = run[0], run[-1]
@@ -243,17 +245,16 @@ class InBackwardStep:
 
 
 class Alarm:
-    """Raises if a gradient of a step had a NaN or an infinity: at once on a CPU, some steps later on a GPU.
+    """Raises if a gradient of a step had a NaN or an infinity: immediately on a CPU, some steps later on a GPU.
 
-    The host does not wait for a GPU. The flag is equal on all ranks, and the device notes the step in which it was set
-    first. So all ranks raise in the same step, unless a host is further ahead of its GPU than `LATER` steps.
+    The host does not wait for a GPU. The flag is equal on all ranks, and the device records the first step that has set
+    it. So all ranks raise in the same step, unless a host is more than `LATER` steps ahead of its GPU.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._flag: Tensor | None = None
-        self._first: Tensor | None = None  # the step in which the flag was set first, on the device, [1], or 0
-        self._lagged: LaggedNumbers | None = None  # of `_first`
+        self._first: LaggedNumbers | None = None  # the first step that has set the flag, on a device, [1], or 0
 
     def note(self, bad: Tensor) -> None:
         """Set the flag if `bad` [] is above 0."""
@@ -261,10 +262,10 @@ class Alarm:
         self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
 
     def look(self) -> None:
-        """Clear the flag, and raise if it was set.
+        """Clear the flag. Raise if it was set.
 
         Raises:
-            NonFiniteError: it was set.
+            NonFiniteError: the flag was set.
         """
         flag, self._flag = self._flag, None
         self._steps += 1
@@ -273,33 +274,27 @@ class Alarm:
         if is_here(flag):
             self._raise_if(int(flag))
             return
-        seen = None if self._lagged is None else self._lagged.read()
-        if seen and seen[0]:
+        if self._first is None:
+            self._first = LaggedNumbers(torch.zeros_like(flag).reshape(1))
+        elif (seen := self._first.read()) and seen[0]:
             self._raise_if(self._steps >= seen[0] + LATER)
-        self._send(flag)
+        first = self._first.numbers
+        first.copy_(torch.where(first > 0, first, flag * self._steps))  # in place, so a CUDA graph can be replayed
+        self._first.send()
 
     def wait(self) -> None:
-        """Wait for the GPU, and raise if the flag was set in any step so far: weights are about to be saved.
+        """Wait for the GPU, and raise if the flag was set in any step so far. Call this before saving weights.
 
         Raises:
-            NonFiniteError: it was set.
+            NonFiniteError: the flag was set.
         """
         if self._first is not None:
-            self._raise_if(int(self._first))
-
-    def _send(self, flag: Tensor) -> None:
-        """Start copying to the host in which step the flag was set first."""
-        if self._first is None or self._lagged is None:
-            self._first = torch.zeros_like(flag).reshape(1)
-            self._lagged = LaggedNumbers(self._first)
-        first = torch.where(self._first > 0, self._first, flag * self._steps)
-        self._first.copy_(first)  # in place: a graph is replayed
-        self._lagged.send()
+            self._raise_if(int(self._first.numbers))
 
     def _raise_if(self, bad: bool | int) -> None:
         if bad:
-            self._first = self._lagged = None
+            self._first = None
             raise NonFiniteError(
                 "a gradient had a NaN or an infinity in a step that was taken in the backward, so weights and moments "
-                "are NaN now: go on from a checkpoint. AdamW without in_backward leaves such steps out"
+                "are NaN now: continue from a checkpoint. AdamW without in_backward skips such steps"
             )

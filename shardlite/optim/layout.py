@@ -1,21 +1,21 @@
-"""Where an optimizer's shards and their moments lie in memory, and which of them one kernel call can step.
+"""Memory layout of an optimizer's shards and moments, and the runs of shards that one kernel call can step.
 
-A shard is a view into a flat buffer. It starts at a multiple of 32 elements, and the zeros up to the next multiple
-belong to it, in this buffer and in the buffer of gradients. Moments are stored in arenas, in the same order but
-without gaps:
+A shard is a view into a flat buffer. It starts at a multiple of 32 elements. The zeros up to the next multiple are its
+padding, in this buffer and in the buffer of gradients. Moments are stored in arenas, in the same order but without
+gaps:
 
     shards    [ p0 p0 p0 0 | p1 p1 0 0 | .. .. .. .. | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
     moments   [ m0 m0 m0 0 | m1 m1 0 0 | m2 m2 m2 m2 | m3 ... ]
-    rows      [     0      |     1     |      2      |   3    ]                   which step counts and scalars apply
+    rows      [     0      |     1     |      2      |   3    ]                   index of step counts and scalars
     gradient       yes          yes          None       yes
     on a CPU  [       first run        ]             [ second ]                   one kernel call each
-    on a GPU  [                   one run                     ]                   a table says that p2 is not stepped
+    on a GPU  [                   one run                     ]                   a table excludes p2 from the step
 
-A run is updated element by element, so its bits do not depend on how a buffer is cut into runs, with one exception:
+A run is updated element by element, so the bits do not depend on how a buffer is cut into runs. There is one exception:
 PyTorch's CPU code rounds the last `n % 16` elements of a tensor differently. So runs end at multiples of 32.
 
-All moments of an optimizer have one format (`shardlite_kernels.moments`). A group of 32 starts at a parameter or at a
-cut between ranks, which is at a multiple of 32, so the content of a group does not depend on the rank.
+All moments of an optimizer have one format (`shardlite_kernels.moments`). A group of 32 elements starts at a parameter
+or at a cut between ranks. Cuts are at multiples of 32, so the elements of a group do not depend on the rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from operator import is_
 from typing import Any, TypeVar
 
 import torch
-from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode
+from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode, use_triton
 from torch import Tensor
 
-from shardlite.optim.counts import Group, HostCounts, RunSlice, StepCounts, counts_for
+from shardlite.optim.counts import DeviceCounts, Group, HostCounts, RunSlice, StepCounts
 from shardlite.params import ALIGN, ShardInfo, is_padded, round_up
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,9 +38,9 @@ _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
 
 
 class OptimizerLayout:
-    """The places of shards and their states, which do not change from step to step.
+    """The places of shards and of their states, which do not change from step to step.
 
-    A frozen shard keeps its place if it has a state. Parameters that are no shards have no place.
+    A frozen shard has a place if it has a state. Parameters that are not shards have no place.
     """
 
     def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, Any], moments: str) -> None:
@@ -53,13 +53,14 @@ class OptimizerLayout:
         self._places = [[(id(slot.param), slot.param.data_ptr()) for slot in slots] for slots in members]
         slots = [slot for slots in members for slot in slots]
         self.by_id = {id(slot.param): slot for slot in slots}  # the hash of a tensor is computed in Python
-        for neighbours in _grouped(slots, StateSlot.storage):
-            Arena(sorted(neighbours, key=lambda slot: (slot.start, slot.end)), moments)
+        self.arenas = [Arena(each, moments) for each in _grouped(slots, StateSlot.storage)]
+        self.slots = [slot for arena in self.arenas for slot in arena.slots]
         self.counts = [_make_counts(each) for each in _grouped(slots, lambda slot: slot.param.device)]
-        self.slots = sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end))
+        for arena in self.arenas:
+            arena.fill_rows()
 
     def fits(self, groups: Sequence[Group]) -> bool:
-        """Return whether `groups` hold the shards of this layout, and none of them has moved."""
+        """Return whether `groups` hold the shards of this layout and no shard has moved."""
         known = self.by_id
         shards = [
             [p for p in group["params"] if id(p) in known or (p.requires_grad and ShardInfo.is_of(p))]
@@ -69,13 +70,13 @@ class OptimizerLayout:
 
     @torch.no_grad()
     def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Move all existing `states` of shards into the arenas."""
+        """Move the existing `states` of all shards into the arenas."""
         for slot in self.slots:
             if states.get(slot.param):
                 slot.adopt(states)
 
     def active(self, states: dict[Tensor, Any]) -> list[StateSlot]:
-        """Return the trainable slots that have a gradient, after moving their states into the arenas."""
+        """Move the states of trainable shards with a gradient into the arenas. Return the slots of these shards."""
         slots = [slot for slot in self.slots if slot.param.requires_grad and slot.param.grad is not None]
         for slot in slots:
             check_dense(slot.param.grad)
@@ -103,15 +104,15 @@ class StateSlot:
         self.stop = self.start + round_up(param.numel(), ALIGN)  # with its padding
 
     def storage(self) -> tuple[int, torch.dtype, torch.device]:
-        """Return the key of the shard's storage. An empty storage has a key of its own."""
+        """Return a key that identifies the shard's storage. Each empty storage has a separate key."""
         param = self.param
         return param.untyped_storage().data_ptr() or -1 - self.number, param.dtype, param.device
 
     def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Copy the entry of `states` for this shard (or zeros) into the arenas, and replace it by views of them."""
+        """Copy the shard's entry of `states`, or zeros, into the arenas. Replace the entry by views of the arenas."""
         given = states.get(self.param)
         if given and all(map(is_, map(given.get, self.state), self.state.values())):
-            return  # it consists of views of the arenas
+            return  # the entry already consists of views of the arenas
         check_state(self.param, given)
         if given:
             self._copy_from(given)
@@ -136,15 +137,15 @@ class StateSlot:
 
 
 class Arena:
-    """The moments of all shards in one storage: one buffer each, as long as the padded shards together."""
+    """The moments of all shards in one storage: one buffer per moment, as long as all padded shards."""
 
     rows: Tensor
-    """[G], the row of each group of 32 elements; [0] if it is not used. Set with the step counts."""
+    """[G], the row of each group of 32 elements; [0] if kernels do not need the rows. Set by `fill_rows`."""
 
     def __init__(self, slots: list[StateSlot], moments: str) -> None:
-        self._slots = slots
+        self.slots = sorted(slots, key=lambda slot: (slot.start, slot.end))
         numel = 0
-        for slot in slots:
+        for slot in self.slots:
             slot.arena, slot.arena_offset = self, numel
             numel += slot.stop - slot.start
         param = slots[0].param
@@ -156,27 +157,27 @@ class Arena:
         self._slices: dict[tuple[int, int, int], RunSlice] = {}
 
     def fill_rows(self) -> None:
-        """Compute the row of each group, for kernels and for stochastic rounding of moments."""
-        if isinstance(self._slots[0].counts, HostCounts) and self.avg.dtype in (torch.float32, torch.float64):
+        """Compute the row of each group. Kernels and stochastic rounding of moments need the rows."""
+        if isinstance(self.slots[0].counts, HostCounts) and self.avg.dtype in (torch.float32, torch.float64):
             self.rows = torch.empty(0, dtype=torch.int16)
             return
         rows = torch.zeros(self.avg.numel() // SCALE_BLOCK, dtype=torch.int64)
-        for slot in self._slots:
+        for slot in self.slots:
             stop = slot.arena_offset + slot.stop - slot.start
             rows[slot.arena_offset // SCALE_BLOCK : stop // SCALE_BLOCK] = slot.row
-        narrow = len(self._slots[0].counts.steps) <= torch.iinfo(torch.int16).max
+        narrow = len(self.slots[0].counts.steps) <= torch.iinfo(torch.int16).max
         self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
 
     def entry(self, slot: StateSlot) -> dict[str, Tensor]:
-        """Return the optimizer state of one shard: moments in its shape, and their exponents."""
+        """Return the optimizer state of one shard: moments in the shard's shape, and their exponents."""
         avg, sq, *exponents = self.state(slot, slot.start, slot.end).codes()
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(MOMENTS, (avg, sq), strict=True)}
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
     def slice_of(self, first: StateSlot, start: int, stop: int) -> RunSlice:
-        """Return elements `[start, stop)` of the storage, in a run that begins with `first`, cached."""
-        if len(self._slices) > 4 * len(self._slots):
-            self._slices.clear()  # bounds the cache when the set of shards with gradients keeps changing
+        """Return elements `[start, stop)` of the storage. They are part of a run that begins with `first`. Cached."""
+        if len(self._slices) > 4 * len(self.slots):
+            self._slices.clear()  # bounds the cache if the set of shards with gradients keeps changing
         key = first.row, start, stop
         if key not in self._slices:
             begin = first.arena_offset + start - first.start
@@ -185,7 +186,7 @@ class Arena:
         return self._slices[key]
 
     def state(self, first: StateSlot, start: int, stop: int) -> State:
-        """Return the flat tensors to step from `start` to `stop` in a contiguous run that begins with `first`."""
+        """Return the flat tensors of elements `[start, stop)` in a contiguous run that begins with `first`."""
         begin = first.arena_offset + start - first.start
         end = begin + stop - start
         here, groups = slice(begin, end), slice(begin // SCALE_BLOCK, -(-end // SCALE_BLOCK))
@@ -197,7 +198,7 @@ class Arena:
 
 
 def _grouped(slots: Iterable[StateSlot], key: Callable[[StateSlot], Hashable]) -> list[list[StateSlot]]:
-    """Group slots by a key, in the order in which keys come first."""
+    """Group slots by a key. Groups are in the order of their first slots."""
     groups: dict[Hashable, list[StateSlot]] = {}
     for slot in slots:
         groups.setdefault(key(slot), []).append(slot)
@@ -205,15 +206,14 @@ def _grouped(slots: Iterable[StateSlot], key: Callable[[StateSlot], Hashable]) -
 
 
 def _make_counts(slots: Sequence[StateSlot]) -> StepCounts:
-    """Return the step counts of the slots on one device. Assign each slot a row of them."""
+    """Return the step counts of the slots on one device. Assign a row of the counts to each slot."""
     device = slots[0].param.device
     constants = [(slot.group, slot.number, slot.arena_offset - slot.part.offset) for slot in slots]
-    counts = counts_for(slots[0].param)(constants, device)
+    fused = use_triton(slots[0].param)
+    counts: StepCounts = DeviceCounts(constants, device) if fused else HostCounts(constants, device)
     for row, slot in enumerate(slots):
         slot.counts, slot.row = counts, row
         slot.state = {"step": counts.steps[row], **slot.arena.entry(slot)}
-    for arena in {id(slot.arena): slot.arena for slot in slots}.values():
-        arena.fill_rows()
     return counts
 
 
@@ -225,7 +225,7 @@ Place = TypeVar("Place")
 def runs(
     members: Iterable[tuple[StateSlot, Place]], goes_on: Callable[[StateSlot, Place, StateSlot, Place], bool]
 ) -> Iterator[list[tuple[StateSlot, Place]]]:
-    """Group slots, in memory order, into runs that one call can step. Slots without elements are left out.
+    """Group slots, in memory order, into runs that one call can step. Slots without elements are skipped.
 
     Each slot comes with the place of its gradient. `goes_on(last, place, slot, place)` returns whether the gradients of
     two slots are as far apart as the slots.
@@ -243,7 +243,7 @@ def runs(
 
 
 def _follows(slot: StateSlot, last: StateSlot) -> bool:
-    """Return whether one call can step `last` and `slot`, which is behind it in memory."""
+    """Return whether one call can step `last` and `slot`. `slot` is behind `last` in memory."""
     distance = slot.start - last.start
     return (
         slot.arena is last.arena
@@ -254,20 +254,20 @@ def _follows(slot: StateSlot, last: StateSlot) -> bool:
 
 
 def steps_of(slots: Sequence[StateSlot], *, unscale: bool) -> Iterator[tuple[StepCounts, RunSlice, Tensor]]:
-    """Yield the elements that one call can step, with their step counts and gradients, run by run.
+    """Yield the elements that one call can step, with their step counts and gradients.
 
-    Step them before requesting the next ones.
+    Step the elements before requesting the next ones.
     """
     members = ((slot, grad) for slot in slots if (grad := slot.param.grad) is not None)
     for run in runs(members, _in_one_buffer):
         for elements, grad in _pieces(run, unscale):
             yield run[0][0].counts, elements, grad
-    # The kernels wrote through views that have version counters of their own.
+    # The kernels wrote through views, which have separate version counters.
     torch.autograd.graph.increment_version([slot.param for slot in slots])
 
 
 def _in_one_buffer(last: StateSlot, last_grad: Tensor, slot: StateSlot, grad: Tensor) -> bool:
-    """Return whether gradients lie like their slots in one buffer, with only padding between them."""
+    """Return whether two gradients lie in one buffer as far apart as their slots, with only padding between them."""
     return (
         (slot.start == last.end or (is_padded(last_grad) and is_padded(grad)))
         and grad.data_ptr() == last_grad.data_ptr() + (slot.start - last.start) * grad.element_size()
@@ -279,10 +279,10 @@ def _in_one_buffer(last: StateSlot, last_grad: Tensor, slot: StateSlot, grad: Te
 
 
 def _pieces(run: Sequence[tuple[StateSlot, Tensor]], unscale: bool) -> Iterator[tuple[RunSlice, Tensor]]:
-    """Yield each piece of a run to step, with its gradient. Step each before requesting the next.
+    """Yield the pieces of a run, each with its gradient. Step each piece before requesting the next.
 
-    If the gradient is padded, the run is one piece. Otherwise the part within the last 32 elements is a piece of its
-    own, with a padded copy of its gradient.
+    If the gradient is padded, the run is one piece. Otherwise the elements after the last multiple of 32 are a separate
+    piece, with a padded copy of their gradient.
     """
     (first, given), (last, last_grad) = run[0], run[-1]
     grad = given.contiguous()
@@ -311,10 +311,10 @@ def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
-    """Check the state of `param`. An empty state is valid: that of a parameter before its first step.
+    """Check the state of `param`. An empty state is valid, as before the first step of a parameter.
 
     Raises:
-        ValueError: the entries or the shape of a moment differ from those of AdamW for `param`.
+        ValueError: the names of the entries are not those of AdamW, or a moment has another shape than `param`.
     """
     if not state:
         return
@@ -333,9 +333,9 @@ def check_dense(grad: Tensor | None) -> None:
 
 
 def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of one parameter with moments decoded to fp32, which is exact.
+    """Return the state of one parameter with moments decoded to fp32. Decoding is exact.
 
-    Decoded moments are on `device`, or on their own device. A state that is not narrow is returned unchanged.
+    Decoded moments are moved to `device` if it is given. A state that is not narrow is returned unchanged.
     """
     if not _is_narrow(entry):
         return dict(entry)
@@ -346,11 +346,11 @@ def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> d
 
 
 Decoder = tuple[Callable[..., Tensor], Sequence[Tensor]]
-"""A function, and the tensors that it decodes."""
+"""A function that decodes a moment, and the tensors to decode."""
 
 
 def decoders(entry: Mapping[str, Any]) -> dict[str, Decoder]:
-    """Return what decodes each moment as `canonical` does, by name. Empty if the state is not narrow."""
+    """Return a decoder for each moment by name. It decodes as `canonical`. Empty if the state is not narrow."""
     if not entry or not _is_narrow(entry):
         return {}
     codes = {name: value for name, value in entry.items() if name != "step"}

@@ -1,4 +1,7 @@
-"""Steps of parameters that are no shards, by PyTorch's fused AdamW: ignored ones, those of models not wrapped."""
+"""Step parameters that are not shards by PyTorch's fused AdamW.
+
+They are ignored parameters and parameters of models that are not wrapped.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +15,7 @@ from shardlite.optim.layout import MOMENTS, canonical, check_dense, check_state
 
 
 def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
-    """Check that parameters of a group, which are no shards, can be stepped.
+    """Check that parameters of a group, which are not shards, can be stepped.
 
     Raises:
         ValueError: a state does not fit, a gradient is sparse, or the group has a `max_update`.
@@ -20,10 +23,10 @@ def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tenso
     for param in params:
         check_state(param, states.get(param))
         check_dense(param.grad)
-    if params and group["max_update"] is not None:
+    if group["max_update"] is not None:
         raise ValueError(
-            f"AdamW: max_update={group['max_update']} is supported for parameters of ShardLite models only, and "
-            "the group has others: give them a group with max_update=None"
+            f"AdamW: max_update={group['max_update']} is supported only for parameters of ShardLite models, but the "
+            "group has others: put these into a group with max_update=None"
         )
 
 
@@ -51,7 +54,7 @@ def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any],
 
 
 def ordinary_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
-    """Return `entry`, or zeros, as PyTorch's fused kernel needs the state of a parameter that is no shard."""
+    """Return `entry`, or zeros, in the format of PyTorch's fused kernel. `param` is not a shard."""
     if not entry:
         return {"step": torch.zeros((), device=param.device), **{name: torch.zeros_like(param) for name in MOMENTS}}
     step = torch.as_tensor(entry["step"]).to(param.device, torch.float32, copy=copy)

@@ -1,15 +1,16 @@
-"""Clocks that add up durations on one device. On a GPU they time its streams without synchronizing with them."""
+"""Clocks that add up durations on one device. On a GPU, they time streams without synchronizing."""
 
 import time
+from collections import deque
 
 import torch
 
 _OPEN = 256
-"""Number of GPU intervals that are kept before the finished ones are added up."""
+"""Number of open GPU intervals at which the finished ones are added up."""
 
 
 class Clock:
-    """Sum of the durations of `with clock:` blocks: host time or, on a GPU, time of the current stream.
+    """Sum of the durations of `with clock:` blocks, in host time or, on a GPU, in time of the current stream.
 
     Blocks of one clock must not overlap.
     """
@@ -19,10 +20,10 @@ class Clock:
         self._seconds = 0.0
         self._start = 0.0
         self._begin: torch.cuda.Event | None = None
-        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __enter__(self) -> None:
-        """Start an interval. None is counted while a CUDA graph is captured: timing events cannot be."""
+        """Start an interval. Skip it during the capture of a CUDA graph, in which events cannot be timed."""
         if not self._on_gpu:
             self._start = time.perf_counter()
         elif not torch.cuda.is_current_stream_capturing():
@@ -36,23 +37,20 @@ class Clock:
             self._open.append((self._begin, _timing_event()))
             self._begin = None
             if len(self._open) > _OPEN:
-                self._add_up(wait=False)
+                self._add_up()
 
     def seconds(self) -> float:
-        """Return the sum in seconds. On a GPU the host waits for open intervals."""
-        self._add_up(wait=True)
+        """Return the sum in seconds. On a GPU, the host waits for open intervals."""
+        for _, end in self._open:
+            end.synchronize()
+        self._add_up()
         return self._seconds
 
-    def _add_up(self, *, wait: bool) -> None:
-        still: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        for start, end in self._open:
-            if wait:
-                end.synchronize()
-            if end.query():  # type: ignore[no-untyped-call]
-                self._seconds += start.elapsed_time(end) / 1000
-            else:
-                still.append((start, end))
-        self._open = still
+    def _add_up(self) -> None:
+        """Add up the finished intervals, oldest first, until the first one that is still open."""
+        while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
+            start, end = self._open.popleft()
+            self._seconds += start.elapsed_time(end) / 1000
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -1,4 +1,4 @@
-"""Read small numbers of a GPU without waiting for it: the host sees those of some earlier step."""
+"""Read small numbers from a GPU without waiting for it. The host gets the values of an earlier step."""
 
 from collections.abc import Sequence
 
@@ -7,27 +7,27 @@ from torch import Tensor
 
 
 class LaggedNumbers:
-    """A host copy of `numbers` [n] on a GPU, which change in place: graphs may be replayed."""
+    """Host copy of `numbers` [n] on a GPU. The numbers change in place, so CUDA graphs can be replayed."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self._copy = torch.zeros(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
-        self._host = self._copy.numpy()  # the same memory, which the host reads as it is
+        self._host = self._copy.numpy()  # a view, which the host reads without synchronization
         self._sent: torch.cuda.Event | None = None
 
     def read(self, *, wait: bool = False) -> Sequence[int] | None:
-        """Return the numbers of the last copy that has arrived, or `None` while a CUDA graph is captured.
+        """Return the numbers of the latest copy that has arrived, or `None` during the capture of a CUDA graph.
 
-        With `wait`, the host waits for the last copy that was sent.
+        With `wait`, wait for the latest copy that was sent.
         """
         if torch.cuda.is_current_stream_capturing():
-            return None  # nothing may be queried
+            return None  # no event may be queried during a capture
         if wait and self._sent is not None:
             self._sent.synchronize()
         return [int(each) for each in self._host]
 
     def send(self) -> None:
-        """Start copying the numbers of now. These few bytes arrive as soon as the stream reaches them."""
-        self._copy.copy_(self._numbers, non_blocking=True)
+        """Start copying the current numbers. The copy arrives as soon as the stream reaches it."""
+        self._copy.copy_(self.numbers, non_blocking=True)
         if not torch.cuda.is_current_stream_capturing():
-            self._sent = torch.cuda.current_stream(self._numbers.device).record_event()
+            self._sent = torch.cuda.current_stream(self.numbers.device).record_event()

@@ -1,11 +1,11 @@
 """Bytes held by this rank, by purpose.
 
-A `Ledger` counts storages, not tensors: all views of a buffer are one entry, which ends with the storage itself. It
-knows nothing of units, ranks or devices; the owner of a buffer names its purpose.
+A `Ledger` counts storages, not tensors: all views of a buffer are one entry, which ends with the storage. The ledger
+does not know units, ranks or devices. The owner of a buffer names its purpose.
 
-PyTorch keeps one Python object per storage for as long as the storage lives, even while only views or the autograd
-graph hold it. So a weak reference to that object detects the end of the storage. `tests/telemetry/test_ledger.py`
-checks that.
+PyTorch keeps one Python object per storage as long as the storage exists, even if only views or the autograd graph
+hold the storage. So a weak reference to that object detects the end of the storage. `tests/telemetry/test_ledger.py`
+tests this property.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +27,11 @@ def format_bytes(nbytes: int) -> str:
 
 
 def process_memory(device: torch.device) -> Held:
-    """Return the memory of this process in bytes, according to the CUDA allocator or the operating system.
+    """Return the memory of this process in bytes, as reported by the CUDA allocator or the operating system.
 
-    On a CPU, `now` is the proportional set size, in which a page that `n` processes share counts as `1/n`, and `peak`
-    is the largest resident set of the process so far. Sources: `/proc/self/smaps_rollup` and `getrusage(2)`. Where the
-    former is not available, both values are the latter.
+    On a CPU, `now` is the proportional set size, in which a page that `n` processes share counts as `1/n`. `peak` is
+    the largest resident set of the process so far. Sources: `/proc/self/smaps_rollup` and `getrusage(2)`. If the former
+    is not available, both values are the peak.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -63,32 +62,27 @@ class Held:
     """The maximum since the last `reset_peak`. Purposes peak at different moments."""
 
 
-class _Entry(NamedTuple):
-    """One live storage."""
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a live storage, with its bytes. (`weakref.finalize` costs far more.)"""
+
+    __slots__ = ("key", "nbytes", "purpose")
+    key: int
+    """The id of the storage."""
 
     purpose: str
     nbytes: int
-    death: _Death
-
-
-class _Death(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, which is queued when the storage dies. (`weakref.finalize` costs far more.)"""
-
-    __slots__ = ("key",)
-    key: int
-    """The id of the storage."""
 
 
 class Ledger:
     """Current and peak bytes by purpose.
 
-    Finalizers queue storages that died; they may run at any moment and in any thread. The queue is subtracted at the
-    start of the next call, before anything is added, so peaks are exact.
+    A storage may be freed at any moment and in any thread, so its entry is only queued then. The next call subtracts
+    the queued entries before it adds anything, so peaks are exact.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}  # by id(storage): an id returns only after its death was queued
-        self._dead: deque[_Death] = deque()
+        self._entries: dict[int, _Entry] = {}  # by id(storage), which is reused only after the entry was queued
+        self._dead: deque[_Entry] = deque()
         self._current: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._lock = RLock()
@@ -96,8 +90,7 @@ class Ledger:
     def track(self, purpose: str, tensor: Tensor) -> None:
         """Count the whole storage of `tensor` under `purpose` until the storage is freed.
 
-        Tracking it again has no effect, except that a resized storage is counted with its new size, and that the
-        storage moves to `purpose` if it had another one.
+        A second call for the same storage updates its purpose and its size.
         """
         self.track_storage(purpose, tensor.untyped_storage())
 
@@ -107,20 +100,19 @@ class Ledger:
         with self._lock:
             if self._dead:
                 self._settle()
-            known = self._entries.get(key)
-            if known is None:
-                death = _Death(storage, self._dead.append)
-                death.key = key
-            elif known.purpose == purpose and known.nbytes == nbytes:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(storage, self._dead.append)
+                entry.key = key
+            elif entry.purpose == purpose and entry.nbytes == nbytes:
                 return
             else:
-                death = known.death
-                self._move(known.purpose, -known.nbytes)
-            self._entries[key] = _Entry(purpose, nbytes, death)
+                self._move(entry.purpose, -entry.nbytes)
+            entry.purpose, entry.nbytes = purpose, nbytes
             self._move(purpose, nbytes)
 
     def current(self) -> dict[str, int]:
-        """Return the bytes held now, for every purpose ever used."""
+        """Return the current bytes of every purpose ever used."""
         with self._lock:
             self._settle()
             return dict(self._current)
@@ -131,7 +123,7 @@ class Ledger:
             return dict(self._peak)
 
     def held(self) -> dict[str, Held]:
-        """Return current and peak bytes, for every purpose ever used."""
+        """Return the current and peak bytes of every purpose ever used."""
         with self._lock:
             now = self.current()
             return {purpose: Held(nbytes, self._peak[purpose]) for purpose, nbytes in now.items()}
@@ -143,9 +135,10 @@ class Ledger:
             self._peak = dict(self._current)
 
     def _settle(self) -> None:
-        """Subtract the storages that died since the last call."""
+        """Subtract the storages that were freed since the last call."""
         while self._dead:
-            entry = self._entries.pop(self._dead.popleft().key)
+            entry = self._dead.popleft()
+            del self._entries[entry.key]
             self._move(entry.purpose, -entry.nbytes)
 
     def _move(self, purpose: str, nbytes: int) -> None:

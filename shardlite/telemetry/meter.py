@@ -1,10 +1,9 @@
-"""Measured tensor memory: bytes in all tensor storages on this rank, now and at the peak.
+"""Measure tensor memory: the bytes in all tensor storages on this rank, now and at the peak.
 
-`Meter` intercepts each operator that PyTorch dispatches in forward, backward and optimizer, and tracks the storages of
-its arguments and results in a `Ledger`, which detects when they die. So a count is exact on any device and at any size,
-and does not depend on the machine's load. It excludes memory that a kernel allocates and frees inside itself, allocator
-rounding, fragmentation, and Python's own memory: it counts what the program requested, not what the operating system
-provided.
+`Meter` intercepts each operator that PyTorch dispatches in forward, backward and optimizer. It tracks the storages of
+the operator's arguments and results in a `Ledger`, which detects the end of a storage. So a count is exact on any
+device and at any size, and does not depend on the machine's load. It includes the memory that the program requested.
+It excludes allocator rounding, fragmentation, Python's own memory, and memory that a kernel allocates and frees.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,25 +26,27 @@ T = TypeVar("T")
 _TENSORS = "tensors"  # the only purpose in a meter's own ledger
 
 
-class Meter(Generic[T]):
+class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
     """Bytes in the tensor storages that are alive while the meter is on.
 
         with Meter() as meter:
             model(x, y).backward()
         print(meter.peak - meter.live)
 
-    Tensors that exist at entry are found through the garbage collector and count from the start. A tensor that only
-    C++ holds (for example saved in the graph of an earlier forward) counts from its first use, and so does one that
-    `gc.freeze()` has hidden from the collector. Operators run some ten microseconds longer under a meter: do not time
-    the steps that are metered.
+    Tensors that exist at entry are found through the garbage collector and count from the start. A tensor counts only
+    from its first use if only C++ holds it (as in the graph of an earlier forward), or if `gc.freeze()` has hidden it
+    from the collector. A meter delays each operator by some ten microseconds, so do not time metered steps.
 
-    `on_peak` is called after each new peak, just before the next operator runs, so that other ledgers are up to date
-    by then. `at_peak` is its latest result. `on_operator` is called before and after each operator.
+    Args:
+        on_peak: called after each new peak, just before the next operator runs, when other ledgers are up to date.
+            `at_peak` is its latest result.
+        on_operator: called before and after each operator.
     """
 
     def __init__(
         self, on_peak: Callable[[], T] | None = None, *, on_operator: Callable[[], object] = lambda: None
     ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._on_peak = on_peak
         self._on_operator = on_operator
         self._at_peak: T | None = None
@@ -79,33 +79,50 @@ class Meter(Generic[T]):
         with self._noting_peaks():
             for tensor in _existing_tensors():
                 self._book(tensor)
-        self._watching.enter_context(_watch_resizes(self._run_resize))
-        self._watching.enter_context(_Operators(self._run_operator))
+        self._watching.enter_context(self._intercepting_resizes())
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._watching.close()
         self._take_snapshot()
 
-    def _run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func`, and track the storages of its arguments and results."""
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and track the storages of its arguments and results.
+
+        A DTensor is unwrapped first: its operators are dispatched again with the tensors that hold its memory.
+        """
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented
         self._take_snapshot()
         self._on_operator()
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         with self._noting_peaks():
             for value in tree_leaves((args, kwargs, result)):
                 self._book(value)
         self._on_operator()
         return result
 
-    def _run_resize(self, storage: UntypedStorage, resize: Callable[[], Any]) -> Any:
-        self._take_snapshot()
-        result = resize()
-        with self._noting_peaks():
-            self._ledger.track_storage(_TENSORS, storage)
-        return result
+    @contextmanager
+    def _intercepting_resizes(self) -> Iterator[None]:
+        """Intercept `storage.resize_(nbytes)`, the only way to resize a storage that is not an operator."""
+        original = UntypedStorage.resize_
+
+        def resize(storage: UntypedStorage, nbytes: int) -> Any:
+            self._take_snapshot()
+            result = original(storage, nbytes)
+            with self._noting_peaks():
+                self._ledger.track_storage(_TENSORS, storage)
+            return result
+
+        setattr(UntypedStorage, "resize_", resize)  # noqa: B010 (mypy refuses the plain assignment)
+        try:
+            yield
+        finally:
+            setattr(UntypedStorage, "resize_", original)  # noqa: B010
 
     def _book(self, value: object) -> None:
         if isinstance(value, Tensor) and _holds_memory(value):
@@ -123,37 +140,6 @@ class Meter(Generic[T]):
         self._snapshot_due = False
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Pass each dispatched operator to `run`."""
-
-    def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run `func`. A DTensor is unwrapped first and dispatched again as the tensors that hold memory."""
-        if any(is_traceable_wrapper_subclass_type(t) for t in types):
-            return NotImplemented
-        return self._run(func, args, kwargs or {})
-
-
-@contextmanager
-def _watch_resizes(run: Callable[[UntypedStorage, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Pass `storage.resize_(nbytes)` to `run`: the only way to resize a storage that is not an operator."""
-    original = UntypedStorage.resize_
-
-    def watched(storage: UntypedStorage, nbytes: int) -> Any:
-        return run(storage, lambda: original(storage, nbytes))
-
-    setattr(UntypedStorage, "resize_", watched)  # noqa: B010 (mypy refuses the plain assignment)
-    try:
-        yield
-    finally:
-        setattr(UntypedStorage, "resize_", original)  # noqa: B010
-
-
 def _holds_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has a storage. Meta tensors, sparse tensors and wrapper subclasses have none."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass_type(type(tensor)):
@@ -165,7 +151,7 @@ def _holds_memory(tensor: Tensor) -> bool:
 
 
 def _existing_tensors() -> Iterator[Tensor]:
-    """Yield all tensors with a Python object, and their gradients, which may have none."""
+    """Yield all tensors that have a Python object, and their gradients, which may not have one."""
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # isinstance would run the properties of proxies
             yield thing

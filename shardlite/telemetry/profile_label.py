@@ -1,4 +1,4 @@
-"""Names in the traces of `torch.profiler`: which unit is computed, gathered, reduced or waited for."""
+"""Labels in the traces of `torch.profiler`, which name the unit that is computed, gathered, reduced or awaited."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,14 +9,14 @@ _NO_LABEL = nullcontext()
 
 
 def profile_label(action: str, unit: str) -> AbstractContextManager[object]:
-    """Name a block `shardlite::ACTION UNIT` while a profiler is on. Otherwise this only looks at a flag."""
+    """Label a block `shardlite::ACTION UNIT` if a profiler is on. Otherwise only test a flag."""
     if not profiler._is_profiler_enabled:
         return _NO_LABEL
     return profiler.record_function(f"shardlite::{action} {unit}")
 
 
 def labelled(block: AbstractContextManager[object], action: str, unit: str) -> AbstractContextManager[object]:
-    """Return `block`, inside of a name while a profiler is on."""
+    """Return `block`, inside a label if a profiler is on."""
     label = profile_label(action, unit)
     return block if label is _NO_LABEL else _both(label, block)
 

@@ -1,4 +1,4 @@
-"""Events of one wrapped model in order, in the words of the documentation, for tests and for debugging."""
+"""Ordered events of one wrapped model, for tests and debugging."""
 
 from collections import deque
 
@@ -6,8 +6,9 @@ from collections import deque
 class Trace:
     """The latest events of one wrapped model, oldest first.
 
-    The events are: `gather` (an all-gather starts), `wait` (the computation waits for it), `reshard` (the weights have
-    no users any more), `evict` (its buffer is given to another unit), `reduce` (a reduce-scatter starts), `step`.
+    The events are: `gather` (an all-gather starts), `wait` (the computation waits for a gather), `reshard` (the last
+    use of a unit's weights ends), `evict` (a unit's buffer is given to another unit), `reduce` (a reduce-scatter
+    starts), `step` (an optimizer steps).
     """
 
     def __init__(self, keep: int = 4096) -> None:
@@ -18,7 +19,7 @@ class Trace:
         self._events.append((event, unit))
 
     def take(self) -> list[str]:
-        """Return and clear the events since the last call."""
+        """Return the events since the last call, and clear them."""
         events = [f"{event} {unit}".rstrip() for event, unit in self._events]
         self._events.clear()
         return events

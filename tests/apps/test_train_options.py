@@ -21,7 +21,7 @@ from shardlite.apps.demo.log import COLUMNS, CSVLog, open_log
 from shardlite.apps.demo.report import Point, Progress, duration
 from shardlite.apps.demo.settings import SIZES, Settings
 from shardlite.apps.options import add_command, dtype_of
-from shardlite.engine import WHOLE_MATRICES
+from shardlite.engine.optimizer_hooks import WHOLE_MATRICES
 from tests.support.markdown import ROOT, blocks
 from tests.support.ranks.scripts import run_command
 

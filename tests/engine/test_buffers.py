@@ -166,7 +166,7 @@ def refused_body(group: Any) -> None:
     model = ShardLite(Counting(), group=group)
     model(rows(Turn(0, 0, 0))).sum().backward()
     model.module.queue = torch.zeros(4 + dist.get_rank(group), WIDTH)
-    with pytest.raises(LayoutError, match=r"buffer 'queue' has another length on some rank"):
+    with pytest.raises(LayoutError, match=r"buffer 'queue' does not have the same length on all ranks"):
         model(rows(Turn(0, 0, 0)))
 
 

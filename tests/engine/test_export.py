@@ -118,7 +118,7 @@ def reads_state_dict(group: Any, stage: int) -> None:
     for name, value in model.full_state_dict().items():
         same_bits(name, inside[name], value)
     if stage == 3:
-        with model.gathered("0.inner.weight"), pytest.raises(LayoutError, match=r"or be inside `with model\.gathered"):
+        with model.gathered("0.inner.weight"), pytest.raises(LayoutError, match=r"or be inside `gathered"):
             model.module.state_dict()
 
 

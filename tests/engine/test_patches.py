@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pre_hooks
 
 from shardlite import LayoutError, ShardLite
-from shardlite.engine import PATCHES, install_patches, patches
+from shardlite.engine import install_patches, patches
 from tests.project.test_docs import ROOT, cells
 from tests.support.ranks.scripts import run_process
 
 
 def test_the_page_lists_all_patches():
     listed = cells((ROOT / "docs" / "patches.md").read_text())
-    assert listed == [[each.target, each.why, each.rests_on] for each in PATCHES]
+    assert listed == [[each.target, each.why, each.rests_on] for each in patches.PATCHES]
 
 
 WATCHED = """

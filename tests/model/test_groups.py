@@ -171,7 +171,7 @@ def test_ignored_parameters_are_each_ranks_own(group):
         alone(x).pow(2).mean().backward()
         for name, param in own.items():
             same_bits(name, param.grad, alone.get_parameter(name).grad)
-        with pytest.raises(LayoutError, match="3 of 5 gradients are not of the model"):
+        with pytest.raises(LayoutError, match="3 of 5 gradients do not belong to the model"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         model.clip_grad_norm_(1.0)
         optimizer.step()

@@ -47,7 +47,7 @@ def test_weights_can_only_be_read_while_they_are_held(group):
     model = ShardLite(plain, group=group)
     square(model)
     for name, param in plain.named_parameters():
-        with pytest.raises(LayoutError, match=f"parameter '{name}' is sharded, so its values are not here"):
+        with pytest.raises(LayoutError, match=f"parameter '{name}' is sharded, so its values are not available"):
             param.isnan()
     state = Block().state_dict()
     with pytest.raises(LayoutError, match=r"use load_full_state_dict\(\) of the ShardLite model"):
@@ -98,7 +98,7 @@ def repointed_weight_body(group):
 def frozen_shard_body(group):
     model = ShardLite(net(), group=group)
     next(model.parameters()).requires_grad_(False)
-    with pytest.raises(LayoutError, match="the module's own parameters decide"):
+    with pytest.raises(LayoutError, match="was given another requires_grad than the module's own parameter"):
         square(model)
 
 

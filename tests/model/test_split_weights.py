@@ -176,7 +176,7 @@ def test_optimizers_that_know_nothing_of_it_are_refused(group: Any, stage: int) 
         optimizer = make(model.parameters(), lr=0.1)
         before = model.full_state_dict()
         on_rows(model, Turn(0, 0, 0)).backward()
-        with pytest.raises(LayoutError, match=rf"{make.__name__} would step only the upper part of split weights"):
+        with pytest.raises(LayoutError, match=rf"{make.__name__} would step only the upper half of split weights"):
             optimizer.step()
         model.zero_grad()
         same_states("state", model.full_state_dict(), before)

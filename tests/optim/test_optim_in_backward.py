@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_an_error_of_step(state, worst):
     optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=True)
     train(model, optimizer, [0])
     (loss_of(model, 1) * worst).backward()
-    with pytest.raises(NonFiniteError, match="go on from a checkpoint"):
+    with pytest.raises(NonFiniteError, match="continue from a checkpoint"):
         optimizer.step()
     assert {entry["step"].item() for entry in optimizer.state.values()} == {2.0}
     optimizer.step()  # said once

@@ -72,7 +72,7 @@ def test_a_limit_of_updates_is_refused():
     params = plain_params()
     set_grads(params, 0)
     before = [param.detach().clone() for param in params]
-    with pytest.raises(ValueError, match=r"max_update=2\.0 is supported for parameters of ShardLite models only"):
+    with pytest.raises(ValueError, match=r"max_update=2\.0 is supported only for parameters of ShardLite models"):
         AdamW(params, max_update=2.0).step()
     assert_same([param.detach() for param in params], before)
 
@@ -143,5 +143,5 @@ def test_in_backward_they_are_stepped_by_hooks():
     assert frozen.grad is None
     assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}
     (weight.sum() * float("nan")).backward()
-    with pytest.raises(NonFiniteError, match="go on from a checkpoint"):
+    with pytest.raises(NonFiniteError, match="continue from a checkpoint"):
         optimizer.step()
