@@ -214,7 +214,7 @@ class Bucket:
         if id(param) in self.earlier.used:
             i, slot = self._slots[id(param)]
             for full in self.earlier.summands():
-                slot.view(full[i]).zero_()
+                full[i][slot.start : slot.stop].zero_()
             self.earlier.used.discard(id(param))
         if self.phase is Gradients.FILLING:
             self.used.discard(id(param))
