@@ -219,7 +219,7 @@ def limit_body(group: Any, stage: int) -> None:
     for _ in range(LIMIT - 1):
         step(POISONS[1])
     before = state_of(model, optimizer)
-    with pytest.raises(NonFiniteError, match="20 steps in a row were left out"):
+    with pytest.raises(NonFiniteError, match="20 steps in a row were skipped"):
         step(POISONS[1])
     assert_same("after the error", state_of(model, optimizer), before)
     assert model.skipped_steps == 3 * (LIMIT - 1) + 1
@@ -497,7 +497,7 @@ def two_layers() -> nn.Sequential:
 
 
 def finite_after_step(model: ShardLite) -> tuple[bool, int]:
-    """Step, and return whether all weights are still finite, and how many steps were left out."""
+    """Step, and return whether all weights are still finite, and how many steps were skipped."""
     optim.SGD(model.parameters(), lr=0.1).step()
     return all(bool(shard.isfinite().all()) for shard in model.parameters()), model.skipped_steps
 
