@@ -188,11 +188,6 @@ class Layout:
                 cuts[k] += min(max(cut - slot.start, 0), length)
         return replace(self, dtype=dtype, slots=tuple(slots), cuts=tuple(cuts))
 
-    def describe(self) -> list[str]:
-        """Return one line per parameter. Ranks compare the lines to check that they have wrapped the same model."""
-        kind = f"{self.dtype}, {'trainable' if self.trainable else 'frozen'}"
-        return [f"{slot.name} {list(slot.shape)} ({kind})" for slot in self.slots]
-
 
 def lay_out(
     parameters: Iterable[tuple[str, Sequence[int]]],

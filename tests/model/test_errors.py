@@ -160,7 +160,7 @@ def only_unknown_body(group):
         (net(), {"precision": torch.bfloat16}, "precision takes a shardlite.Precision, got torch.bfloat16"),
         (net(), {"device": "gpu"}, "device must name the CPU or a CUDA device, got 'gpu'"),
         (net(), {"units": "blocks"}, "units must be a module class"),
-        (net(), {"units": nn.LSTM}, "the model has no module of this class"),
+        (net(), {"units": nn.LSTM}, "the model contains no module of this class"),
         (net(), {"timeout": 20}, "timeout must be a datetime.timedelta, got 20"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
