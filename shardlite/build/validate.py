@@ -22,10 +22,10 @@ STAGES = (0, 1, 2, 3)
 """The stages of ZeRO."""
 
 _wrapped = WeakTensorKeyDictionary()
-"""Parameters of wrapped models. If a model was lost by an exception, its parameters stay here, as they have no values.
+"""Parameters of models that are wrapped, or were dropped without being unwrapped. Their values are in shards.
 
-Ranks that are threads share this table. This is safe, because each parameter belongs to one rank, and an access reads or
-writes one entry by identity.
+Ranks that are threads share this table. This is safe, because each parameter belongs to one rank, and each access reads
+or writes one entry by identity.
 """
 
 
@@ -184,7 +184,7 @@ def check_options(module: nn.Module, options: Options, groups: Ranks) -> None:
 
 
 def _check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
-    """Refuse embeddings with `max_norm`. A forward would scale only the rows of this rank's batch, so ranks would differ."""
+    """Refuse embeddings with `max_norm`, because a forward would scale only the rows in this rank's batch."""
     for name, each in module.named_modules():
         scales = isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None
         if scales and each.weight not in ignored:

@@ -154,7 +154,7 @@ def again_body(group):
     model = on_meta(Forgetful)
     with pytest.raises(LayoutError, match="uninitialized"):
         ShardLite(model, group=group)
-    with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
+    with pytest.raises(LayoutError, match="belongs or belonged to another wrapped model"):
         ShardLite(model, group=group)
 
 

@@ -456,7 +456,7 @@ def test_options_that_do_not_go_with_it(group: Any) -> None:
 
 @pytest.mark.ranks(3)
 def test_ranks_must_be_a_power_of_two(group: Any) -> None:
-    with pytest.raises(LayoutError, match="order='tree' requires a power of two of ranks, got 3"):
+    with pytest.raises(LayoutError, match="order='tree' requires that the number of ranks is a power of two, got 3"):
         tiny(group)
     with pytest.raises(LayoutError, match="algorithm='halving' takes a power of two of ranks, got 3"):
         tiny(group, order="ring", parts=None, algorithm="halving")
