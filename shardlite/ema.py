@@ -17,13 +17,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from shardlite_kernels import split
+from shardlite_kernels import joined, split
 from torch import Tensor
 
 from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError, lacking
 from shardlite.model import ShardLite, state_of
-from shardlite.params import Flat, allocate_arenas, join_halves
+from shardlite.params import Flat, allocate_arenas
 
 Decay = float | Callable[[int], float]
 
@@ -97,7 +97,7 @@ class EMA:
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
         for chunk, high, low in self._split_chunks():
-            chunk.lerp_(join_halves(high, low), 1 - decay)
+            chunk.lerp_(joined(high, low), 1 - decay)
         self.updates += 1
 
     @contextmanager
@@ -208,7 +208,7 @@ class EMA:
         for average, weights in self._runs:
             _exchange(average, weights)
         for chunk, high, low in self._split_chunks():
-            weights = join_halves(high, low)
+            weights = joined(high, low)
             split(high, low, chunk)
             chunk.copy_(weights)
         self._swapped = not self._swapped

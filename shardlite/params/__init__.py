@@ -3,7 +3,7 @@
 In: a module. Out: `Unit`s of `Flat`s, whose layouts are equal on all ranks. Read `layout.py` first.
 """
 
-from shardlite.params.flat import Flat, join_halves
+from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import Buffer, storage_key
 from shardlite.params.layout import ALIGN, Layout, ShardInfo, Slot, allocate_arenas, is_padded, lay_out, round_up
 from shardlite.params.parameters import (

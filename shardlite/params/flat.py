@@ -15,7 +15,7 @@ from itertools import compress
 from operator import attrgetter
 
 import torch
-from shardlite_kernels import join, split
+from shardlite_kernels import joined, split
 from torch import Tensor, nn
 
 from shardlite.params.full_buffer import storage_key
@@ -101,7 +101,7 @@ class Flat:
 
     def weights(self) -> Tensor:
         """Return this rank's weights in full precision: `local` itself, or an fp32 copy of split weights."""
-        return self.local if self.low is None else join_halves(self.local, self.low)
+        return self.local if self.low is None else joined(self.local, self.low)
 
     def write(self, weights: Tensor, begin: int = 0) -> None:
         """Overwrite elements `[begin, begin + n)` of this rank's weights with `weights` [n] (any float dtype)."""
@@ -137,7 +137,7 @@ class Flat:
             return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
-            lambda high, low: join_halves(high, low).view(shape),
+            lambda high, low: joined(high, low).view(shape),
             slot.shape,
             self.range_of(index)[0],
             sources=(high, low),
@@ -196,13 +196,6 @@ class Flat:
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Return the part of a gradient shard that belongs to each trainable slot."""
         return mark_padded(views(mean, self._own_gradients))
-
-
-def join_halves(high: Tensor, low: Tensor) -> Tensor:
-    """Return split weights [n] in fp32, given their upper and lower parts [n]."""
-    whole = torch.empty_like(high, dtype=torch.float32)
-    join(whole, high, low)
-    return whole
 
 
 def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
