@@ -313,7 +313,12 @@ INT8 = state_of(("split", "int8"), X, X, X)
         (State(X, torch.zeros(41), X), X, ROW, "exp_avg must have 40 elements on cpu, got 41"),
         (State(X, X, X.bfloat16()), X, ROW, "exp_avg_sq must be fp32, got torch.bfloat16"),
         (State(X, X, X.view(2, 20)), X, ROW, "exp_avg_sq must be 1-D and contiguous"),
-        (State(X, X.half(), X.half()), X, ROW, r"moments in torch\.float16 cannot be combined with a param in torch\.float32"),
+        (
+            State(X, X.half(), X.half()),
+            X,
+            ROW,
+            r"moments in torch\.float16 cannot be combined with a param in torch\.float32",
+        ),
         (State(X, X, X), X[:39], ROW, "grad must have 40 elements"),
         (State(X, X, X), X.double(), ROW, "grad must be fp32, bf16 or fp16, got torch.float64"),
         (INT8._replace(sq_exponent=None), X, ROW, "moments in int8 codes need exponents"),
