@@ -10,14 +10,14 @@ in the memory of the rank that waits for it, and is written by one program only:
 **A flag** is `epoch * 2^32 + count`. The epoch is the number of the launch, and the count is a number of messages in
 this launch. So flags only grow and are never reset, flags of an earlier launch are never mistaken for current ones, and
 a neighbour in another launch is detected. A flag is written with release semantics, after a barrier that orders the
-stores of the whole program. It is read with acquire semantics. Both are at system scope. So a program that has read a
-count sees the counted messages.
+stores of the whole program. It is read with acquire semantics. Both accesses are at system scope. So a program that has
+read a count sees the counted messages.
 
 **No slot is overwritten early.** Message `j` is written to slot `j % D` once `freed` is at least `max(0, j - D + 1)`
-in this epoch. For `j >= D` this means that the next rank has read message `j - D`, the previous message in the slot. For
-smaller `j` it means that the program of the next rank has begun this epoch, which it signals by a count of 0. Launches
-of a device follow each other, so its previous launch has finished and has read all slots. This holds however far a rank
-is ahead, and even if launches divide the slots differently.
+in this epoch. For `j >= D` this means that the next rank has read message `j - D`, the previous message in the slot.
+For smaller `j` it means that the program of the next rank has begun this epoch, which it signals by a count of 0.
+Launches of a device follow each other, so its previous launch has finished and has read all slots. This holds however
+far a rank is ahead, and even if launches divide the slots differently.
 
 **There is no deadlock** if the actions of a rank follow each other, and action `k` reads message `k` and sends message
 `k + b`, with `b` from 1 to `D - 1`. The first `b` messages are sent without reading. For message `k` a rank waits until
