@@ -263,7 +263,7 @@ def _constant(value: float) -> Tensor:
 
 
 def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return a function that steps with PyTorch's moments, and clamps updates to `max_update` times the learning rate."""
+    """Return a function that steps with PyTorch's moments and clamps updates to `max_update` learning rates."""
     lr, beta1, beta2, eps, weight_decay, max_update = step.hyper
     still = _operator(replace(step, hyper=step.hyper._replace(lr=0.0, weight_decay=0.0)))
 
