@@ -49,7 +49,7 @@ def scale(x: Tensor, factor: Tensor) -> None:
     _check(x, factor)
     if use_triton(x):
         launch(_scale_kernel, x, factor, n=x.numel(), block=block_size(x), NATIVE=x.dtype == torch.float64)
-    elif (near := _near(x, factor)) != 1:  # needs no synchronization, because the factor is in host memory
+    elif (near := factor.to(x.dtype)) != 1:  # needs no synchronization, because the factor is in host memory
         x.mul_(near)
 
 
@@ -57,12 +57,7 @@ def scale_reference(x: Tensor, factor: Tensor) -> None:
     """Specification of `scale`."""
     _check(x, factor)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    x.copy_(x.to(wide) * _near(x, factor).to(wide))
-
-
-def _near(x: Tensor, factor: Tensor) -> Tensor:
-    """Return the factor in the dtype of `x`. As in PyTorch, fp64 is rounded to narrow dtypes through fp32."""
-    return factor.to(x.dtype)
+    x.copy_(x.to(wide) * factor.to(x.dtype).to(wide))  # PyTorch rounds fp64 to narrow dtypes through fp32
 
 
 def _check(x: Tensor, factor: Tensor) -> None:

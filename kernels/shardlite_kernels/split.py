@@ -98,7 +98,7 @@ def split(high: Tensor, low: Tensor, source: Tensor) -> None:
     """
     _check("split", source, high, low)
     if use_triton(source):
-        _launch(_split_kernel, (high, low, source))
+        launch(_split_kernel, high, low, source, n=source.numel(), block=block_size(high, low, source))
         return
     for parts in chunks(high, low, source):
         split_reference(*parts)
@@ -117,7 +117,7 @@ def join(out: Tensor, high: Tensor, low: Tensor) -> None:
     """
     _check("join", out, high, low)
     if use_triton(out):
-        _launch(_join_kernel, (out, high, low))
+        launch(_join_kernel, out, high, low, n=out.numel(), block=block_size(out, high, low))
     else:
         join_reference(out, high, low)
 
@@ -168,10 +168,6 @@ def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
     bits.add_(0x80).bitwise_or_(1)
     high.copy_(source)
     low.copy_(bits.bitwise_right_shift_(8))  # keeps the lowest 8 bits
-
-
-def _launch(kernel: object, tensors: tuple[Tensor, ...]) -> None:
-    launch(kernel, *tensors, n=tensors[0].numel(), block=block_size(*tensors))
 
 
 def _check(who: str, whole: Tensor, high: Tensor, low: Tensor) -> None:

@@ -58,7 +58,7 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
     The memory is private to this process, so a forked child gets a copy.
     """
     flats_to_be = list(chain.from_iterable(plan.flats))
-    places = iter(_allocate(flats_to_be, placement, plan.device))
+    places = _allocate(flats_to_be, placement, plan.device)
     lows = _allocate_lower_parts(flats_to_be, placement, plan.device)
     units: list[Unit] = []
     for start, mine in zip(plan.units, plan.flats, strict=True):
@@ -73,8 +73,8 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
 
 def _allocate(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Return for each flat this rank's part, and the full weights if they are permanent.
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield for each flat this rank's part, and the full weights if they are permanent.
 
     If both have the same dtype, the part is a view of the full weights.
     """
@@ -87,15 +87,13 @@ def _allocate(
     cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.permanent and not whole]
     kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
     fulls = iter(allocate_arenas(kinds, [flat.layout.full_numel for flat in cast], device))
-    places: list[tuple[Tensor, Tensor | None]] = []
     for flat, whole, local in zip(flats, in_place, kept, strict=True):
         if not whole:
-            places.append((local, next(fulls) if placement.permanent else None))
+            yield local, next(fulls) if placement.permanent else None
         elif placement.rank is None:
-            places.append((local, local))
+            yield local, local
         else:
-            places.append((local[slice(*flat.layout.shard_range(placement.rank))], local))
-    return places
+            yield local[slice(*flat.layout.shard_range(placement.rank))], local
 
 
 def _allocate_lower_parts(

@@ -49,7 +49,12 @@ class SoloGradientFlags:
 
         Until the next backward, calls return the same tensor.
         """
-        self._register_hooks()
+        known = self._known
+        for shard in self._names:  # on a first call, or after a parameter was unfrozen
+            if shard.requires_grad and shard not in self._hooked:
+                known.clear()
+                self._hooked.add(shard)
+                shard.register_post_accumulate_grad_hook(lambda _: known.clear())  # type: ignore[no-untyped-call]
         grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
         if not grads:
             self._known.clear()
@@ -60,15 +65,6 @@ class SoloGradientFlags:
             if self._diagnose and bad:
                 warn_of([(0, name) for name, value in values.items() if any_bad([value], self._device)][:1])
         return self._known[0] if self._known else None
-
-    def _register_hooks(self) -> None:
-        """Register hooks that invalidate the cached flag, also on newly unfrozen parameters."""
-        known = self._known
-        for shard in self._names:
-            if shard.requires_grad and shard not in self._hooked:
-                known.clear()
-                self._hooked.add(shard)
-                shard.register_post_accumulate_grad_hook(lambda _: known.clear())  # type: ignore[no-untyped-call]
 
 
 def warn_of(found: Sequence[tuple[int, str]]) -> None:

@@ -314,12 +314,10 @@ class ReduceQueue:
         return self._staging_of(mean.flat, full)
 
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
-        """Return memory where partial sums arrive."""
-        layout, transport = flat.gradients, self._context.reducing[0]
-        cuts, grain = layout.uneven_cuts, stats_block(full)
-        return self._scratch(
-            staging_numel(layout.full_numel, transport, full.dtype, cuts=cuts, grain=grain), full.dtype
-        )
+        """Return memory for received partial sums."""
+        layout, (transport, _), grain = flat.gradients, self._context.reducing, stats_block(full)
+        numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=layout.uneven_cuts, grain=grain)
+        return self._scratch(numel, full.dtype)
 
     def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory that successive operations share. It belongs to the stream of the queue."""
