@@ -105,7 +105,7 @@ def begin_ring(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limi
 def await_flag(
     flag_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, REASON: tl.constexpr, patience: tl.tensor
 ) -> tl.tensor:
-    """Wait until a flag is at least `value`. Return the patience. After a failure it is negative: the reason."""
+    """Wait until a flag is at least `value`. Return the patience, or after a failure a negative code of the reason."""
     seen = wait_signal(flag_ptr, value, patience)
     elsewhere = seen - value > 0x7FFFFFFF  # counts are smaller
     failed = (patience > 0) & ((seen < value) | elsewhere)

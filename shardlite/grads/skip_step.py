@@ -38,7 +38,9 @@ class Skips:
         self._rank = rank
         self._warns = warns
         self._seen_until = 0  # the last step whose counts the host has seen
-        self._counts = torch.zeros(3, device=device)  # skipped steps, successively skipped ones, all steps
+        self._counts = torch.zeros(
+            3, device=device
+        )  # number of skipped steps, of the latest steps skipped in a row, and of all steps
         self._lagged: LaggedNumbers | None = None
         self._counted: Tensor | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []

@@ -84,7 +84,7 @@ class Flat:
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
-        """Update the slots that have gradients to those whose parameters now require them."""
+        """Update which slots have gradients from the `requires_grad` of their parameters."""
         self.trainable_slots = self.trainable_now()
         self.gradients = self.layout.only(self.trainable_slots, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))

@@ -233,9 +233,9 @@ def allocate_arenas(
 
 
 def mark_padded(grads: list[Tensor]) -> list[Tensor]:
-    """Mark gradients that are followed in memory by zeros of their own, up to a multiple of 32 elements.
+    """Mark gradients that are followed in memory by zero padding, up to a multiple of 32 elements.
 
-    Without the mark an optimizer cannot tell: in general another view of the same storage may follow.
+    Without the mark, an optimizer must assume that the memory after a gradient belongs to another tensor.
     """
     for grad in grads:
         grad.shardlite_padded = True  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ class ShardInfo(NamedTuple):
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:
-        """Return the record of `param`. Without a record, return that of a whole parameter."""
+        """Return the record of `param`, or the record of a whole parameter if it has none."""
         info: ShardInfo = _infos.get(param, ShardInfo())
         return info
 

@@ -67,7 +67,7 @@ def apart(view: Tensor) -> Tensor:
 
 
 class ShardTensor(Tensor):
-    """Elements `[start, stop)` of a tensor that is sharded over ranks. Its shape is that of the whole tensor.
+    """Elements `[start, stop)` of a tensor that is sharded over ranks. Its `shape` is the shape of the whole tensor.
 
     `state_dict()` of a wrapped model and of its optimizer contains such tensors. DCP saves and loads them at any world
     size, also into plain tensors and DTensors, and from them. `to_local()` returns this rank's elements and

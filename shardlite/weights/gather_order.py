@@ -97,7 +97,7 @@ class GatherOrder:
         return gathers[self._place] if self._place < len(gathers) else None
 
     def turn(self, unit: int) -> list[int] | None:
-        """Advance past the next gather of `unit`. Return the gathers before it, or `None` if it is not in the rest."""
+        """Advance past the next gather of `unit`. Return the gathers before it, or `None` if the order has none."""
         gathers, start = self._now.gathers, self._place
         if unit not in gathers[start:]:
             return None

@@ -1,13 +1,13 @@
-"""Which unit is gathered when (stage 3), so that all ranks gather the same units whatever each of them needs.
+"""Decide when each unit is gathered (stage 3), so that all ranks gather the same units even if they need others.
 
 Ranks whose forwards take different branches need different units. All ranks gather the units of a recorded order
 (`gather_order.py`), each pass after the other, whether they need them or not. A rank that needs another unit goes
 through that order first, then negotiates. A rank at the end of its pass serves the others until all are there, while
 its own program goes on.
 
-In a round of the negotiation every rank says which unit it wants to gather next, or that its pass is over. All ranks
-then gather one of the wanted units, the first in the order of registration (in a backward the last). Ranks that wanted
-it go on, the others negotiate again. The pass is over when it is over for all.
+In a round of the negotiation every rank sends the unit that it wants to gather next, or that its pass is over. All
+ranks then gather one of the wanted units, the first in the order of registration (in a backward the last). Ranks that
+wanted it go on, the others negotiate again. The pass is over when it is over for all.
 
     round   rank 0 wants   rank 1 wants   gathered by both
     1       blocks.0       blocks.2       blocks.0
@@ -15,33 +15,33 @@ it go on, the others negotiate again. The pass is over when it is over for all.
     3       blocks.2       blocks.2       blocks.2
     4       (end)          (end)
 
-The messages are a few integers on the host, whatever device the weights are on. A unit that this rank only takes part
-in is gathered to memory of its own, which is freed at once: it costs the unit's bytes on the wire and, for its
-duration, in memory. `traffic()` counts it under `take part`.
+The messages are a few integers on the host, for weights on any device. A unit that this rank only takes part in is
+gathered to temporary memory, which is freed at once: it costs the unit's bytes on the wire and, for its duration, in
+memory. `traffic()` counts it under `take part`.
 
-A step in which all ranks do the same waits for no negotiation, but for one that a backward on a GPU collects: the round
-of its forward, which tells whether streams may wait for reductions. What belongs to the recorded order is gathered on
-one queue, where nothing else stands between. Rounds, and the gathers that come of them, have a thread of their own:
+A step in which all ranks do the same waits for no negotiation, except for one that a backward on a GPU collects: the
+round of its forward, which shows whether streams may wait for reductions. Gathers of the recorded order run on one
+queue, and nothing else does. Rounds, and the gathers that they decide, have a separate thread:
 
     program       forward | gathers of its order | loss | gathers of the backward | flags | step | next forward
     negotiation           |-- end of the forward ------------------------- collected before that -|
                                                         |-- end of the backward --- before the next one -|
 
-So a rank that is ahead has started gathers of the next pass while another one asks for a unit in this one. These do not
-get into each other's way: what was negotiated is sent through the memory of the hosts, by messages with names, and is
-behind what the program had computed when the pass began, not what it computes now. One round per pass remains, because
-no rank can tell whether another is going to ask. It is collected when the next pass of the kind begins, which has to
-know the order that came of it; by then all ranks have long ended the first one, if none is a step behind.
+So a rank that is ahead may have started gathers of the next pass while another rank asks for a unit in this one. These
+do not conflict: negotiated gathers are sent through the memory of the hosts, by messages with names. They are
+stream-ordered after the program's computation up to the beginning of the pass, not up to now. One round per pass
+remains, because no rank knows whether another is going to ask. It is collected when the next pass of the kind begins,
+which needs the revised order. By then all ranks have long ended the first pass, if none is a step behind.
 
 Weights must not change while another rank may ask for them. After a backward this takes no wait for its round: a rank
-sends its gradient flags behind the end of its pass, so what follows them, like the step, follows the end of all ranks'
-passes, on the stream as well as on the host. Other changes wait for the round.
+sends its gradient flags after the end of its pass. So all that follows the flags, like the step, follows the end of all
+ranks' passes, on the stream as well as on the host. Other changes of weights wait for the round.
 
-The first pass of a kind has no order yet. All its gathers are negotiated, on the queue of the others, and are over
-before another pass begins.
+The first pass of a kind has no order yet. All its gathers are negotiated, on the queue of the recorded orders, and are
+over before another pass begins.
 
-A pass that a CUDA graph captures is replayed without the hosts, so there is no round: it has to need what the recorded
-order has, on every rank.
+A pass that a CUDA graph captures is replayed without the hosts, so there is no round. On every rank it must need the
+units that the recorded order has.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -189,7 +189,7 @@ class BufferPolicy:
         return self._victim(unit)
 
     def next_gathers(self, is_ready: Callable[[int], bool], may_start: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the units to gather ahead now: the expected next ones, as far as buffers are available for them.
+        """Yield the units to gather ahead now: the next units in the path, as far as buffers are available.
 
         Args:
             is_ready: returns whether a unit's full weights are valid or in flight.

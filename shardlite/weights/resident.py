@@ -134,7 +134,7 @@ class ResidentWeights:
             self._writes[unit] = unit.writes()
 
     def _take_over(self, unit: Unit) -> None:
-        """Copy to the shards what the program has written to full weights since their last use."""
+        """Copy changed elements to the shards, if the program has written to full weights since their last use."""
         if unit.copied and unit.phase is Weights.IDLE and unit.writes() != self._writes.get(unit):
             take_over_all(unit)
             self._writes[unit] = unit.writes()
