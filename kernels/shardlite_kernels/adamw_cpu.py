@@ -252,8 +252,9 @@ def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tenso
     del options["max_update"]
 
     def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
-        tensors = [p], [g], [m], [v], [], [number]
-        torch._fused_adamw_(*tensors, **options, amsgrad=False, maximize=False, grad_scale=scale)
+        torch._fused_adamw_(
+            *([p], [g], [m], [v], [], [number]), **options, amsgrad=False, maximize=False, grad_scale=scale
+        )
 
     return run
 

@@ -12,8 +12,8 @@ Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from shardlite.build.validate import Options
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """The weights that this rank stores."""
 
     rank: int | None

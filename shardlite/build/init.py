@@ -8,7 +8,7 @@ Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class _Initializer:
         self._missing -= due
         with torch.no_grad():
             kept = [(tensor, tensor.clone()) for _, tensor in own if tensor not in due]
-            self._run(module, {tensor: _Blank.of(tensor) for tensor in due})
+            self._run(module, {tensor: _blank(tensor) for tensor in due})
             for tensor, value in kept:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
@@ -252,20 +252,12 @@ def broadcast_buffers(module: nn.Module, context: Context) -> None:
                 buffer.copy_(flat.view(buffer.shape))
 
 
-@dataclass(frozen=True)
-class _Blank:
+class _Blank(NamedTuple):
     """Record of a tensor before its initialization. All its bits are set, which is NaN in floating-point dtypes."""
 
     shape: torch.Size
     dtype: torch.dtype
     version: int
-
-    @staticmethod
-    def of(tensor: Tensor) -> "_Blank":
-        """Allocate the memory of a placeholder, set all bits, and return its record."""
-        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        tensor.detach().reshape(-1).view(torch.uint8).fill_(0xFF)
-        return _Blank(tensor.shape, tensor.dtype, tensor._version)
 
     def wrong(self, tensor: Tensor, now: Tensor) -> str | None:
         """Return a description of the error in the initialization of `tensor`, or `None`. `now` may replace it."""
@@ -288,6 +280,13 @@ class _Blank:
             return int((raw.view(_INTEGERS[tensor.itemsize]) == -1).sum())
         untouched = tensor._version == self.version and bool((raw.view(torch.uint8) == 0xFF).all())
         return tensor.numel() if untouched else 0
+
+
+def _blank(tensor: Tensor) -> _Blank:
+    """Allocate the memory of a placeholder, set all bits, and return its record."""
+    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    tensor.detach().reshape(-1).view(torch.uint8).fill_(0xFF)
+    return _Blank(tensor.shape, tensor.dtype, tensor._version)
 
 
 def _leave_meta(tensor: Tensor, device: torch.device) -> None:

@@ -6,8 +6,9 @@ Legend: `W` ranks that share a model.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import stats_block
@@ -21,8 +22,7 @@ from shardlite.config import QUANTIZABLE, Precision
 from shardlite.params import ALIGN, ROOT, Layout, lay_out
 
 
-@dataclass(frozen=True)
-class FlatPlan:
+class FlatPlan(NamedTuple):
     """A planned flat."""
 
     layout: Layout
@@ -70,8 +70,7 @@ def plan_flats(
     return flats
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Planned units, flats and device of a model."""
 
     units: Sequence[UnitPlan]

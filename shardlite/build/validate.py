@@ -140,7 +140,9 @@ def check_module(
         if other := _other_wrapper(each):
             raise LayoutError(f"{name!r} is wrapped by {other}: wrap the plain module instead")
     if torch.is_inference_mode_enabled():
-        raise LayoutError("tensors created in torch.inference_mode() cannot be trained: wrap the model outside of it")
+        raise LayoutError(
+            "wrap the model outside of torch.inference_mode(), because tensors created in it cannot be trained"
+        )
     for name, buffer in module.named_buffers():
         if buffer.layout is not torch.strided:
             raise LayoutError(f"buffer {name!r} is {buffer.layout}: only dense buffers can be sent to all ranks")
@@ -263,11 +265,11 @@ class _Extent(NamedTuple):
     start: int
     stop: int
 
-    @staticmethod
-    def of(name: str, tensor: Tensor) -> "_Extent":
-        last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        return _Extent(name, tensor, start, start + (last + 1) * tensor.element_size())
+
+def _extent(name: str, tensor: Tensor) -> _Extent:
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return _Extent(name, tensor, start, start + (last + 1) * tensor.element_size())
 
 
 def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
@@ -279,13 +281,13 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
     """
     others: dict[int, list[_Extent]] = defaultdict(list)
     for name, tensor in _others(module):
-        others[storage_key(tensor)].append(_Extent.of(name, tensor))
+        others[storage_key(tensor)].append(_extent(name, tensor))
     seen: dict[int, list[_Extent]] = defaultdict(list)
     twins: dict[Tensor, nn.Parameter] = {}
     for name, param in module.named_parameters():
         if param in ignored or not _has_memory(param):
             continue
-        own = _Extent.of(name, param)
+        own = _extent(name, param)
         for other in (*seen[storage_key(param)], *others[storage_key(param)]):
             if own.start < other.stop and other.start < own.stop:
                 same = param.dtype == other.tensor.dtype and param.is_set_to(other.tensor)

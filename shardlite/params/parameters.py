@@ -155,7 +155,7 @@ def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     _become(Sharded, pairs)
 
 
-def _become(what: type[Sharded], pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+def _become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     put, hides = _own_data.__set__, what is Placeholder
     with as_they_are():
         for param, memory in pairs:

@@ -16,7 +16,7 @@ Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import cast, dequantize, quantize
@@ -54,8 +54,7 @@ def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
 _CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-@dataclass
-class Gather:
+class Gather(NamedTuple):
     """One gather of a unit, which runs on a queue. It fills the unit's memory, or temporary memory."""
 
     context: Context

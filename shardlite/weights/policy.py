@@ -15,13 +15,10 @@ the meta device, to predict the memory of a model.
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from shardlite.params import Buffer
 from shardlite.weights.gather_order import GatherOrder
-
-_nbytes_of = attrgetter("nbytes")
 
 
 class BufferPool:
@@ -77,13 +74,15 @@ class BufferPool:
         if not fitting:
             return None
         last = self.last(owner)
-        found = last if last in fitting else min(fitting, key=_nbytes_of)
+        found = last if last in fitting else min(fitting, key=lambda buffer: buffer.nbytes)
         self._free.remove(found)
         return found
 
     def _allocate(self, nbytes: int) -> Buffer:
         if self._free and len(self._kept) >= self._most:
-            self._free.remove(min(self._free, key=_nbytes_of))  # free it before the new one is allocated
+            self._free.remove(
+                min(self._free, key=lambda buffer: buffer.nbytes)
+            )  # free it before the new one is allocated
         keeps = len(self._kept) < self._most
         buffer = self._make(nbytes, keeps)
         if keeps:

@@ -247,7 +247,7 @@ class SavedTensorHooks:
             return tensor
         if isinstance(packed, Handle):
             return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
-        return self._outer[1](packed)
+        return self._outer[1](packed)  # type: ignore[no-any-return]
 
 
 def are_innermost(calls: Calls) -> bool:
