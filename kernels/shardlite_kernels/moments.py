@@ -2,7 +2,7 @@
 
 | format | first moment | second moment | bytes for both |
 |---|---|---|---|
-| `"fp32"` | itself | itself | 8 |
+| `"fp32"` | exact | exact | 8 |
 | `"bf16"` | rounded to nearest even | rounded stochastically | 4 |
 | `"int8"` | `sign * (q / 127)^2 * 2^k`, to nearest | `((q / 255) * 2^k)^2`, stochastically | 2.0625 |
 

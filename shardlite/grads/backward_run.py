@@ -253,7 +253,7 @@ class BackwardRun:
         self.started.append(reduction)
         self._ready.discard(reduction.bucket.unit)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
-            # The backward needs less than the forward did and, from the root on, nothing more.
+            # The backward needs less memory than the forward and, from the root on, allocates nothing more.
             self._context.trim(keep=0)
 
     def _fill(self, bucket: Bucket) -> None:

@@ -41,14 +41,12 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield (), ()
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # inside one row
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * row)
+    first, last = -(-start // row), stop // row  # the whole rows; `first` is above `last` inside one row
+    yield from _in_row(shape, first - 1, start, min(first * row, stop))
     if first < last:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _in_row(shape, last, last * row, stop)
+    if first <= last:
+        yield from _in_row(shape, last, last * row, stop)
 
 
 def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
