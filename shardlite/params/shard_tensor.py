@@ -41,11 +41,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield (), ()
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows; `first` is above `last` inside one row
+    first, last = -(-start // row), stop // row  # the whole rows
     yield from _in_row(shape, first - 1, start, min(first * row, stop))
     if first < last:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    if first <= last:
+    if first <= last:  # otherwise the range lies inside one row
         yield from _in_row(shape, last, last * row, stop)
 
 
