@@ -396,7 +396,7 @@ def first_body(group: Any, stage: int) -> None:
     step = partial(stepped, model, OPTIMIZERS["ours"](model.parameters()), group)
     assert warned(step) == []
     (message,) = warned(lambda: step(POISONS[0]))
-    assert message.startswith(f"rank {dist.get_rank(group)}: step 2 since the model was wrapped was left out")
+    assert message.startswith(f"rank {dist.get_rank(group)}: step 2 since the model was wrapped was skipped")
     assert "diagnose=True" in message
     assert "skipped_steps" in message
     assert warned(lambda: step(POISONS[0])) == []

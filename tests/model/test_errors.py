@@ -186,7 +186,7 @@ def test_options_are_checked_on_every_rank(group, module, options, words):
         (convert_body, "before wrapping"),
         (assigned_state_dict_body, "shards are views of one block of memory: leave assign=False"),
         (state_dict_of_other_shards_body, "is elements 5 to 8 of 64, and this rank keeps"),
-        (sum_of_a_shard_body, "take to_local() for this rank's elements"),
+        (sum_of_a_shard_body, "Use to_local() for this rank's elements"),
         (inner_state_dict_body, "use full_state_dict()"),
         (submodule_state_dict_body, "use full_state_dict()"),
         (unknown_name_body, "there is no parameter '0.0.wieght'; there are 0.0.bias, 0.0.weight"),
