@@ -122,11 +122,6 @@ class CpuStep:
             raise ValueError(f"adamw_cpu: the number of an update must be at least 1, got {self.number}")
         self.hyper.check()
 
-    @property
-    def plain(self) -> bool:
-        """Whether PyTorch's operator computes the whole step, without a factor or a limit."""
-        return self.factor == 1 and self.hyper.max_update == inf
-
 
 def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None = None) -> None:
     """Step weights in place by a gradient.
@@ -142,7 +137,7 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
     """
     weight = _check("adamw_cpu", state, step, grad)
     _look(grad, bad)
-    if state.exact and grad.dtype == weight and step.plain:
+    if state.exact and grad.dtype == weight and step.factor == 1 and step.hyper.max_update == inf:
         _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
     else:
         _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _chunk_of(state))), step)

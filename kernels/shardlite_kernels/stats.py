@@ -43,14 +43,9 @@ def stats_rows(numel: int, like: Tensor) -> int:
     return -(-numel // stats_block(like))
 
 
-def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the rows of a tensor: fp64 for fp64, otherwise fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def new_stats(x: Tensor) -> Tensor:
-    """Return uninitialized memory [P, 2] for the rows of `x` [S]."""
-    return x.new_empty(stats_rows(x.numel(), x), 2, dtype=stats_dtype(x.dtype))
+    """Return uninitialized memory [P, 2] for the rows of `x` [S]: fp64 for fp64, otherwise fp32."""
+    return x.new_empty(stats_rows(x.numel(), x), 2, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @jit
@@ -128,11 +123,11 @@ def check_stats(name: str, x: Tensor, stats: Tensor) -> None:
     """
     if x.dtype not in _DTYPES:
         raise ValueError(f"{name}: statistics need fp32, bf16, fp16 or fp64, got {x.dtype}")
-    expected = [stats_rows(x.numel(), x), 2]
-    if list(stats.shape) != expected or not stats.is_contiguous() or stats.dtype != stats_dtype(x.dtype):
+    expected, dtype = [stats_rows(x.numel(), x), 2], torch.promote_types(x.dtype, torch.float32)
+    if list(stats.shape) != expected or not stats.is_contiguous() or stats.dtype != dtype:
         raise ValueError(
             f"{name}: statistics of {x.numel()} elements of {x.dtype} must be a contiguous {expected} of "
-            f"{stats_dtype(x.dtype)}, got {list(stats.shape)} of {stats.dtype}"
+            f"{dtype}, got {list(stats.shape)} of {stats.dtype}"
         )
     if stats.device != x.device:
         raise ValueError(f"{name}: statistics are on {stats.device}, the elements on {x.device}")
