@@ -42,8 +42,8 @@ def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: 
             if isinstance(value, Tensor) and value.is_meta:
                 raise LayoutError(
                     f"{_join(path, name)!r} is on the meta device but neither a parameter nor a buffer of "
-                    f"{_class(owner)}, so it would stay there: register it as a buffer (with persistent=False if "
-                    "checkpoints do not need it)"
+                    f"{type(owner).__name__}, so it would stay there: register it as a buffer (with "
+                    "persistent=False if checkpoints do not need it)"
                 )
         for name, tensor in _own(owner):
             if tensor.is_meta:
@@ -54,7 +54,7 @@ def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: 
                     raise LayoutError(f"{what} and has a hook, which would be lost: register hooks after wrapping")
                 if first and init is None and _method(owner) is None:
                     raise LayoutError(
-                        f"{what}, and {_class(owner)} has no reset_parameters() to initialize it: pass init=, a "
+                        f"{what}, and {type(owner).__name__} has no reset_parameters() to initialize it: pass init=, a "
                         "function that initializes the parameters and buffers that a module owns"
                     )
 
@@ -121,7 +121,7 @@ class _Initializer:
     def _run(self, module: nn.Module, blanks: dict[Tensor, "_Blank"]) -> None:
         """Initialize a module. Check that all `blanks` were filled, and that only values have changed."""
         own, before = _own(module), _described(module)
-        who = f"{self._called} of module {self._paths[module] or '(the model itself)'!r} ({_class(module)})"
+        who = f"{self._called} of module {self._paths[module] or '(the model itself)'!r} ({type(module).__name__})"
         try:
             self._call(module)
         except Exception as error:
@@ -325,10 +325,6 @@ def _described(module: nn.Module) -> list[str]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}".lstrip(".")
-
-
-def _class(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 def _kind(tensor: Tensor) -> str:
