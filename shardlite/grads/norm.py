@@ -116,7 +116,7 @@ class Clipper:
         *,
         by_blocks: bool,
     ) -> None:
-        """Initialize without a computation.
+        """Initialize without computing a norm.
 
         Args:
             flats: all flats of the model.

@@ -39,7 +39,7 @@ class Buffer:
         return bool(torch._C._storage_Use_Count(self.key) > self._own_uses + params)
 
     def poison(self) -> None:
-        """Set all bits, which is NaN in every floating-point dtype."""
+        """Fill the buffer with NaN: setting all bits gives NaN in every floating-point dtype."""
         self.bytes.fill_(0xFF)
 
 

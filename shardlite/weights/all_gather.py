@@ -116,7 +116,7 @@ class Gather(NamedTuple):
 
 
 def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -> None:
-    """Fill `full` through host memory. Its messages have tags, because other gathers may be in flight."""
+    """Fill `full` through host memory, by messages with tags, because other gathers may be in flight."""
     hosts, _ = context.hosts
     if not full.is_cuda:
         all_gather(full, hosts, operation=operation)

@@ -29,7 +29,7 @@ class BufferPool:
     """
 
     def __init__(self, make: Callable[[int, bool], Buffer], most: int) -> None:
-        """`make(nbytes, kept)` allocates a buffer."""
+        """Create an empty pool that keeps up to `most` buffers. `make(nbytes, kept)` allocates a buffer."""
         self._make = make
         self._most = most
         self._free: list[Buffer] = []

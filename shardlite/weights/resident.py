@@ -32,7 +32,7 @@ class ResidentWeights:
         self._writes: dict[Unit, int] = {}  # `Unit.writes()` when the last use of each copied unit ended
 
     def unshard(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `reshard`. Calls nest."""
+        """Make the unit's full weights readable until `reshard`. Calls may nest."""
         if unit.needs_gather and unit.users == 0:
             # Views that are created inside a `torch.func` transform would be the transform's tensors, and outlive it.
             self._take_over(unit)

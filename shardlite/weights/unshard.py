@@ -79,7 +79,7 @@ class Gatherer(Passes):
                 unit.bind()
 
     def follow(self, unit: Unit) -> None:
-        """Let the current stream use a unit. The stream must wait for the gather, as another one may have done."""
+        """Let the current stream use a unit, and wait for its gather unless it is the home stream."""
         if self._streams.on_gpu and (other := self._streams.other()) is not None:
             unit.share(other)
 
@@ -98,7 +98,7 @@ class Gatherer(Passes):
         self._begin(kind)
 
     def begin_backward(self, *, final: bool) -> None:
-        """Start the pass of a backward. After a `final` backward follows a step, which makes all weights stale.
+        """Start the pass of a backward. A step follows a `final` backward and makes all weights stale.
 
         Successive backwards without a forward in between (of a retained graph) are passes of different kinds.
         """
