@@ -17,13 +17,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from shardlite_kernels import split
+from shardlite_kernels import joined, split
 from torch import Tensor
 
 from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError, lacking
 from shardlite.model import ModelState, ShardLite
-from shardlite.params import Flat, allocate_arenas, join_halves, merge_adjacent, zeros_on
+from shardlite.params import Flat, allocate_arenas
 
 Decay = float | Callable[[int], float]
 
@@ -101,7 +101,7 @@ class EMA:
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
         for chunk, high, low in self._split_chunks():
-            chunk.lerp_(join_halves(high, low), 1 - decay)
+            chunk.lerp_(joined(high, low), 1 - decay)
         self.updates += 1
 
     @contextmanager
@@ -235,14 +235,13 @@ class EMA:
             return
         kinds = [(flat.master, flat.layout.trainable) for flat in new]
         with torch.inference_mode(False), torch.no_grad():
-            zeros = zeros_on(self._state.context.device)
-            memory = allocate_arenas(kinds, [flat.local.numel() for flat in new], zeros)
+            memory = allocate_arenas(kinds, [flat.local.numel() for flat in new], self._state.context.device)
             for flat, average in zip(new, memory, strict=True):
                 average.copy_(flat.weights())
                 self._state.context.ledger.track("averages", average)
                 self._averages[flat] = average
             pairs = [(average, flat.local) for flat, average in self._averages.items() if flat.low is None]
-            self._runs = merge_adjacent(pairs)
+            self._runs = _merge_adjacent(pairs)
             self._split = [(a, flat.local, flat.low) for flat, a in self._averages.items() if flat.low is not None]
 
     @torch.no_grad()
@@ -252,7 +251,7 @@ class EMA:
             for ours, theirs in zip(torch.split(average, _CHUNK), torch.split(weights, _CHUNK), strict=True):
                 _swap(ours, theirs)
         for chunk, high, low in self._split_chunks():
-            weights = join_halves(high, low)
+            weights = joined(high, low)
             split(high, low, chunk)
             chunk.copy_(weights)
         self._swapped = not self._swapped
@@ -273,6 +272,23 @@ def _swap(ours: Tensor, theirs: Tensor) -> None:
     kept = ours.clone()
     ours.copy_(theirs)
     theirs.copy_(kept)
+
+
+def _merge_adjacent(pairs: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+    """Merge pairs of 1-D tensors [n] into longer pairs where both their first and their second tensors are adjacent."""
+    runs: list[tuple[Tensor, Tensor]] = []
+    for first, second in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
+        if runs and _follows(runs[-1][0], first) and _follows(runs[-1][1], second):
+            numel = runs[-1][0].numel() + first.numel()
+            first, second = (part.as_strided((numel,), (1,), part.storage_offset()) for part in runs.pop())
+        runs.append((first, second))
+    return runs
+
+
+def _follows(part: Tensor, following: Tensor) -> bool:
+    """Return whether `following` starts where `part` ends in the same storage."""
+    same = part.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+    return same and part.storage_offset() + part.numel() == following.storage_offset()
 
 
 def _checked(decay: float, update: int | None = None) -> float:

@@ -1,4 +1,4 @@
-"""Triton kernels of ShardLite, each beside the PyTorch reference that specifies it. See `kernels/README.md`."""
+"""Triton kernels of ShardLite, each with a PyTorch reference as its specification. See `kernels/README.md`."""
 
 from .adamw import (
     adamw,
@@ -33,6 +33,6 @@ from .rows import add_rows, add_rows_reference
 from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, is_here, send
 from .scale import scale, scale_reference
 from .signals import PROGRAMS, Peers, flag_numel, ring_failure, slots_nbytes
-from .split import join, join_reference, split, split_reference
+from .split import join, join_reference, joined, split, split_reference
 from .state import State
 from .stats import check_stats, new_stats, stats, stats_block, stats_reference, stats_rows, stats_total

@@ -1,33 +1,34 @@
-"""AdamW on flat tensors, in place, with the arithmetic of PyTorch's fused optimizer on CUDA; alone or as the last hop.
+"""AdamW on flat tensors, in place, with the arithmetic of PyTorch's fused optimizer on CUDA.
 
-`adamw` steps by a gradient. `reduce_adamw` steps by the sum of a ring reduction's last hop, the received partial sum
-plus this rank's own part. `add_rows_adamw` steps by the sum of all hops at once (`rows.py`). Sums are never written to
-memory.
+`adamw` steps by a gradient. `reduce_adamw` steps by the mean that a ring reduction's last hop computes from the
+received partial sum and this rank's own summand. `add_rows_adamw` steps by the mean of all hops at once (`rows.py`).
+These means are never written to memory.
 
-Bytes per element, read and written, where weights and moments take `s` (12 in fp32, 5.0625 with split weights and
+Bytes per element, read and written, where weights and moments take `s` bytes (12 in fp32, 5.0625 with split weights and
 codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16` and `add_rows_adamw`
-`2*s + W*g + 1/16`, where `1/16` is the table of rows of scalars: in fp32 28.06, 32.06 and, for 8 ranks, 56.06. A
-gradient that is divided by a scale is written as well. A skipped step only reads.
+`2*s + W*g + 1/16`. The table of rows takes `1/16`. In fp32 these are 28.06, 32.06 and, for 8 ranks, 56.06. A gradient
+that is divided by a scale is also written. A skipped step only reads.
 Legend: `S` elements, `G = ceil(S / 32)` groups. All scalars are rounded to fp32 before they are used.
 
-PyTorch on CUDA computes, every line one fp32 operation (read from the machine code of torch 2.11 to 2.13):
+PyTorch on CUDA computes these lines, all in fp32 (read from the machine code of torch 2.11 to 2.13):
 
     decay = lr * weight_decay              bias1 = 1 - beta1^step            bias2 = 1 - beta2^step
-    g = g / grad_scale                     only if there is one; written back
+    g = g / grad_scale                     only if `grad_scale` is given; written back
     p = fma(p, -decay, p)                  only if weight_decay is not zero
     m = fma(m, beta1, fma(g, -beta1, g))
     v = fma(v, beta2, fma(g*g, -beta2, g*g))
     p = p - (lr / bias1) * m / (sqrt(v) / sqrt(bias2) + eps)
 
-The kernel does the same, so given the same scalars its bits are PyTorch's, with two exceptions. `beta^step` is rounded
-correctly here and computed by CUDA's `powf` in PyTorch, which is off by a few units at most: so bits agree at step 1,
-once `beta2^step` vanishes beside 1, and in between where `powf` rounds correctly. And a weight is not multiplied if
-`decay` is zero, even if that is because `lr` is: PyTorch then turns an infinite weight into NaN, and -0 into 0.
+The kernel computes the same lines, so it has PyTorch's bits for the same scalars, with two exceptions. First,
+`beta^step` is correctly rounded here, while PyTorch computes it by CUDA's `powf`, which is off by a few units at most.
+So bits agree at step 1, as soon as `beta2^step` is negligible compared with 1, and in between at steps where `powf`
+rounds correctly. Second, a weight is not multiplied if `decay` is zero. If `decay` is zero because `lr` is zero,
+PyTorch multiplies, and turns an infinite weight into NaN and -0 into 0.
 
-Beyond PyTorch, the gradient may be multiplied by a factor first, and the subtrahend of the last line may be clamped to
-a limit. Factor 1 and limit infinity change no bit. Narrow weights and moments are computed in fp32, too: `split.py` and
-`moments.py` describe how they are read and written. With 8-bit codes, roots and quotients are the device's
-approximations, off by two units at most, and the division by `sqrt(bias2)` is a multiplication.
+Unlike in PyTorch, the gradient may be multiplied by a factor first, and the subtrahend of the last line may be clamped
+to a limit. A factor of 1 and an infinite limit change no bit. Narrow weights and moments are also computed in fp32.
+`split.py` and `moments.py` describe how they are read and written. With 8-bit codes, roots and quotients are the
+device's approximations, off by two units at most, and the division by `sqrt(bias2)` is a multiplication.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -106,9 +107,9 @@ def step_block(
 ) -> None:
     """Step the elements at `offsets` [G, 32] of a state by their gradient `total`.
 
-    `row` [G, 1] holds the rows of scalars, `group` [G, 1] the groups. Elements outside `mask` and `in_group` are not
-    touched; their `total` is zero, so that they increase no exponent. `grad_ptr` is only needed to write an unscaled
-    gradient back.
+    `row` [G, 1] has the rows of scalars, and `group` [G, 1] the groups. Elements outside of `mask` and `in_group` are
+    not accessed. Their `total` must be zero, so that they increase no exponent. `grad_ptr` is only used to write an
+    unscaled gradient back.
     """
     scalar = table.scalars + row * WIDTH
     beta1 = tl.load(scalar + column.BETA1)
@@ -133,11 +134,13 @@ def step_block(
     m, v = load_moments(state, offsets, group, mask, in_group)
 
     # The step.
-    p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero would be NaN
+    p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero is NaN
     m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
     squared = g * g
     v = tl.fma(v, beta2, tl.fma(squared, -beta2, squared))
-    if state.avg_exponent is not None:  # codes err more than approximations, which save half of the instructions
+    if (
+        state.avg_exponent is not None
+    ):  # approximations save half of the instructions, and their error is below a code's
         root = tl.sqrt(v)
         update = ratio(step_size * m, root * ratio(1.0, root_bias2) + eps)
     else:
@@ -151,7 +154,7 @@ def step_block(
         if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
             tl.store(bad_ptr, 1)  # concurrent writes store the same value
 
-    # Not a branch: it would delay the loads until its condition is known.
+    # Masks instead of a branch, which would delay the loads until its condition is known.
     kept = mask & (active != 0)
     in_group = in_group & (active != 0)
     store_weight(state, offsets, p, kept)
@@ -165,18 +168,18 @@ def step_block(
 
 
 def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None) -> None:
-    """Step `state` [S] in place by the kernel, without synchronization.
+    """Step weights in place by a gradient, without synchronization.
 
     Args:
-        state: weights [S], fp32 or split, and moments; rows that are not active are not changed.
+        state: weights [S], fp32 or split, and moments [S]. Elements of inactive rows are not changed.
         grad: gradient [S], fp32, bf16 or fp16.
         table: scalars of the step, per row.
         unscale: divide `grad` by the `grad_scale` of its row, in place.
-        bad: [], int32; set to 1 if the gradient of a stepped element is NaN or infinite.
+        bad: optional output [], int32, set to 1 if the gradient of a stepped element is NaN or infinite.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU without Triton's interpreter; use
-            `adamw_cpu` there.
+        ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU without Triton's interpreter. Use
+            `adamw_cpu` on the CPU.
     """
     check_step("adamw", state, table, grad)
     _launch(state, table, bad, grad=grad, unscale=unscale)
@@ -185,12 +188,18 @@ def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, ba
 def reduce_adamw(
     state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step `state` [S] by the gradient `(received + own) / divisor`, which is added in fp32 and never stored.
+    """Step weights in place by the gradient `(received + own) / divisor`, which is computed in fp32 and never stored.
 
-    `bad` [], int32, is set to 1 if the gradient of a stepped element is NaN or infinite.
+    Args:
+        state: as for `adamw`.
+        received: partial sum of other ranks [S], fp32, bf16 or fp16.
+        own: summand of this rank [S], fp32, bf16 or fp16.
+        table: as for `adamw`.
+        divisor: from 1 to 2^24.
+        bad: as for `adamw`.
 
     Raises:
-        ValueError: as `adamw`, or `divisor` is not from 1 to 2^24.
+        ValueError: as for `adamw`, or `divisor` is not from 1 to 2^24.
     """
     check_step("reduce_adamw", state, table, own, received)
     check_divisor("reduce_adamw", divisor)
@@ -200,12 +209,18 @@ def reduce_adamw(
 def add_rows_adamw(
     state: State, rows: Tensor, table: Table, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step `state` [S] by the gradient that `add_rows(..., rows, first, divisor)` makes of `rows` [W, S].
+    """Step weights in place by the gradient that `add_rows` computes. The gradient is never stored.
 
-    The gradient is never stored. `bad` [], int32, is set to 1 if that of a stepped element is NaN or infinite.
+    Args:
+        state: as for `adamw`.
+        rows: [W, S], fp32, bf16 or fp16.
+        table: as for `adamw`.
+        first: as for `add_rows`.
+        divisor: from 1 to 2^24.
+        bad: as for `adamw`.
 
     Raises:
-        ValueError: as `adamw` and `add_rows`.
+        ValueError: as for `adamw` and `add_rows`.
     """
     check_rows("add_rows_adamw", rows, first)
     check_step("add_rows_adamw", state, table, rows[0])
@@ -217,7 +232,7 @@ def add_rows_adamw(
 def adamw_reference(
     state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None
 ) -> None:
-    """Specification of `adamw`: the formula of CUDA, line by line, on any device."""
+    """Specification of `adamw`: the lines in the docstring of this file, on any device."""
     numel = state.param.numel()
     each = table.scalars[table.row_of_each(numel)].unbind(1)  # in the order of `Scalars`
     beta1, beta2, eps, decay, step_size, root_bias2, limit, factor, grad_scale, active = each
@@ -234,7 +249,7 @@ def adamw_reference(
     m = fma_reference(m, beta1, fma_reference(g, -beta1, g))
     squared = g * g
     v = fma_reference(v, beta2, fma_reference(squared, -beta2, squared))
-    root = v.double().sqrt().float()  # PyTorch's fp32 square root on the CPU is off by one unit now and then
+    root = v.double().sqrt().float()  # PyTorch's fp32 square root on the CPU is sometimes off by one unit
     corrected = root / root_bias2 if state.avg_exponent is None else root * (1 / root_bias2)
     update = m * step_size / (corrected + eps)
     update = torch.where(update > limit, limit, torch.where(update < -limit, -limit, update))
@@ -278,7 +293,7 @@ def _launch(
     unroll: int = 0,
     tree: bool = False,
 ) -> None:
-    """Step by `grad`, by `grad` and `received` [S], or by rows `received` [W, S]."""
+    """Launch the kernel with `grad`, with `grad` and `received` [S], or with rows `received` [W, S]."""
     count, stride = (len(received), received.stride(0)) if grad is None and received is not None else (0, 0)
     launch(
         _adamw_kernel,
@@ -292,11 +307,11 @@ def _launch(
 
 
 def block_of(state: State, grad: Tensor | None, received: Tensor | None, *, unscale: bool = False) -> int:
-    """Return the elements per program: each thread moves 16 bytes of the widest tensor that is written.
+    """Return the number of elements per program with which each thread writes 16 bytes of the widest tensor.
 
-    A gradient is only read, so one in fp32 takes two accesses if the state is narrow. With moments in 8 bits, `adamw`
-    steps twice as many elements per thread: 0.86 of the bandwidth of a copy on an H200, instead of 0.72 (split24
-    weights, fp32 gradient, 2^27 elements).
+    Gradients are only read, so an fp32 gradient takes two accesses if the state is narrow. With moments in 8 bits,
+    `adamw` steps twice as many elements per thread. On an H200 this reaches 0.86 of the bandwidth of a copy instead of
+    0.72 (split24 weights, fp32 gradient, 2^27 elements).
     """
     alone = received is None and not unscale
     return (1 + (alone and state.exp_avg.dtype is torch.int8)) * block_size(
@@ -305,14 +320,14 @@ def block_of(state: State, grad: Tensor | None, received: Tensor | None, *, unsc
 
 
 def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
-    """Check that the kernel can step this state by these gradients, or summands of one.
+    """Check the arguments of a step. `grads` are gradients, or summands of a gradient.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU without Triton's interpreter.
     """
     param = state.param
     if not use_triton(param):
-        raise ValueError(f"{who}: param is on the CPU, which takes adamw_cpu (or TRITON_INTERPRET=1)")
+        raise ValueError(f"{who}: param is on the CPU: use adamw_cpu there, or set TRITON_INTERPRET=1")
     state.check(who)
     if state.low is None and param.dtype != torch.float32:
         raise ValueError(f"{who}: param on {param.device} must be fp32 or split, got {param.dtype}")

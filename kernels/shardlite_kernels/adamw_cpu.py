@@ -1,8 +1,8 @@
-"""AdamW on the CPU by PyTorch's operator: the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors.
+"""AdamW on the CPU by PyTorch's operator, with the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors.
 
-On the CPU the operator is as fast as memory. If storage and computation differ (split weights, narrow moments, a
-gradient that is the sum of two parts) it runs on chunks: a chunk stays in the cache until it is written, and no whole
-tensor is in memory twice.
+On the CPU the operator is limited by memory bandwidth. If the stored form is not the computed form (split weights,
+narrow moments, a gradient that is a sum), the operator runs on chunks. A chunk stays in the cache until it is written,
+and no whole tensor is converted at once.
 
 Legend: `S` elements.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -30,50 +31,51 @@ from .state import State
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 19
-"""Elements per chunk; a multiple of 32, see README."""
+"""Number of elements per chunk, a multiple of 32 (see the README)."""
 
 _NARROW_CHUNK = 1 << 17
-"""The same where moments are decoded and encoded, which takes a dozen temporaries as long as a chunk."""
+"""Number of elements per chunk with narrow moments. Decoding and encoding take a dozen temporaries as long as a chunk.
+"""
 
 
 class _CpuMemory(dict[tuple[str, torch.dtype], Tensor]):
     """The buffers of one thread."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]  # hashable, for a set
+    __hash__ = object.__hash__  # type: ignore[assignment]  # members of a set must be hashable
 
 
 _all_kept: WeakSet[_CpuMemory] = WeakSet()
 
 
 def chunk_memory() -> list[Tensor]:
-    """Return the memory that the threads of this process keep for chunks of CPU steps."""
+    """Return the buffers that the threads of this process keep for the chunks of CPU steps."""
     return [buffer for kept in list(_all_kept) for buffer in list(kept.values())]
 
 
 def chunk_nbytes(numel: int, *, split: bool, narrow: bool, sums: bool) -> int:
-    """Return the bytes that a thread keeps after steps of up to `numel` elements at once.
+    """Return the bytes of the buffers that a thread keeps after steps.
 
     Args:
-        numel: of the longest state that one call steps.
+        numel: number of elements of the longest state that one call steps.
         split: whether weights are split.
         narrow: whether moments are narrow.
-        sums: whether gradients are sums of parts.
+        sums: whether gradients are sums (`reduce_adamw_cpu`, `add_rows_adamw_cpu`).
     """
     itemsize = split * (torch.float32.itemsize + torch.int32.itemsize) + sums * torch.float32.itemsize
     return min(numel, _NARROW_CHUNK if narrow else _CHUNK) * itemsize
 
 
 _TEMPORARIES = {"fp32": 0.0, "bf16": 25.0, "int8": 40.25}
-"""Bytes per element of a chunk in tensors that a step makes and drops, at most: moments are decoded and encoded."""
+"""Peak of a step's temporary tensors in bytes per element of a chunk, for decoding and encoding moments."""
 
 
 def temporary_nbytes(numel: int, moments: str) -> int:
-    """Return the bytes of the tensors that a step of `numel` elements makes and drops, at most."""
+    """Return the peak of the temporary tensors of a step in bytes, for `numel` elements and a format of moments."""
     return round(min(numel, _NARROW_CHUNK) * _TEMPORARIES[moments])
 
 
 class _Buffers(threading.local):
-    """Buffers that a thread keeps from step to step: allocating pages takes as long as the step of a chunk."""
+    """Buffers that a thread keeps from step to step, because allocating pages takes as long as the step of a chunk."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, torch.dtype], Tensor] = _CpuMemory()
@@ -83,9 +85,9 @@ class _Buffers(threading.local):
         """Return a buffer for `numel` elements of a chunk."""
         buffer = self._kept.get((name, dtype))
         if buffer is None or len(buffer) < numel:
-            with torch.inference_mode(False):  # other steps may be in another mode
+            with torch.inference_mode(False):  # later steps may run outside of inference mode
                 buffer = torch.empty(numel, dtype=dtype, device="cpu")
-            if type(buffer) is Tensor:  # a mode may create other types, which cannot be used outside of it
+            if type(buffer) is Tensor:  # a dispatch mode may create other types, which are invalid outside of it
                 self._kept[name, dtype] = buffer
         return buffer[:numel]
 
@@ -102,45 +104,40 @@ class CpuStep:
 
     hyper: Hyper
     factor: float = 1.0
-    """Gradients are multiplied by it, but not in memory."""
+    """Factor of gradients, which is not applied in memory."""
 
     grad_scale: float | None = None
-    """Gradients are first divided by it, also in memory."""
+    """Divisor of gradients, which is applied first, also in memory."""
 
     table: Table | None = None
-    """Keys for stochastic rounding, which narrow moments need."""
+    """Table with the keys of stochastic rounding. Narrow moments need it."""
 
     def __post_init__(self) -> None:
-        """Validate.
+        """Validate the number and the betas.
 
         Raises:
-            ValueError: the number is less than 1, or a beta is 1 in fp32.
+            ValueError: the number is less than 1, or a beta is not in [0, 1) in fp32.
         """
         if self.number < 1:
             raise ValueError(f"adamw_cpu: the number of an update must be at least 1, got {self.number}")
         self.hyper.check()
 
-    @property
-    def plain(self) -> bool:
-        """Whether PyTorch's operator computes the whole step."""
-        return self.factor == 1 and self.hyper.max_update == inf
-
 
 def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None = None) -> None:
-    """Step `state` [S] in place by a gradient [S].
+    """Step weights in place by a gradient.
 
     Args:
-        state: weights and moments [S]: all fp32, fp64, bf16 or fp16, or in the narrow formats.
-        grad: gradient [S] in the dtype of the weights; for weights computed in fp32 also bf16 or fp16.
+        state: weights and moments [S], all in fp32, fp64, bf16 or fp16, or in the narrow formats.
+        grad: gradient [S] in the dtype of the weights. For weights that are computed in fp32 also bf16 or fp16.
         step: constants of the step.
-        bad: [], int32; set to 1 if the gradient has a NaN or an infinity.
+        bad: optional output [], int32, set to 1 if the gradient has a NaN or infinity.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match.
     """
     weight = _check("adamw_cpu", state, step, grad)
     _look(grad, bad)
-    if state.exact and grad.dtype == weight and step.plain:
+    if state.exact and grad.dtype == weight and step.factor == 1 and step.hyper.max_update == inf:
         _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
     else:
         _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _chunk_of(state))), step)
@@ -149,12 +146,18 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
 def reduce_adamw_cpu(
     state: State, received: Tensor, own: Tensor, step: CpuStep, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step `state` [S] by the gradient `(received + own) / divisor`, of which only chunks are in memory.
+    """Step weights in place by the gradient `(received + own) / divisor`, which is computed chunk by chunk.
 
-    `bad` [], int32, is set to 1 if the gradient has a NaN or an infinity.
+    Args:
+        state: as for `adamw_cpu`.
+        received: partial sum of other ranks [S].
+        own: summand of this rank [S].
+        step: constants of the step.
+        divisor: from 1 to 2^24.
+        bad: as for `adamw_cpu`.
 
     Raises:
-        ValueError: as `adamw_cpu`.
+        ValueError: as for `adamw_cpu` and `hop`.
     """
     weight = _check("reduce_adamw_cpu", state, step, received, own)
     pairs = zip(*(torch.split(each, _chunk_of(state)) for each in (received, own)), strict=True)
@@ -165,12 +168,18 @@ def reduce_adamw_cpu(
 def add_rows_adamw_cpu(
     state: State, rows: Tensor, step: CpuStep, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step `state` [S] by the gradient that `add_rows` makes of `rows` [W, S], of which only chunks are in memory.
+    """Step weights in place by the gradient that `add_rows` computes, chunk by chunk.
 
-    `bad` [], int32, is set to 1 if the gradient has a NaN or an infinity.
+    Args:
+        state: as for `adamw_cpu`.
+        rows: [W, S].
+        step: constants of the step.
+        first: as for `add_rows`.
+        divisor: from 1 to 2^24.
+        bad: as for `adamw_cpu`.
 
     Raises:
-        ValueError: as `adamw_cpu` and `add_rows`.
+        ValueError: as for `adamw_cpu` and `add_rows`.
     """
     check_rows("add_rows_adamw_cpu", rows, first)
     weight = _check("add_rows_adamw_cpu", state, step, rows[0])
@@ -180,7 +189,7 @@ def add_rows_adamw_cpu(
 
 
 def _chunk_of(state: State) -> int:
-    """Return how many elements of a state are stepped at a time."""
+    """Return the number of elements of a state that are stepped at a time."""
     narrow = not state.exact and state.exp_avg.dtype != torch.float32
     return _NARROW_CHUNK if narrow else _CHUNK
 
@@ -188,7 +197,7 @@ def _chunk_of(state: State) -> int:
 def _sums(
     additions: Iterable[Callable[[Tensor], None]], state: State, weight: torch.dtype, bad: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yield the gradient of each chunk of a state, written by the next of `additions` to memory that is reused."""
+    """Yield the gradient of each chunk of a state. Each of `additions` writes one gradient, to the same memory."""
     for piece, add in zip(state.split(_chunk_of(state)), additions, strict=True):
         total = _buffers.of("sums", len(piece.param), weight)
         add(total)
@@ -197,7 +206,7 @@ def _sums(
 
 
 def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
-    """Return a chunk of a gradient in the dtype of the weights, divided by its scale, also in memory."""
+    """Return a chunk of a gradient in the dtype of the weights, divided by its scale. `given` is divided too."""
     wide = given.to(weight)
     if step.grad_scale is not None:
         wide.div_(_constant(step.grad_scale))
@@ -207,13 +216,13 @@ def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
 
 
 def _look(grad: Tensor, bad: Tensor | None) -> None:
-    """Set `bad` if a gradient is not finite. A finite sum shows that all elements are."""
+    """Set `bad` if a gradient has a NaN or infinity. If the sum is finite, all elements are finite."""
     if bad is not None and not grad.sum().isfinite() and not grad.isfinite().all():
         bad.fill_(1)
 
 
 def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None:
-    """Step chunk by chunk, each by its gradient."""
+    """Step each chunk of a state by its gradient."""
     run = _operator(step) if step.hyper.max_update == inf else _limited(step)
     start = 0
     for piece, g in zip(state.split(_chunk_of(state)), gradients, strict=True):
@@ -225,28 +234,21 @@ def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None
         if piece.low is not None:
             split_on_cpu(piece.param, piece.low, p)
         if m is not piece.exp_avg:
-            assert step.table is not None, "checked"
+            assert step.table is not None, "`_check` has raised"
             random = step.table.part(start, start + len(g)).random_bits(len(g))
             encode(m, v, *piece.codes(), random=random)
         start += len(g)
 
 
 def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return PyTorch's operator for a step. With a scale, it writes the divided gradient back."""
-    lr, beta1, beta2, eps, weight_decay, _ = step.hyper
+    """Return a function that steps by PyTorch's operator. With a scale, it writes the divided gradient back."""
     number, scale = _constant(step.number), None if grad_scale is None else _constant(grad_scale)
+    options: dict[str, Any] = step.hyper._asdict()
+    del options["max_update"]
 
     def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
         torch._fused_adamw_(
-            *([p], [g], [m], [v], [], [number]),
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=scale,
+            *([p], [g], [m], [v], [], [number]), **options, amsgrad=False, maximize=False, grad_scale=scale
         )
 
     return run
@@ -257,7 +259,7 @@ def _constant(value: float) -> Tensor:
 
 
 def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return a step with PyTorch's moments, and updates clamped to `max_update` times the learning rate."""
+    """Return a function that steps with PyTorch's moments and clamps updates to `max_update` learning rates."""
     lr, beta1, beta2, eps, weight_decay, max_update = step.hyper
     still = _operator(replace(step, hyper=step.hyper._replace(lr=0.0, weight_decay=0.0)))
 
@@ -271,17 +273,23 @@ def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
 
 
 def _check(who: str, state: State, step: CpuStep, *grads: Tensor) -> torch.dtype:
-    """Return the dtype in which weights are computed."""
+    """Check the arguments of a step. Return the dtype in which weights are computed.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not match, or narrow moments have no table.
+    """
     state.check(who)
     weight = torch.float32 if state.low is not None else state.param.dtype
     if state.param.device.type != "cpu" or weight not in _WEIGHTS:
         raise ValueError(
-            f"{who}: param must be of a floating dtype and on the CPU, got {state.param.dtype} on {state.param.device}"
+            f"{who}: param must be floating-point and on the CPU, got {state.param.dtype} on {state.param.device}"
         )
     for grad in grads:
         check_flat(who, "grad", grad, numel=state.param.numel(), device=state.param.device)
         if grad.dtype != weight and (grad.dtype not in GRADIENTS or weight != torch.float32):
-            raise ValueError(f"{who}: a gradient in {grad.dtype} does not go with weights in {weight}")
+            raise ValueError(f"{who}: a gradient in {grad.dtype} cannot be combined with weights in {weight}")
     if state.exp_avg.dtype not in (weight, torch.float32) and step.table is None:
-        raise ValueError(f"{who}: moments in {state.exp_avg.dtype} are rounded at random, and need a table of keys")
+        raise ValueError(
+            f"{who}: moments in {state.exp_avg.dtype} are rounded stochastically, so step.table is required"
+        )
     return weight

@@ -1,4 +1,4 @@
-"""Cast of a whole flat tensor, rounded once, for example from master weights to the compute dtype.
+"""Cast a whole flat tensor with one rounding, for example from master weights to the compute dtype.
 
 Bytes per element: `source` is read once, `out` is written once: 6 from fp32 to bf16.
 Legend: `S` elements.
@@ -39,29 +39,37 @@ def _cast_kernel(
 
 
 def cast(out: Tensor, source: Tensor) -> None:
-    """Write `source` [S] into `out` [S], rounded once to nearest even. fp32, bf16, fp16 and fp64, in any pair.
+    """Write `source` into `out`, rounded once to nearest even.
 
     PyTorch rounds fp64 to bf16 or fp16 twice, through fp32, which is off by one unit if the first rounding gives a tie.
     Here fp64 is rounded to fp32 by rounding to odd, which never gives a tie.
 
+    Args:
+        out: output [S], fp32, bf16, fp16 or fp64.
+        source: [S], fp32, bf16, fp16 or fp64.
+
     Raises:
-        ValueError: shapes or devices do not match, or a dtype is none of the four.
+        ValueError: shapes or devices do not match, or a dtype is not supported.
     """
     _check(out, source)
-    if not use_triton(out):
-        _cast_cpu(out, source)
-        return
-    flags = {"WIDE": source.dtype == torch.float64, "TWICE": _takes_two(out, source)}
-    launch(_cast_kernel, out, source, n=out.numel(), block=block_size(out, source), **flags)
+    twice = _takes_two(out, source)
+    if use_triton(out):
+        flags = {"WIDE": source.dtype == torch.float64, "TWICE": twice}
+        launch(_cast_kernel, out, source, n=out.numel(), block=block_size(out, source), **flags)
+    elif not twice:
+        out.copy_(source)
+    else:
+        for out_chunk, x in chunks(out, source):
+            out_chunk.copy_(fp32_by_odd_reference(x))
 
 
 def cast_reference(out: Tensor, source: Tensor) -> None:
-    """Specification of `cast`: PyTorch's cast, but fp64 is first rounded to units in the last place of `out`."""
+    """Specification of `cast`: PyTorch's cast, with fp64 first rounded to units in the last place of `out`."""
     _check(out, source)
     if _takes_two(out, source):
         digits, smallest = (8, -133) if out.dtype == torch.bfloat16 else (11, -24)
         last_place = (torch.frexp(source).exponent - digits).clamp(min=smallest).double()
-        source = (source * 2.0**-last_place).round() * 2.0**last_place  # only `round` rounds, half to even
+        source = (source * 2.0**-last_place).round() * 2.0**last_place  # products are exact, `round` is half to even
     out.copy_(source)
 
 
@@ -71,13 +79,5 @@ def _check(out: Tensor, source: Tensor) -> None:
 
 
 def _takes_two(out: Tensor, source: Tensor) -> bool:
-    """Return whether the cast needs an intermediate fp32."""
+    """Return whether the cast needs an intermediate rounding to fp32."""
     return source.dtype == torch.float64 and out.dtype in _NARROW
-
-
-def _cast_cpu(out: Tensor, source: Tensor) -> None:
-    if not _takes_two(out, source):
-        out.copy_(source)
-        return
-    for out_chunk, x in chunks(out, source):
-        out_chunk.copy_(fp32_by_odd_reference(x))

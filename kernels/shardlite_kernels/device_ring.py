@@ -1,12 +1,12 @@
-"""Ring reductions inside one kernel, over memory that neighbours write into (protocol: `signals.py`).
+"""Ring reductions inside one kernel, over memory to which neighbours write. `signals.py` describes the protocol.
 
     ring_reduce_scatter   out = the mean of this rank's segment over all ranks, cast
-    ring_reduce_adamw     the same, but the last sum is the gradient of an AdamW step and is never written
+    ring_reduce_adamw     the same, but the mean is the gradient of an AdamW step and is never written
 
-One launch does all hops. A program takes some blocks of each segment through all steps, with `D - 1` messages in
-flight: while one is summed, the next ones are transferred. In step `t` of a reduction rank `r` adds its own part to the
-partial sum of segment `r - 1 - t`, received from rank `r - 1`, and writes the sum directly into a slot of rank `r + 1`.
-The first step only sends, the last one only receives and finishes this rank's own segment:
+One launch runs all hops. Each program moves some blocks of each segment through all steps, with `D - 1` messages in
+flight: while one message is summed, the next ones are transferred. In step `t` of a reduction, rank `r` adds its own
+summand to the partial sum of segment `r - 1 - t`, received from rank `r - 1`, and writes the sum directly to a slot of
+rank `r + 1`. The first step only sends. The last step only receives, and completes this rank's own segment:
 
     W=3   t=0                t=1                  t=2
     r=0   sends part of 2    adds to 1, sends     adds to 0
@@ -16,11 +16,12 @@ The first step only sends, the last one only receives and finishes this rank's o
 So segment `k` is added in the order `k+1, k+2, ..., k`, for any number of programs. `full` is only read, so `out` may
 be this rank's segment of it.
 
-Bytes per element of a segment, with `g` for the gradient, `w` for messages, `o` for the result and `s` for a state: the
-first step moves `g + w`, each middle step `g + 2*w`, the last one `g + w + o`, or with AdamW `g + w + 2*s + 1/16`: in
-fp32 8, 12 and 12, for `W` ranks `12*W - 4`. In each step but the last, `w` bytes cross a link.
+Bytes per element of a segment, with `g` bytes for the gradient, `w` for messages, `o` for the result and `s` for a
+state: the first step moves `g + w`, each middle step `g + 2*w`, and the last step `g + w + o`, or with AdamW
+`g + w + 2*s + 1/16`. In fp32 these are 8, 12 and 12, together `12*W - 4` for `W` ranks. In each step except the last,
+`w` bytes cross a link.
 
-Legend: `W` ranks, `S` elements of a segment, `P` programs, `D` slots of each, `G = ceil(S / 32)` groups.
+Legend: `W` ranks, `S` elements per segment, `P` programs, `D` slots per program, `G = ceil(S / 32)` groups.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -57,22 +58,22 @@ from .state import State
 _WIRES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _AMD = torch.version.hip is not None
 _UNSPECIALIZED = ("rank", "world", "epoch", "limit", "blocks")
-"""Arguments of which any value runs the same code. Otherwise a rank would recompile while its neighbours wait."""
+"""Arguments that Triton must not specialize. Otherwise a rank would recompile while its neighbours wait."""
 
 
 @jit
 def wrapped(rank: tl.tensor, world: tl.tensor) -> tl.tensor:
-    """Return a rank, from `-world` on, modulo `world`. `%` is C's, which leaves negative numbers negative."""
+    """Return `rank` modulo `world`, for ranks of at least `-world`. Triton's `%` leaves negative numbers negative."""
     return tl.where(rank < 0, rank + world, rank)
 
 
 @jit
 def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
-    """Return a program's next action: its message within the step, the step, and the messages it sends and receives.
+    """Return the message, the step, and the numbers of the sent and the received message of a program's action.
 
-    The last two are numbers of messages in the launch. They are meaningless in the last and in the first step,
-    respectively. Batches of `DEPTH - 1` messages go through all steps one after the other; the last batch may be
-    smaller.
+    The message is an index within the step. The other two numbers are indices within the launch. The number of the sent
+    message is meaningless in the last step, and that of the received message in the first step. Batches of `DEPTH - 1`
+    messages go through all steps one after the other. The last batch may be smaller.
     """
     done = action // (world * (DEPTH - 1)) * (DEPTH - 1)
     batch = tl.minimum(messages - done, DEPTH - 1)
@@ -82,26 +83,26 @@ def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl
 
 
 class Links(NamedTuple):
-    """Where ranks write for each other: pointers to int64 numbers."""
+    """Memory to which ranks write for each other. All tensors are int64."""
 
     slot_table: Tensor
-    """[W]: the address of each rank's slots."""
+    """Addresses of each rank's slots [W]."""
 
     flag_table: Tensor
-    """[W]: the address of each rank's flags."""
+    """Addresses of each rank's flags [W]."""
 
     error: Tensor
-    """[1]: this rank's error word."""
+    """Error word of this rank [1]."""
 
 
 class Result(NamedTuple):
-    """What the last step writes beside a state."""
+    """Outputs of the last step other than a state."""
 
     out: Tensor | None
-    """[S]: the mean. `None`: it is the gradient of a step instead."""
+    """The mean [S]. `None`: the mean is the gradient of a step and is not written."""
 
     bad: Tensor | None
-    """[], int32: set to 1 if the gradient of a step is not finite."""
+    """[], int32, set to 1 if the gradient of a step is not finite."""
 
 
 @partial(jit, unspecialized=_UNSPECIALIZED)
@@ -143,7 +144,7 @@ def _ring_reduce_scatter_kernel(
         if step < last:
             freed = zero + tl.maximum(sent - DEPTH + 1, 0)  # when message `sent` may be written
             patience = await_flag(flags_ptr + FREED, freed, step, NOTHING_FREED, patience)
-        end = tl.where(patience > 0, n, 0)  # nothing is touched once something went wrong
+        end = tl.where(patience > 0, n, 0)  # after a failure no memory is accessed
         start = (message * programs + program).to(tl.int64) * numel
         for block in tl.range(0, tl.cdiv(tl.minimum(n - start, numel), BLOCK), disable_licm=True):
             line = tl.arange(0, BLOCK // GROUP)[:, None]
@@ -177,17 +178,17 @@ def _ring_reduce_scatter_kernel(
 def ring_reduce_scatter(
     out: Tensor, full: Tensor, peers: Peers, *, epoch: int, divisor: int = 1, wire: torch.dtype = torch.float32
 ) -> None:
-    """Write the sum over ranks of segment `rank` of `full` [W*S], divided by `divisor`, into `out` [S].
+    """Sum segment `rank` of `full` over all ranks, divide the sum by `divisor`, and write it to `out`.
 
-    Summands are added in fp32; partial sums are rounded to `wire`, and the quotient to the dtype of `out`. The kernel
-    waits for neighbours up to a limit: `ring_failure(peers.error)` tells whether it was exceeded, and then `out` is
-    undefined.
+    Summands are added in fp32. Partial sums are rounded to `wire`, and the quotient to the dtype of `out`. The kernel
+    waits for neighbours up to a limit. If the limit was exceeded, `ring_failure(peers.error)` returns the failure, and
+    `out` is undefined.
 
     Args:
-        out: [S], fp32, bf16 or fp16.
+        out: output [S], fp32, bf16 or fp16.
         full: [W*S], fp32, bf16 or fp16.
         peers: memory of all ranks.
-        epoch: equal on all ranks, and larger than in any earlier launch.
+        epoch: number of the launch, equal on all ranks and larger than in any earlier launch.
         divisor: from 1 to 2^24.
         wire: dtype of partial sums between ranks.
 
@@ -212,26 +213,34 @@ def ring_reduce_adamw(
     wire: torch.dtype = torch.float32,
     bad: Tensor | None = None,
 ) -> None:
-    """Step `state` [S] by what `ring_reduce_scatter` would write in fp32. The gradient is in registers only.
+    """Step `state` by the gradient that `ring_reduce_scatter` would write in fp32. The gradient is in registers only.
 
-    Other ranks may launch `ring_reduce_scatter` with an `out` in fp32 instead: the messages are the same.
+    Other ranks may launch `ring_reduce_scatter` with an fp32 `out` instead, because the messages are the same. After a
+    failure, as in `ring_reduce_scatter`, only some elements are stepped.
 
-    `bad` [], int32, is set to 1 if the gradient of a stepped element is NaN or infinite. After a failure some elements
-    are stepped and others are not.
+    Args:
+        state: weights and moments [S], which are stepped in place.
+        full: [W*S], fp32, bf16 or fp16.
+        table: scalars of the step.
+        peers: memory of all ranks.
+        epoch: as for `ring_reduce_scatter`.
+        divisor: as for `ring_reduce_scatter`.
+        wire: dtype of partial sums between ranks.
+        bad: optional output [], int32, set to 1 if the gradient of a stepped element is NaN or infinite.
 
     Raises:
-        ValueError: as `ring_reduce_scatter` and `reduce_adamw`.
+        ValueError: as for `ring_reduce_scatter` and `reduce_adamw`.
     """
     who = "ring_reduce_adamw"
     check_step(who, state, table)
-    block = block_size(torch.empty(0))  # with more elements in each thread registers are spilled
+    block = block_size(torch.empty(0))  # with more elements per thread, registers would be spilled
     _launch(who, full, peers, state.param.numel(), (Result(None, bad), state, table), block, epoch, divisor, wire)
 
 
 def ring_reduce_scatter_reference(
     out: Tensor, fulls: Sequence[Tensor], rank: int, *, divisor: int = 1, wire: torch.dtype = torch.float32
 ) -> None:
-    """Specification of `ring_reduce_scatter`, given `full` [W*S] of every rank."""
+    """Specification of `ring_reduce_scatter`, given the `full` tensors [W*S] of all ranks."""
     received, own = _before_the_last(fulls, rank, wire)
     hop_reference(out, received, own, divisor)
 
@@ -246,13 +255,13 @@ def ring_reduce_adamw_reference(
     wire: torch.dtype = torch.float32,
     bad: Tensor | None = None,
 ) -> None:
-    """Specification of `ring_reduce_adamw`, given `full` [W*S] of every rank."""
+    """Specification of `ring_reduce_adamw`, given the `full` tensors [W*S] of all ranks."""
     received, own = _before_the_last(fulls, rank, wire)
     reduce_adamw_reference(state, received, own, table, divisor=divisor, bad=bad)
 
 
 def _before_the_last(fulls: Sequence[Tensor], rank: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the partial sum [S] of segment `rank` that its owner receives, and the owner's part [S]."""
+    """Return the partial sum [S] of segment `rank` that its owner receives, and the owner's summand [S]."""
     segments = [full.view(len(fulls), -1)[rank] for full in fulls]
     order = [*segments[rank + 1 :], *segments[: rank + 1]]
     partial_sum = order[0].to(wire)
@@ -272,13 +281,13 @@ def _launch(
     divisor: int,
     wire: torch.dtype,
 ) -> None:
-    """Check and launch a reduction of segments [n]; `last` is what the last step needs.
+    """Check the arguments and launch a reduction of segments [n]. `last` has the arguments of the last step.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match, or a number is out of range.
     """
     if not use_triton(full):
-        raise ValueError(f"{who}: full is on the CPU, which needs Triton's interpreter (TRITON_INTERPRET=1)")
+        raise ValueError(f"{who}: full is on the CPU, where this needs Triton's interpreter (TRITON_INTERPRET=1)")
     check_flat(who, "full", full, _WIRES, numel=peers.world_size * n, device=full.device)
     peers.check(who, full.device)
     if not 1 <= epoch <= LARGEST_EPOCH:
@@ -301,9 +310,9 @@ def _launch(
 
 
 def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int, int]:
-    """Return the blocks per message and the number of programs, equal on all ranks.
+    """Return the number of blocks per message and the number of programs, which are equal on all ranks.
 
-    A message is as long as a slot, but short enough that each program has at least `D` of them.
+    A message fills a slot, unless it must be shorter so that each program has at least `D` messages.
     """
     most = peers.slot_nbytes // (block * itemsize)
     if not most:

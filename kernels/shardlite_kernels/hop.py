@@ -1,7 +1,7 @@
 """One hop of a ring reduction: the received partial sum plus this rank's own part, optionally divided.
 
 Bytes per element: `received` and `own` are read once, `out` is written once: 12 in fp32, 6 in bf16. Statistics of `out`
-cost 8 bytes per block only: its elements are in registers, or on the CPU in the cache.
+add only 8 bytes per block, because its elements are in registers, or on the CPU in the cache.
 Legend: `S` elements, `P` rows of statistics (`stats.py`).
 """
 
@@ -18,7 +18,9 @@ from .stats import check_stats, stats_block, stats_cpu, stats_reference, store_r
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in any mixture
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_NATIVE = (torch.float64, *_INTEGERS)  # added in their own dtype
+NATIVE_DTYPES = (torch.float64, *_INTEGERS)
+"""Dtypes whose sums are computed in the dtype itself, instead of in fp32."""
+
 LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
 
 
@@ -34,9 +36,9 @@ def write_mean(
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,
 ) -> None:
-    """Divide a sum, store it in the dtype of `out_ptr`, and store the statistics of what was stored.
+    """Divide a sum, store it in the dtype of `out_ptr`, and store the statistics of the stored numbers.
 
-    `NATIVE`: the sum has that dtype; otherwise it is fp32.
+    With `NATIVE` the sum already has the dtype of `out_ptr`, otherwise it is fp32.
     """
     if DIVIDE and NATIVE:
         total = total / divisor  # fp64 only, whose division is correctly rounded
@@ -67,12 +69,17 @@ def _hop_kernel(
 
 
 def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
-    """Write `(received + own) / divisor` [S] into `out` [S], which may share memory with `received` or `own`.
+    """Write `(received + own) / divisor` into `out`, which may share memory with `received` or `own`.
 
     fp32, bf16 and fp16, in any mixture, are added and divided in fp32 and rounded once to the dtype of `out`. fp64 and
-    integers are added in their own dtype, which all three must share; integers wrap around.
+    integers are added in their own dtype, which all three tensors must have. Integers wrap around.
 
-    With `stats` [P, 2] the statistics of the stored `out` are written, too, for floating-point dtypes only.
+    Args:
+        out: output [S].
+        received: partial sum of other ranks [S].
+        own: summand of this rank [S].
+        divisor: from 1 to 2^24. Integers cannot be divided.
+        stats: optional output [P, 2]: statistics of the stored `out`, which must be floating-point.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match, or `divisor` is not allowed for the dtype.
@@ -82,10 +89,10 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
     if not use_triton(out):
         hop_cpu(*tensors, divisor)
         if stats is not None:
-            stats_cpu(out, stats)  # a separate pass: several calls per cached chunk would take longer
+            stats_cpu(out, stats)  # a separate pass, because several calls per cached chunk would take longer
         return
     block = block_size(*tensors) if stats is None else stats_block(out)
-    flags = {"NATIVE": out.dtype in _NATIVE, "DIVIDE": divisor > 1, "STATS": stats is not None}
+    flags = {"NATIVE": out.dtype in NATIVE_DTYPES, "DIVIDE": divisor > 1, "STATS": stats is not None}
     launch(_hop_kernel, *tensors, stats, float(divisor), n=out.numel(), block=block, **flags)
 
 
@@ -102,20 +109,15 @@ def hop_reference(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, 
 def divided_reference(total: Tensor, divisor: int) -> Tensor:
     """Return `total / divisor` [S], correctly rounded on every device.
 
-    CUDA multiplies by the rounded reciprocal of a divisor that the host knows, which changes a third of all fp32 means
-    over 3 ranks (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu). It divides by a tensor of its own.
+    If the divisor is a Python number, CUDA multiplies by its rounded reciprocal, which changes a third of all fp32
+    means over 3 ranks (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu). So the divisor is a tensor here.
     """
     return total if divisor == 1 else total / total.new_tensor(float(divisor))
 
 
-def hop_is_native(out: Tensor) -> bool:
-    """Return whether a sum in the dtype of `out` is computed in that dtype, instead of fp32."""
-    return out.dtype in _NATIVE
-
-
 def dtype_of_sums(out: Tensor) -> torch.dtype:
-    """Return the dtype in which a sum is computed before it is rounded to that of `out`."""
-    return out.dtype if hop_is_native(out) else torch.float32
+    """Return the dtype in which a sum is computed before it is rounded to the dtype of `out`."""
+    return out.dtype if out.dtype in NATIVE_DTYPES else torch.float32
 
 
 def check_hop(who: str, out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tensor | None) -> None:
@@ -127,13 +129,13 @@ def check_hop(who: str, out: Tensor, received: Tensor, own: Tensor, divisor: int
     for name, tensor in (("out", out), ("received", received), ("own", own)):
         check_flat(who, name, tensor, numel=out.numel(), device=out.device)
     dtypes = {out.dtype, received.dtype, own.dtype}
-    if not (dtypes <= set(_NARROW) or (len(dtypes) == 1 and out.dtype in _NATIVE)):
+    if not (dtypes <= set(_NARROW) or (len(dtypes) == 1 and out.dtype in NATIVE_DTYPES)):
         raise ValueError(
             f"{who}: cannot add {received.dtype} and {own.dtype} into {out.dtype}; "
-            "fp32, bf16 and fp16 may be mixed, fp64 and integers must be alone"
+            "fp32, bf16 and fp16 may be mixed, fp64 and integers may not"
         )
     if divisor != 1 and out.dtype in _INTEGERS:
-        raise ValueError(f"{who}: {out.dtype} cannot be divided by {divisor}: integers are only summed")
+        raise ValueError(f"{who}: {out.dtype} cannot be divided by {divisor}: integers can only be summed")
     check_divisor(who, divisor)
     if stats is not None:
         check_stats(who, out, stats)
@@ -143,18 +145,18 @@ def check_divisor(who: str, divisor: int) -> None:
     """Check that a divisor is positive and exact in fp32.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `divisor` is not from 1 to 2^24.
     """
     if not 1 <= divisor <= LARGEST_DIVISOR:
         raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
 
 
 def hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1) -> None:
-    """Do what `hop` does with tensors of the CPU that have been checked."""
+    """Compute `hop` on the CPU, without checks."""
     summed_in = torch.promote_types(received.dtype, own.dtype)
-    wide = summed_in in (torch.float32, *_NATIVE)
+    wide = summed_in in (torch.float32, *NATIVE_DTYPES)
     if divisor == 1 and (wide or summed_in == out.dtype):
-        torch.add(received, own, out=out)  # one rounding: PyTorch adds bf16 and fp16 in fp32
+        torch.add(received, own, out=out)  # rounds once, because PyTorch adds bf16 and fp16 in fp32
     elif wide and summed_in == out.dtype:
         torch.add(received, own, out=out)
         out.div_(divisor)

@@ -1,9 +1,9 @@
-"""Compile and launch kernels. Only this file knows whether Triton is installed, and which path runs.
+"""Compile and launch kernels. Only this file checks whether Triton is installed, and whether a kernel or PyTorch runs.
 
-Triton has wheels for Linux only. Without it this package still imports and serves CPU tensors.
+Triton has wheels for Linux only. Without Triton this package can be imported and supports CPU tensors.
 
-With `TRITON_INTERPRET=1` in the environment (read once, by Triton, at import) kernels run in Triton's interpreter on
-CPU tensors: slowly, but with the bits of the compiled kernel, so kernels are tested without a GPU.
+With `TRITON_INTERPRET=1` in the environment (read once by Triton, at import) kernels run on CPU tensors in Triton's
+interpreter. This is slow but gives the bits of the compiled kernels, so that they can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ except ImportError:
     triton = tl = libdevice = None
 
 SCALE_BLOCK = 32
-"""Number of elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
+"""Number of elements that share an exponent or a row of scalars. Shards are padded to a multiple of this number."""
 
 INTERPRET: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter."""
 
 CPU_CHUNK = 1 << 16
-"""Elements that a CPU path works on at a time: temporaries of 256 KB stay in the cache of a core."""
+"""Number of elements that a CPU path processes at a time, so that temporaries (256 KB) stay in the cache of a core."""
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _THREADS = 256  # per program
 _THREADS_PER_WARP = 64 if torch.version.hip else 32
 _BYTES_PER_ACCESS = 16  # the widest access of a thread
-_INTERPRETED_BLOCK = 16384  # the interpreter takes about 1 ms per program, whatever its size
+_INTERPRETED_BLOCK = 16384  # the interpreter takes about 1 ms per program of any size
 
 
 def jit(function: Callable[..., Any], *, unspecialized: Sequence[str] = ()) -> Any:
-    """Apply `triton.jit`; without Triton return the plain function, which `launch` refuses.
+    """Return `function` compiled by `triton.jit`. Without Triton return `function`, which `launch` refuses to run.
 
-    Triton recompiles a kernel for integers that are 1 or divisible by 16, except for the `unspecialized` ones.
+    Triton recompiles a kernel if an integer argument is 1 or divisible by 16, except for the `unspecialized` arguments.
     """
     return function if triton is None else triton.jit(function, do_not_specialize=unspecialized)
 
 
 def constexpr(value: int) -> Any:
-    """Make a global number readable by kernels, which cannot read plain globals."""
+    """Return a global number in a form that kernels can read. They cannot read plain globals."""
     return value if triton is None else tl.constexpr(value)
 
 
@@ -55,7 +55,7 @@ GROUP = constexpr(SCALE_BLOCK)
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Return whether `tensor` is processed by a Triton kernel rather than by PyTorch's CPU operators."""
+    """Return whether `tensor` is processed by a Triton kernel and not by PyTorch's CPU operators."""
     return INTERPRET or tensor.device.type != "cpu"
 
 
@@ -68,13 +68,23 @@ def check_flat(
     numel: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Check that a tensor is 1-D and contiguous, and has one of these dtypes, this length and this device.
+    """Check that a tensor is 1-D and contiguous, and optionally its dtype, length and device.
+
+    Args:
+        who: name of the calling function, for the error.
+        name: name of the tensor, for the error.
+        tensor: tensor to check.
+        dtypes: allowed dtypes. `None`: all are allowed.
+        numel: required length. `None`: length and device are not checked.
+        device: required device.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the tensor does not meet a requirement.
     """
     if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
+        raise ValueError(
+            f"{who}: {name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        )
     if dtypes is not None and tensor.dtype not in dtypes:
         *others, last = (_SHORT.get(each, str(each).removeprefix("torch.")) for each in dtypes)
         allowed = f"{', '.join(others)} or {last}" if others else last
@@ -86,15 +96,15 @@ def check_flat(
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same `CPU_CHUNK` elements of each tensor [S], chunk by chunk."""
+    """Yield tuples with one chunk of `CPU_CHUNK` elements of each tensor [S]."""
     return zip(*(torch.split(tensor, CPU_CHUNK) for tensor in tensors), strict=True)
 
 
 def block_size(*tensors: Tensor) -> int:
-    """Return the elements per program for which each thread moves 16 bytes of the widest of `tensors` at a time.
+    """Return the number of elements per program with which each thread moves 16 bytes of the widest of `tensors`.
 
-    More elements per thread would make Triton exchange values between threads through shared memory, because the
-    layouts that suit the narrow and the wide tensors differ; fewer would waste bandwidth.
+    With more elements per thread, Triton would exchange values between threads through shared memory, because narrow
+    and wide tensors would need different layouts. Fewer elements would waste bandwidth.
     """
     if INTERPRET:
         return _INTERPRETED_BLOCK
@@ -106,17 +116,18 @@ def launch(
 ) -> None:
     """Run `kernel(*args, n, BLOCK=block, ...)` with one program per `block` of the `n` elements.
 
-    `args[0]` is a tensor on the device to run on, or a tuple that begins with one. Triton compiles `n` divisible by 16
-    and 16-byte aligned tensors to vector accesses, everything else to scalar ones: the same bits, only slower.
+    The kernel runs on the device of `args[0]`, which is a tensor or a tuple that begins with a tensor. If `n` is
+    divisible by 16 and tensors are aligned to 16 bytes, Triton compiles vector accesses, otherwise slower scalar ones
+    with the same results.
 
     Args:
         kernel: the compiled kernel.
-        args: its positional arguments before `n`.
-        n: number of elements; of one row, with `rows`.
-        block: elements per program.
+        args: positional arguments of the kernel before `n`.
+        n: number of elements per row.
+        block: number of elements per program.
         rows: number of rows, up to 65535. The second index of a program is its row.
-        together: run that many programs, all resident at once, because they wait for programs of other devices. A GPU
-            without room for them refuses the launch.
+        together: number of programs that must all run at once, because they wait for programs of other devices. If
+            the GPU has no room for them, the launch fails.
         constexprs: compile-time constants of the kernel.
 
     Raises:
@@ -127,8 +138,8 @@ def launch(
         raise RuntimeError(f"tensors on {device} need Triton, which is not installed: pip install triton")
     if n * rows == 0:
         return
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: leave the current device as it is
-        # Fusing a multiplication with an addition changes bits; the default differs between versions of Triton.
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1 keeps the current device
+        # Fusing multiplications with additions changes bits, and its default differs between versions of Triton.
         options = {"num_warps": _THREADS // _THREADS_PER_WARP, "enable_fp_fusion": False}
         if together is not None and not INTERPRET:
             options["launch_cooperative_grid"] = True

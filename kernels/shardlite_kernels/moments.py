@@ -2,21 +2,21 @@
 
 | format | first moment | second moment | bytes for both |
 |---|---|---|---|
-| `"fp32"` | itself | itself | 8 |
+| `"fp32"` | exact | exact | 8 |
 | `"bf16"` | rounded to nearest even | rounded stochastically | 4 |
 | `"int8"` | `sign * (q / 127)^2 * 2^k`, to nearest | `((q / 255) * 2^k)^2`, stochastically | 2.0625 |
 
-The second moment decays by a thousandth per step with `beta2 = 0.999`. That is less than half a unit of both narrow
-formats, so with rounding to nearest it would never decrease when gradients become smaller. Stochastic rounding, whose
-mean is the number itself, follows it. The square root makes the steps between codes fine for small numbers. Zero is not
-a code of the second moment, by which updates are divided. Codes of the first moment are up to 127 in magnitude, those
-of the second from 1 to 255.
+With `beta2 = 0.999` the second moment decays by a thousandth per step. This is less than half a unit of both narrow
+formats, so with rounding to nearest it would never decrease when gradients become smaller. With stochastic rounding it
+does, because the mean of the result is the exact number. The square root makes the steps between codes fine for small
+numbers. Zero is not a code of the second moment, because updates are divided by its root. Codes of the first moment are
+at most 127 in magnitude. Codes of the second moment are from 1 to 255.
 
-`2^k` is the smallest power of two that is not below any magnitude in a group (of the second moment: any square root),
-stored as the exponent of an fp32 number, one byte. So every value of the format is exact in fp32, and encoding it
-again, rounded to nearest, gives the same code: a checkpoint in fp32 is lossless. An infinity, a NaN or a magnitude
-above 2^126 (of the second moment: a root above about 2^64, whose square fp32 cannot hold) turns the whole group into
-NaN.
+`2^k` is the smallest power of two that is not below any magnitude in a group. For the second moment, it is not below
+any square root in the group. It is stored as the exponent of an fp32 number, in one byte. So every value of the format
+is exact in fp32, and encoding it again, rounded to nearest, gives the same code: a checkpoint in fp32 is lossless. A
+NaN, an infinity or a magnitude above 2^126 turns the whole group into NaN. For the second moment, so does a root above
+about 2^64, whose square exceeds fp32.
 
 Legend: `S` elements, `G = ceil(S / 32)` groups.
 """
@@ -40,20 +40,20 @@ _NAN = 255  # the exponent of a group that is NaN
 
 @jit
 def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """Return `2^k` of a biased exponent; 0 for 0, NaN for 255."""
+    """Return `2^k` of a biased exponent: 0 for the exponent 0, NaN for 255."""
     bits = tl.where(exponent == 255, 0x7FC00000, exponent.to(tl.int32) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @jit
 def inverse_of(exponent: tl.tensor) -> tl.tensor:
-    """Return `2^-k` of a biased exponent; 0 for 255."""
+    """Return `2^-k` of a biased exponent: 0 for the exponent 255."""
     return tl.where(exponent == 255, 0, (254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
 def exponent_of(x: tl.tensor) -> tl.tensor:
-    """Return the biased exponents [G, 1] of the smallest powers of two not below any magnitude in rows of [G, 32]."""
+    """Return the biased exponents [G, 1] of the groups in `x` [G, 32]."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = (tl.max(bits, axis=1, keep_dims=True).to(tl.uint32) + 0x7FFFFF) >> 23
     return tl.where(exponent > 253, 255, exponent).to(tl.int32)
@@ -61,7 +61,7 @@ def exponent_of(x: tl.tensor) -> tl.tensor:
 
 @jit
 def decode_avg(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """Return the first moment."""
+    """Return the first moment in fp32."""
     root = code.to(tl.float32) * (1 / 127)
     return root * tl.abs(root) * power_of_two(exponent)
 
@@ -77,7 +77,7 @@ def encode_avg(m: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 @jit
 def decode_sq(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """Return the second moment."""
+    """Return the second moment in fp32."""
     unit = power_of_two(exponent) * (1 / 255)  # a subnormal one is rounded, but squares of its multiples are zero
     root = code.to(tl.float32) * unit
     return root * root
@@ -90,12 +90,12 @@ def encode_sq(root: tl.tensor, exponent: tl.tensor, random: tl.tensor) -> tl.ten
     q = tl.floor(y)
     uniform = (random >> 8).to(tl.int32).to(tl.float32)  # over 2^24
     q += tl.where(y * y - q * q > uniform * tl.fma(q, 2**-23, 2**-24), 1.0, 0.0)
-    return tl.maximum(q, 1.0).to(tl.uint8)  # which is 1 if q is NaN, and q is at most 255
+    return tl.maximum(q, 1.0).to(tl.uint8)  # the maximum is 1 if q is NaN; q is at most 255
 
 
 @jit
 def round_to_bf16(x: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """Round `x` stochastically to bf16."""
+    """Return `x` rounded stochastically to bf16."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + (random & 0xFFFF)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -106,7 +106,7 @@ def round_to_bf16(x: tl.tensor, random: tl.tensor) -> tl.tensor:
 def load_moments(
     state: tl.tuple, offsets: tl.tensor, group: tl.tensor, mask: tl.tensor, in_group: tl.tensor
 ) -> tl.tuple:
-    """Return both moments [G, 32] in fp32, from any format; exponents [G, 1] belong to codes."""
+    """Load both moments from any format, and return them in fp32, [G, 32]."""
     if state.avg_exponent is None:
         return load_fp32(state.exp_avg, offsets, mask), load_fp32(state.exp_avg_sq, offsets, mask)
     else:
@@ -120,7 +120,7 @@ def load_moments(
 def store_avg(
     state: tl.tuple, offsets: tl.tensor, group: tl.tensor, m: tl.tensor, mask: tl.tensor, in_group: tl.tensor
 ) -> None:
-    """Store the first moments in their format."""
+    """Store first moments in their format."""
     if state.avg_exponent is None:
         store_rounded(state.exp_avg, offsets, m, mask)
     else:
@@ -140,7 +140,7 @@ def store_sq(
     mask: tl.tensor,
     in_group: tl.tensor,
 ) -> None:
-    """Store the second moments, whose square root is `root`, in their format; narrow formats need random bits."""
+    """Store second moments, whose square root is `root`, in their format. Narrow formats need random bits."""
     if state.sq_exponent is not None:
         exponent = exponent_of(root)
         tl.store(state.exp_avg_sq + offsets, encode_sq(root, exponent, random), mask=mask)
@@ -155,7 +155,17 @@ def store_sq(
 
 
 def decode(avg: Tensor, sq: Tensor, avg_exponent: Tensor | None, sq_exponent: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return both moments [S] in fp32; exact moments are returned themselves. Exponents [G] belong to codes."""
+    """Return both moments in fp32.
+
+    Args:
+        avg: stored first moment [S].
+        sq: stored second moment [S].
+        avg_exponent: exponents of the codes in `avg` [G], else `None`.
+        sq_exponent: exponents of the codes in `sq` [G], else `None`.
+
+    Returns:
+        First and second moment [S]. If they are exact, `avg` and `sq` themselves.
+    """
     if avg_exponent is None or sq_exponent is None:
         narrow = avg.dtype == torch.bfloat16
         return (avg.float(), sq.float()) if narrow else (avg, sq)
@@ -173,9 +183,17 @@ def encode(
     sq_exponent: Tensor | None,
     random: Tensor | None,
 ) -> None:
-    """Write the moments `m` and `v` [S], fp32, to `avg` and `sq` in their format.
+    """Write moments to `avg` and `sq` in their format.
 
-    With `random` [S] from `random_bits_reference` the second moment is rounded stochastically, otherwise to nearest.
+    Args:
+        m: first moment [S], fp32.
+        v: second moment [S], fp32.
+        avg: output [S]: stored first moment.
+        sq: output [S]: stored second moment.
+        avg_exponent: output [G]: exponents of the codes in `avg`, else `None`.
+        sq_exponent: output [G]: exponents of the codes in `sq`, else `None`.
+        random: random bits [S], int32, with which the second moment is rounded stochastically. `None`: it is rounded to
+            nearest.
     """
     if avg_exponent is not None and sq_exponent is not None:
         _encode_avg(m, avg, avg_exponent)
@@ -219,28 +237,28 @@ def _round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """Return the square root. PyTorch's own in fp32 on the CPU is sometimes off by one unit."""
+    """Return the square root. PyTorch's fp32 square root on the CPU is sometimes off by one unit."""
     return x.double().sqrt_().float()
 
 
 def _exponents_of(x: Tensor) -> Tensor:
-    """Return biased exponents [G], int64."""
+    """Return the biased exponents of the groups in `x` [S], [G], int64."""
     bits = torch.nn.functional.pad(x, (0, -x.numel() % SCALE_BLOCK)).view(torch.int32) & 0x7FFFFFFF
     exponent = (bits.view(-1, SCALE_BLOCK).amax(1).to(torch.int64) + 0x7FFFFF) >> 23
     return torch.where(exponent > 253, _NAN, exponent)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """Return the powers of two [G] of stored exponents [G]."""
+    """Return the powers of two [G] for biased exponents [G]."""
     exponent = exponents.to(torch.int32)
     return torch.where(exponent == _NAN, 0x7FC00000, exponent << 23).view(torch.float32)
 
 
 def _inverses(exponent: Tensor) -> Tensor:
-    """Return the inverses of the powers of two, [G]; 0 for groups that are NaN."""
+    """Return the inverses of the powers of two [G] for biased exponents [G]: 0 for groups that are NaN."""
     return ((254 - exponent).clamp(min=0) << 23).to(torch.int32).view(torch.float32)
 
 
 def _each(groups: Tensor, numel: int) -> Tensor:
-    """Repeat a value per group [G] for each element [S]."""
+    """Return the value of each element's group, [S], given one value per group [G]."""
     return groups.repeat_interleave(SCALE_BLOCK)[:numel]

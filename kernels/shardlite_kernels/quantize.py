@@ -1,22 +1,23 @@
-"""Quantization of blocks of 32 numbers to 32 8-bit codes and one scale: 33 bytes, decoded exactly to fp32 and bf16.
+"""Quantize blocks of 32 numbers to 32 8-bit codes and one scale: 33 bytes, which decode exactly to fp32 and bf16.
 
-    step  = 2^(scale - 133)                 scale = the exponent bits of the largest |x| in the block, as fp32 has them
-    code  = x / step, to nearest even       from -127 to 127, most |x| has 64 or more
+    step  = 2^(scale - 133)                 scale = the exponent bits, as in fp32, of the largest |x| in the block
+    code  = x / step, to nearest even       from -127 to 127; the largest |x| has a code of 64 or more
     value = code * step
 
 This is MXINT8 of the OCP Microscaling Formats (version 1.0, 2023), without the code -128. A scale is a power of two, so
-only the codes are rounded. A value has 7 bits, which bf16 holds; a scale of 0 is a step of 2^-133, the smallest bf16
-number. So decoding is exact in fp32 and bf16, and encoding the result gives the same codes and scales. fp16 is rounded
-once, which is exact for blocks whose largest number is from 2^-18 to 65504.
+only the codes are rounded. A value has 7 bits, which fit in bf16. For a scale of 0 the step is 2^-133, the smallest
+bf16 number. So decoding is exact in fp32 and bf16, and encoding the result gives the same codes and scales. fp16 values
+are rounded once, which is exact for blocks whose largest number is from 2^-18 to 65504.
 
-The error of an element is at most half a step, which is 1/128 of the largest |x| in its block; that of an element above
-127.5 steps is less than a step, 1/127.5 of it. The error of blocks below 2^-126 is at most 2^-134.
+The error of an element is at most half a step, which is 1/128 of the largest |x| in the block. Elements above 127.5
+steps have an error of less than one step, which is 1/127.5 of their magnitude. In blocks below 2^-126 the error is at
+most 2^-134.
 
-A block with a NaN or an infinity has the scale 255 and zeros as codes, and is decoded to NaN as a whole, so that the
-error stays visible. -0 becomes 0.
+A block with a NaN or infinity has the scale 255 and codes of zero, and decodes to NaN as a whole, so that the error
+stays visible. -0 becomes 0.
 
 Bytes per element: from fp32 `quantize` moves 5.03, from bf16 3.03; `dequantize` to fp32 5.03, to bf16 or fp16 3.03.
-Legend: `S` elements, `W` rows of them.
+Legend: `S` elements per row, `W` rows.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -30,7 +31,7 @@ from .launch import CPU_CHUNK, GROUP, SCALE_BLOCK, block_size, check_flat, jit, 
 from .rounding import load_fp32, store_rounded
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_POISON = 255  # as a scale
+_POISON = 255  # the scale of a block with a NaN or infinity
 
 
 @jit
@@ -40,11 +41,11 @@ def _quantize_kernel(
     blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
     offsets = blocks * GROUP + tl.arange(0, GROUP)[None, :]
     x = load_fp32(source_ptr, offsets, offsets < n)
-    # Bits of positive floats are ordered as the floats are, with infinity and NaN on top: 255 when shifted.
+    # The bits of positive floats have the order of the floats. Infinity and NaN are the largest: 255 after the shift.
     scale = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True) >> 23
     # 2^(127 - scale), so that the largest becomes 1 to 2. 2^-127 is subnormal: a mantissa bit, no exponent bits.
     power = tl.where(scale >= 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
-    # The unit in the last place of 1.5 * 2^23 is 1: the addition rounds to an integer, which the lowest bits hold.
+    # The unit in the last place of 1.5 * 2^23 is 1, so the addition rounds to an integer in the lowest bits.
     shifted = x * power * 64.0 + 12582912.0
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
     codes = tl.minimum(tl.maximum(codes, -127), 127)
@@ -75,7 +76,7 @@ def _dequantize_kernel(
 
 
 def quantize(codes: Tensor, scales: Tensor, source: Tensor) -> None:
-    """Encode `source` [S] as `codes` [S], int8, and `scales` [S/32], uint8.
+    """Encode blocks of 32 numbers.
 
     Args:
         codes: output [S], int8.
@@ -109,10 +110,15 @@ def quantize_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
 
 
 def dequantize(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Decode `codes` [S] and `scales` [S/32] into `out` [S], which is fp32, bf16 or fp16.
+    """Decode blocks of 32 numbers.
 
-    Codes and scales may also be `W` rows, [W, S] and [W, S/32], which need not be adjacent in memory; `out` is then
-    [W*S]. So the messages of several ranks are decoded into one tensor by one launch.
+    Codes and scales may also have `W` rows, which need not be adjacent in memory. So one launch decodes the messages of
+    several ranks into one tensor.
+
+    Args:
+        out: output [S] or [W*S], fp32, bf16 or fp16.
+        codes: [S] or [W, S], int8.
+        scales: [S/32] or [W, S/32], uint8.
 
     Raises:
         ValueError: `S` is not a multiple of 32; shapes, devices or dtypes do not match.
@@ -135,12 +141,12 @@ def dequantize_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def _step_reference(scales: Tensor) -> Tensor:
-    """Return `2^(scale - 133)` in fp64, by its bits: a device's power function need not be exact."""
+    """Return `2^(scale - 133)` in fp64, made of bits because a device's power function may be inexact."""
     return ((scales.long() + (1023 - 133)) << 52).view(torch.float64)
 
 
 def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Check that tensors match: `floats` [W*S], codes [W, S] and scales [W, S/32], or all 1-D."""
+    """Check that `floats` [W*S], `codes` [W, S] and `scales` [W, S/32] match. All may also be 1-D."""
     check_flat(who, name, floats, _FLOATS)
     if (codes.dtype, scales.dtype) != (torch.int8, torch.uint8):
         raise ValueError(f"{who}: codes must be int8 and scales uint8, got {codes.dtype} and {scales.dtype}")
@@ -149,11 +155,11 @@ def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -
     *rows, length = codes.shape or (0,)
     if codes.dim() not in (1, 2) or length % SCALE_BLOCK or scales.shape != (*rows, length // SCALE_BLOCK):
         raise ValueError(
-            f"{who}: codes must be rows of a multiple of {SCALE_BLOCK} with a scale for each {SCALE_BLOCK}, got "
-            f"{list(codes.shape)} codes and {list(scales.shape)} scales"
+            f"{who}: the length of codes must be a multiple of {SCALE_BLOCK}, with one scale per {SCALE_BLOCK} codes, "
+            f"got {list(codes.shape)} codes and {list(scales.shape)} scales"
         )
     if codes.numel() != floats.numel():
-        raise ValueError(f"{who}: {name} has {floats.numel()} elements, there are {codes.numel()} codes")
+        raise ValueError(f"{who}: {name} has {floats.numel()} elements, but there are {codes.numel()} codes")
     if length and (codes.stride(-1) != 1 or scales.stride(-1) != 1):
         raise ValueError(f"{who}: rows must be contiguous, got strides {codes.stride()} and {scales.stride()}")
 
@@ -183,5 +189,5 @@ def _step_cpu(scales: Tensor) -> Tensor:
 
 
 def _chunks(tensor: Tensor, shared: int = 1) -> tuple[Tensor, ...]:
-    """Split a tensor whose elements stand for `shared` numbers each."""
+    """Split a tensor into chunks. Each of its elements belongs to `shared` numbers."""
     return torch.split(tensor, CPU_CHUNK // shared)

@@ -1,8 +1,8 @@
 """Exact rounding: conversions on the device, and the fused multiply-add for the references.
 
-Everything rounds once, to nearest even. A GPU's own conversions do so. Triton's interpreter truncates fp32 to bf16 and
-misreads subnormal bf16 numbers, so there `rounded` and `widened` use integers. Nothing else in a kernel depends on
-where it runs.
+All conversions round once, to nearest even, as a GPU's conversions do. Triton's interpreter truncates fp32 to bf16 and
+misreads subnormal bf16 numbers, so in the interpreter `rounded` and `widened` use integer arithmetic. No other part of
+a kernel depends on the interpreter.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -17,16 +17,17 @@ from .launch import INTERPRETED, jit, libdevice, tl
 
 @jit
 def load_fp32(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Return the values at `pointer + offsets` in fp32, which holds every bf16 and fp16 number exactly.
+    """Load the values at `pointer + offsets`, and return them in fp32, which is exact for bf16 and fp16.
 
-    They are read once, so they are marked to be evicted first from the L2 cache. They are zero outside `mask`.
+    The values are marked for early eviction from the L2 cache, because they are read once. They are zero outside
+    `mask`.
     """
     return widened(tl.load(pointer + offsets, mask=mask, other=0, eviction_policy="evict_first"))
 
 
 @jit
 def load_wide(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
-    """Return the values at `pointer + offsets` in the dtype of their arithmetic: their own if `NATIVE`, else fp32."""
+    """Load the values at `pointer + offsets`, and return them in their dtype if `NATIVE`, else in fp32."""
     if NATIVE:
         return tl.load(pointer + offsets, mask=mask)
     else:
@@ -35,7 +36,7 @@ def load_wide(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, NATIVE: t
 
 @jit
 def as_stored(pointer: tl.tensor, value: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
-    """Return what `load_wide` reads after `value` was stored at `pointer`."""
+    """Return the value that `load_wide` would load after `store_rounded` has stored `value` at `pointer`."""
     if NATIVE:
         return value
     else:
@@ -58,7 +59,7 @@ def rounded(pointer: tl.tensor, value: tl.tensor) -> tl.tensor:
 
 @jit
 def widened(value: tl.tensor) -> tl.tensor:
-    """Return a bf16, fp16 or fp32 `value` in fp32, which holds it exactly."""
+    """Return a bf16, fp16 or fp32 `value` in fp32, which is exact."""
     if INTERPRETED and value.dtype == tl.bfloat16:
         bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -67,9 +68,9 @@ def widened(value: tl.tensor) -> tl.tensor:
 
 @jit
 def ratio(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """Return `x / y`, off by two units at most; a `y` below 2^-126 counts as zero.
+    """Return `x / y` with an error of two units at most. A `y` below 2^-126 counts as zero.
 
-    A plain `/` handles all `y`, which takes nine instructions instead of two.
+    A plain `/` supports all `y`, but takes nine instructions instead of two.
     """
     if INTERPRETED:
         return x / y
@@ -79,10 +80,10 @@ def ratio(x: tl.tensor, y: tl.tensor) -> tl.tensor:
 
 @jit
 def _bf16_by_integers(x: tl.tensor) -> tl.tensor:
-    """Round fp32 `x` to bf16 by integer arithmetic.
+    """Return fp32 `x` rounded to bf16 by integer arithmetic.
 
-    Adds just under half a unit of the last kept bit, or half a unit if that bit is odd, and truncates. A carry out of
-    the mantissa increases the exponent, up to infinity, which is right. A NaN is truncated and kept NaN.
+    Just under half a unit of the last kept bit is added, or half a unit if this bit is odd, and the sum is truncated. A
+    carry out of the mantissa correctly increases the exponent, up to infinity. A NaN is truncated and stays NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -92,7 +93,7 @@ def _bf16_by_integers(x: tl.tensor) -> tl.tensor:
 
 @jit
 def fp32_by_odd(x: tl.tensor) -> tl.tensor:
-    """Return fp64 `x` in fp32, rounded to odd as `round_to_odd` does."""
+    """Return fp64 `x` in fp32, rounded to odd as by `round_to_odd`."""
     near = x.to(tl.float32)
     back = near.to(tl.float64)
     bits = near.to(tl.int32, bitcast=True)
@@ -109,10 +110,14 @@ def fp32_by_odd_reference(x: Tensor) -> Tensor:
 
 
 def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
-    """Return that of an exact number's two neighbours whose last bit is set, or `near` where it is not `inexact`.
+    """Round exact numbers to odd: of the two neighbours of a number, return the one whose last bit is set.
 
-    `near` is one of the neighbours, in fp32 or fp64. A second rounding, to a narrower format, then never meets a false
-    tie (Boldo and Melquiond 2008). `outwards` tells where the exact number is further from zero than `near`.
+    A second rounding, to a narrower format, then never meets a false tie (Boldo and Melquiond 2008).
+
+    Args:
+        near: one of the neighbours of each number, fp32 or fp64.
+        inexact: where the exact number differs from `near`. Elsewhere `near` is returned.
+        outwards: where the exact number is further from zero than `near`.
     """
     bits = near.view(torch.int32 if near.dtype == torch.float32 else torch.int64)
     neighbour = torch.where(outwards, bits + 1, bits - 1)  # bits of a float grow away from zero
@@ -120,11 +125,11 @@ def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
 
 
 def fma_reference(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """Return `a * b + c` of fp32 numbers, rounded once to fp32, as the hardware's fused multiply-add does.
+    """Return `a * b + c` of fp32 numbers, rounded once to fp32, as by the hardware's fused multiply-add.
 
-    The product of two fp32 numbers is exact in fp64 (48 bits). The fp64 sum is not always, and rounding it again to
+    The product of two fp32 numbers is exact in fp64 (48 bits). The fp64 sum may be inexact, and rounding it again to
     fp32 would be off by one unit if the first rounding gave a tie. So the sum is rounded to odd instead. `b` may be a
-    Python float that fp32 represents exactly. Infinities, NaNs and signed zeros follow IEEE 754.
+    Python float that is exact in fp32. Infinities, NaNs and signed zeros follow IEEE 754.
     """
     product = a.double() * b
     addend = c.double()

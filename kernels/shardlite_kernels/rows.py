@@ -1,11 +1,11 @@
-"""All hops of a ring reduction at once, where the parts of all ranks are in this rank's memory.
+"""All hops of a ring reduction at once, for summands of all ranks in this rank's memory.
 
-Rank `k` has a row of each rank: its part of segment `k`. A ring adds that segment in the order `k+1, k+2, ..., k`, and
-`add_rows` adds the rows in this order, from row `first = k+1` on. A partial sum is rounded to the dtype of the rows, in
-which a ring would send it. So the bits are those of the ring.
+Rank `k` has one row from each rank: the rank's summand of segment `k`. A ring adds this segment in the order
+`k+1, k+2, ..., k`, and `add_rows` adds the rows in the same order, from row `first = k+1` on. Partial sums are rounded
+to the dtype of the rows, in which a ring would send them. So the result has the bits of the ring.
 
-With `first=None` it adds them as a balanced binary tree instead, `((0 + 1) + (2 + 3)) + ...`: the order of recursive
-halving, in which a row may itself be such a sum. So the bits are those of the tree over all that was ever added.
+With `first=None` the rows are added as a balanced binary tree instead, `((0 + 1) + (2 + 3)) + ...`, which is the order
+of recursive halving. A row may itself be a sum over such a tree. Then the result has the bits of the combined tree.
 
 Bytes per element: each row is read once and `out` is written once, `4 * W + 4` in fp32. Statistics of `out` cost 8
 bytes per block.
@@ -21,13 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .hop import check_hop, divided_reference, dtype_of_sums, hop_cpu, hop_is_native, write_mean
+from .hop import NATIVE_DTYPES, check_hop, divided_reference, dtype_of_sums, hop_cpu, write_mean
 from .launch import CPU_CHUNK, block_size, jit, launch, tl, use_triton
 from .rounding import as_stored, load_wide
 from .stats import stats_block, stats_cpu, stats_reference
 
 _MOST_UNROLLED = 64
-"""Up to so many rows the kernel has a load for each, so that all are under way at once. More are added in a loop."""
+"""Maximum number of rows for which the kernel has one load per row, so that all loads overlap. More rows are added in a
+loop."""
 
 
 @jit
@@ -41,10 +42,10 @@ def sum_rows(
     UNROLL: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Add `count` rows from row `begin` on, and return the sum.
+    """Return the sum of `count` rows, added from row `begin` on.
 
-    `UNROLL` is `count`, or 0 for a loop. `NATIVE`: in the dtype of the rows; otherwise in fp32, where partial sums are
-    rounded to the dtype of the rows.
+    `UNROLL` is `count`, or 0 for a loop. With `NATIVE` rows are added in their dtype. Otherwise they are added in fp32,
+    and partial sums are rounded to the dtype of the rows.
     """
     row = begin.to(tl.int64)
     total = load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
@@ -71,9 +72,10 @@ def sum_tree(
     COUNT: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Add `COUNT` rows from row `FIRST` on as a balanced binary tree, and return the sum.
+    """Return the sum of `COUNT` rows from row `FIRST` on, added as a balanced binary tree.
 
-    `NATIVE`: in the dtype of the rows; otherwise in fp32, where sums below the root are rounded to that of the rows.
+    With `NATIVE` rows are added in their dtype. Otherwise they are added in fp32, and sums below the root are rounded
+    to the dtype of the rows.
     """
     if COUNT == 1:
         row = tl.full((), FIRST, tl.int64)
@@ -89,7 +91,7 @@ def sum_tree(
 
 
 UNSPECIALIZED = ("begin",)
-"""Argument of the kernels that add rows in which ranks differ: otherwise they would compile different code."""
+"""Arguments of kernels that differ between ranks. Ranks would compile different code if Triton specialized them."""
 
 
 @partial(jit, unspecialized=UNSPECIALIZED)
@@ -119,15 +121,20 @@ def _add_rows_kernel(
 
 
 def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
-    """Write `(rows[first] + rows[first + 1] + ... + rows[first - 1]) / divisor` [S] into `out` [S].
+    """Write `(rows[first] + rows[first + 1] + ... + rows[first - 1]) / divisor` into `out`.
 
-    With `first=None` the rows, a power of two, are added as a balanced binary tree.
+    The arithmetic is that of one `hop` after the other, with the same dtypes.
 
-    `rows` [W, S] has one row or more, elements adjacent. Dtypes are those of `hop`, and so is the arithmetic: the same
-    as one hop after the other. With `stats` [P, 2] the statistics of `out` are written, too.
+    Args:
+        out: output [S].
+        rows: [W, S], one or more rows with adjacent elements.
+        first: index of the row with which the sum begins. `None`: rows are added as a balanced binary tree, and `W`
+            must be a power of two.
+        divisor: as for `hop`.
+        stats: optional output [P, 2]: statistics of the stored `out`.
 
     Raises:
-        ValueError: as `hop`, there is no row `first`, or there are rows for no balanced tree.
+        ValueError: as for `hop`, or there is no row `first`, or `W` is not a power of two for a tree.
     """
     _check("add_rows", out, rows, first, divisor, stats)
     if not use_triton(out):
@@ -143,7 +150,7 @@ def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1,
         block=block_size(out, rows) if stats is None else stats_block(out),
         UNROLL=unroll,
         TREE=first is None,
-        NATIVE=hop_is_native(out),
+        NATIVE=out.dtype in NATIVE_DTYPES,
         DIVIDE=divisor > 1,
         STATS=stats is not None,
     )
@@ -174,20 +181,23 @@ def check_rows(who: str, rows: Tensor, first: int | None) -> None:
     """Check that `rows` can be added from row `first` on, or as a tree.
 
     Raises:
-        ValueError: they are not 2-D with adjacent elements, there is no such row, or their number is no power of two.
+        ValueError: `rows` is not 2-D with adjacent elements, there is no row `first`, or the number of rows is not a
+            power of two for a tree.
     """
     if rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
-        raise ValueError(f"{who}: rows must be 2-D, elements adjacent, got {tuple(rows.shape)}, {rows.stride()}")
+        raise ValueError(
+            f"{who}: rows must be 2-D with adjacent elements, got shape {tuple(rows.shape)}, strides {rows.stride()}"
+        )
     if first is None and len(rows).bit_count() != 1:
-        raise ValueError(f"{who}: a balanced tree has a power of two of rows, got {len(rows)}")
+        raise ValueError(f"{who}: the number of rows of a tree must be a power of two, got {len(rows)}")
     if first is not None and not 0 <= first < len(rows):
-        raise ValueError(f"{who}: there is no row {first}, from which to add {len(rows)} rows")
+        raise ValueError(f"{who}: first is row {first}, but there are {len(rows)} rows")
 
 
 def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int, int]:
-    """Return the rows that a kernel adds, from which one on, and `UNROLL` for it.
+    """Return the rows that a kernel adds, the index of the first row, and `UNROLL`.
 
-    A tree of more rows than are unrolled begins with the sums of pairs, which are rounded like rows.
+    If a tree has too many rows to unroll, pairs are added here. Their sums are rounded like rows.
     """
     if first is None:
         while len(rows) > _MOST_UNROLLED:
@@ -216,7 +226,7 @@ def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) ->
 
 
 def _ring_cpu(rows: Tensor, first: int, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of all rows but the last, in `memory` if there are more than two, and the last row."""
+    """Return the sum of all rows but the last, and the last row. `memory` is used for more than two rows."""
     total, *others, last = [*rows[first:], *rows[:first]]
     for other in others:
         hop_cpu(memory, total, other)
@@ -225,7 +235,7 @@ def _ring_cpu(rows: Tensor, first: int, memory: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _tree_cpu(rows: Tensor) -> Tensor:
-    """Return the sum of rows, which is a row itself or memory of its own."""
+    """Return the sum of rows, in new memory. The sum of one row is the row itself."""
     if len(rows) == 1:
         return rows[0]
     half = len(rows) // 2

@@ -1,9 +1,9 @@
-"""Scalars of one AdamW step, equal for all elements of a parameter: a row of a table on the device that steps it.
+"""Scalars of an AdamW step, which are equal for all elements of a parameter: one row per parameter of a device table.
 
-They are not arguments of the kernel, because the host may not know them: a step that found an infinity is not counted,
-and asking the device about it would synchronize. So the device computes all rows at once, with a few operators of
-PyTorch. A second table maps every 32 elements to their row, so one launch serves parameters of different groups and
-step counts, and no schedule causes a recompilation.
+They are not arguments of the kernel, because the host may not know them. A step that found an infinity is not counted,
+and reading this from the device would synchronize. So the device computes all rows at once, with a few operators of
+PyTorch. A second table maps every 32 elements to their row. So one launch steps parameters of different groups and step
+counts, and no schedule causes a recompilation.
 
 Legend: `R` rows. `fp32(x)` is `x` rounded to fp32.
 """
@@ -23,7 +23,7 @@ from .noise import random_bits_by_group
 
 
 class Hyper(NamedTuple):
-    """Hyper-parameters of a step, in the order of the rows of `hyper_table`."""
+    """Hyper-parameters of a step, in the order of the columns of `hyper_table`."""
 
     lr: float
     beta1: float
@@ -31,10 +31,10 @@ class Hyper(NamedTuple):
     eps: float
     weight_decay: float
     max_update: float = inf
-    """Maximum magnitude of an element's update, in units of the learning rate."""
+    """Maximum magnitude of an element's update, as a multiple of the learning rate."""
 
     def check(self) -> None:
-        """Check that the bias correction does not divide by zero.
+        """Check the betas, so that the bias correction never divides by zero.
 
         Raises:
             ValueError: a beta is not in [0, 1) in fp32.
@@ -44,7 +44,7 @@ class Hyper(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """fp32 scalars of a step: a row of the table."""
+    """The fp32 scalars of a step: one row of the table."""
 
     beta1: float
     beta2: float
@@ -53,41 +53,41 @@ class Scalars(NamedTuple):
     step_size: float
     root_bias2: float
     limit: float
-    """Maximum magnitude of an update."""
+    """Maximum magnitude of an element's update."""
 
     factor: float
-    """Gradients are multiplied by it, in registers."""
+    """Factor of gradients, which is applied in registers."""
 
     grad_scale: float
-    """Gradients are divided by it first, with `unscale` in memory, too."""
+    """Divisor of gradients, which is applied first. With `unscale` it is also applied in memory."""
 
     active: float
-    """0 if the row is not stepped."""
+    """0 if elements of the row are not stepped."""
 
 
 COLUMNS = len(Scalars._fields)
 WIDTH = constexpr(COLUMNS)
 BETA1, BETA2, EPS, DECAY, STEP_SIZE, ROOT_BIAS2, LIMIT, FACTOR, GRAD_SCALE, ACTIVE = map(constexpr, range(COLUMNS))
-"""Where a kernel finds a scalar in a row, which has `WIDTH` numbers."""
+"""Columns of the scalars in a row. A row has `WIDTH` numbers."""
 
 
 class Table(NamedTuple):
-    """Tables that a launch reads beside its tensors; [G] for their groups of 32 elements."""
+    """Tables that a launch reads along with its tensors, which have `G` groups of 32 elements."""
 
     rows: Tensor
-    """[G], int16 or int32: the row of each group in the other tables."""
+    """The row of each group in the other tables [G], int16 or int32."""
 
     keys: Tensor
-    """[R], int32, from `noise.keys`: keys of stochastic rounding."""
+    """Keys of stochastic rounding [R], int32, from `noise.keys`."""
 
     scalars: Tensor
-    """[R, COLUMNS], from `adamw_scalars`. (Not read on the CPU.)"""
+    """Scalars [R, COLUMNS], from `adamw_scalars`. They are not read on the CPU."""
 
     first: int = 0
-    """Position of the first element, for the keys: a multiple of 32."""
+    """Position of the first element for stochastic rounding, a multiple of 32."""
 
     def part(self, start: int, stop: int) -> Table:
-        """Return the table of elements `[start, stop)`; `start` is a multiple of 32."""
+        """Return the table of elements `[start, stop)`. `start` must be a multiple of 32."""
         return self._replace(rows=self.rows[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)], first=self.first + start)
 
     def row_of_each(self, numel: int) -> Tensor:
@@ -100,7 +100,7 @@ class Table(NamedTuple):
 
 
 def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:
-    """Return hyper-parameters as a table [R, 6] in fp32 on `device`.
+    """Return hyper-parameters as a table [R, 6], fp32, on `device`.
 
     Raises:
         ValueError: a beta is not in [0, 1) in fp32.
@@ -113,7 +113,7 @@ def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:
 def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor on `device`, without synchronization.
 
-    A GPU reads pinned memory when its stream reaches the copy; PyTorch does not reuse the memory before.
+    The copy to a GPU reads pinned memory in stream order. PyTorch does not reuse this memory before the copy.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -131,14 +131,21 @@ def adamw_scalars(
     factor: Tensor | None = None,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the rows [R, COLUMNS] for updates number `steps` [R], from 1, with `hyper` [R, 6], on their device.
+    """Return the rows of scalars for one update of each parameter.
 
-    `active` [R] or [] is 0 for rows that are not stepped. Gradients are divided by `grad_scale` [] and multiplied by
-    `factor` [].
+    Each number is rounded to fp32 once, after every operation. Operations on fp32 numbers round once. Operations in
+    fp64 have enough bits that only the rounding to fp32 matters. The exception is `beta^step`: the device computes it
+    in fp64 with an error that changes the fp32 result about once in a hundred million numbers.
 
-    Each line rounds to fp32 once: sums, products and quotients of fp32 numbers do, and those computed in fp64 have
-    enough bits that only the second rounding matters. Only `beta^step` is not correctly rounded: the device's fp64 code
-    computes it, whose error reaches the fp32 result about once in a hundred million numbers.
+    Args:
+        steps: numbers of the updates, from 1, [R].
+        hyper: hyper-parameters [R, 6], from `hyper_table`.
+        active: [R] or [], 0 for rows that are not stepped.
+        factor: [], factor of gradients.
+        grad_scale: [], divisor of gradients.
+
+    Returns:
+        [R, COLUMNS], fp32, on the device of `hyper`.
     """
     lr, betas, weight_decay, max_update = hyper[:, 0:1], hyper[:, 1:3], hyper[:, 4:5], hyper[:, 5:6]
     bias = 1 - (betas.double() ** steps.double().unsqueeze(1)).float()
@@ -154,7 +161,7 @@ def adamw_scalars(
 def adamw_scalars_reference(
     step: float, hyper: Hyper, *, active: float = 1.0, factor: float = 1.0, grad_scale: float = 1.0
 ) -> Scalars:
-    """Specification of one row of `adamw_scalars`, as Python numbers: every operation in fp64, then rounded to fp32."""
+    """Specification of one row of `adamw_scalars`: every operation is computed in fp64 and rounded to fp32."""
     lr, beta1, beta2, eps, weight_decay, max_update = (_fp32(number) for number in hyper)
     bias1, bias2 = (_fp32(1 - _fp32(beta**step)) for beta in (beta1, beta2))
     return Scalars(

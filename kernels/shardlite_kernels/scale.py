@@ -1,6 +1,6 @@
-"""Multiplication of a tensor by a factor on the device that is usually 1: for clipping gradients.
+"""Multiply a tensor by a factor on the device that is usually 1, for clipping gradients.
 
-Bytes per element: none if the factor is 1; otherwise each is read and written once, 8 in fp32, 4 in bf16.
+Bytes per element: none if the factor is 1. Otherwise each element is read and written once: 8 in fp32, 4 in bf16.
 Legend: `S` elements.
 """
 
@@ -34,10 +34,14 @@ def _scale_kernel(
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """Multiply `x` [S] in place by `factor` [], rounded to the dtype of `x`. If the factor is 1, `x` is not read.
+    """Multiply `x` in place by `factor`, rounded to the dtype of `x`. If the rounded factor is 1, `x` is not read.
 
-    The bits are those of `torch._foreach_mul_` with the rounded factor: fp32, bf16 and fp16 are multiplied in fp32,
-    fp64 in fp64, and rounded once.
+    The result has the bits of `torch._foreach_mul_` with the rounded factor: fp32, bf16 and fp16 are multiplied in
+    fp32, fp64 in fp64, and rounded once.
+
+    Args:
+        x: [S], fp32, bf16, fp16 or fp64.
+        factor: [], fp32 or fp64, on the device of `x`.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match.
@@ -45,7 +49,7 @@ def scale(x: Tensor, factor: Tensor) -> None:
     _check(x, factor)
     if use_triton(x):
         launch(_scale_kernel, x, factor, n=x.numel(), block=block_size(x), NATIVE=x.dtype == torch.float64)
-    elif (near := _near(x, factor)) != 1:  # no synchronization: the factor is in host memory
+    elif (near := factor.to(x.dtype)) != 1:  # needs no synchronization, because the factor is in host memory
         x.mul_(near)
 
 
@@ -53,18 +57,13 @@ def scale_reference(x: Tensor, factor: Tensor) -> None:
     """Specification of `scale`."""
     _check(x, factor)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    x.copy_(x.to(wide) * _near(x, factor).to(wide))
-
-
-def _near(x: Tensor, factor: Tensor) -> Tensor:
-    """Return the factor in the dtype of `x`: from fp64 to a narrow dtype through fp32, as in PyTorch."""
-    return factor.to(x.dtype)
+    x.copy_(x.to(wide) * factor.to(x.dtype).to(wide))  # PyTorch rounds fp64 to narrow dtypes through fp32
 
 
 def _check(x: Tensor, factor: Tensor) -> None:
     check_flat("scale", "x", x, _DTYPES)
     if factor.dim() != 0 or factor.dtype not in (torch.float32, torch.float64) or factor.device != x.device:
         raise ValueError(
-            f"scale: factor must be a single fp32 or fp64 number on {x.device}, got {tuple(factor.shape)} of "
+            f"scale: factor must be a single fp32 or fp64 number on {x.device}, got shape {tuple(factor.shape)}, "
             f"{factor.dtype} on {factor.device}"
         )

@@ -1,33 +1,34 @@
 """Signals between neighbours in a ring, inside kernels, through memory that both can access.
 
-A program communicates with the program of the same number on the previous and on the next rank, and with no other.
-Messages are written into slots, `D` per program, in the memory of the rank that reads them. Two flags belong to them,
-each in the memory of the rank that waits for it, and each written by one program only:
+A program communicates only with the programs of the same number on the previous and on the next rank. Messages are
+written into `D` slots per program, in the memory of the rank that reads them. Each program has two flags. Each flag is
+in the memory of the rank that waits for it, and is written by one program only:
 
-    rank before --- message ---> [slots]   rank                     `arrived`: how many messages were written
-                <-- room -------                                    `freed`:   how many the rank after has read
+    previous rank --- message ---> [slots]   rank                 `arrived`: number of messages that were written
+                  <-- room -------                                `freed`:   number that the next rank has read
 
-**A flag** is `epoch * 2^32 + count`: an epoch numbers a launch, a count the messages within it. So flags only grow and
-are never reset, flags of an earlier launch are never mistaken for current ones, and a neighbour in another launch is
-detected. A flag is written with release semantics, behind a barrier that collects the stores of the whole program, and
-read with acquire semantics, both at system scope: a program that has read a count sees the messages that it counts.
+**A flag** is `epoch * 2^32 + count`. The epoch is the number of the launch, and the count is a number of messages in
+this launch. So flags only grow and are never reset, flags of an earlier launch are never mistaken for current ones, and
+a neighbour in another launch is detected. A flag is written with release semantics, after a barrier that orders the
+stores of the whole program. It is read with acquire semantics. Both accesses are at system scope. So a program that has
+read a count sees the counted messages.
 
-**No slot is overwritten early.** Message `j` goes into slot `j % D`. It is written once `freed` is at least
-`max(0, j - D + 1)` in this epoch. For `j >= D` this means that the rank after has read message `j - D`, the previous
-one in that slot. For smaller `j` it means that the program of the rank after has begun this epoch, which it signals by
-a count of 0; so its previous launch has finished, since launches of a device follow each other, and has read all slots.
-This holds however far a rank runs ahead, and if launches divide the slots differently.
+**No slot is overwritten early.** Message `j` is written to slot `j % D` once `freed` is at least `max(0, j - D + 1)`
+in this epoch. For `j >= D` this means that the next rank has read message `j - D`, the previous message in the slot.
+For smaller `j` it means that the program of the next rank has begun this epoch, which it signals by a count of 0.
+Launches of a device follow each other, so its previous launch has finished and has read all slots. This holds however
+far a rank is ahead, and even if launches divide the slots differently.
 
-**There is no deadlock** if a rank reads message `k` and sends message `k + b` as its action `k`, one action after the
-other, with `b` from 1 to `D - 1`; it sends the first `b` messages without reading. For message `k` it waits until the
-rank before has done its action `k - b`. For room for message `k + b` it waits until the rank after has read message
+**There is no deadlock** if the actions of a rank follow each other, and action `k` reads message `k` and sends message
+`k + b`, with `b` from 1 to `D - 1`. The first `b` messages are sent without reading. For message `k` a rank waits until
+the previous rank has done action `k - b`. For room for message `k + b` it waits until the next rank has read message
 `k + b - D`, which is `k - 1` or an earlier one. Both are earlier actions, so the rank that is furthest behind never
-waits. (With `b = D` all ranks could be in action `k`, each waiting for the next one to read message `k`.) `b` may
-change once all messages sent have been read: then, too, a rank waits for earlier actions only.
+waits. (With `b = D` all ranks could be in action `k`, each waiting for the next rank to read message `k`.) `b` may
+change when all sent messages have been read, because a rank then still waits for earlier actions only.
 
 **Waits are limited.** A program reads a flag at most `limit` times. After that it stops waiting, storing and
-signalling, so its neighbours reach their limits, too. It runs to its end and writes into the rank's error word what was
-missing. While the error word is set, launches do nothing. The host reads it by `ring_failure`.
+signalling, so its neighbours reach their limits too. It runs to its end and writes the reason to the rank's error word.
+While the error word is set, launches do nothing. The host reads the error word by `ring_failure`.
 
 Legend: `W` ranks, `P` programs, `D` slots of a program.
 """
@@ -48,15 +49,15 @@ DEPTH = 4
 SLOT_NBYTES = 1 << 16  # holds a block of the interpreter in fp32
 LIMIT = 1 << 26
 LARGEST_EPOCH = 2**31 - 1
-_FLAG_STRIDE = 16  # int64 numbers from flag to flag: 128 bytes, so that no two share a cache line
+_FLAG_STRIDE = 16  # int64 numbers from flag to flag: 128 bytes, so that no two flags share a cache line
 FREED = constexpr(_FLAG_STRIDE)
 
 NOTHING_ARRIVED = constexpr(1)
 NOTHING_FREED = constexpr(2)
 OTHER_EPOCH = constexpr(3)
 _REASONS = {  # by the numbers above
-    1: "nothing came from the rank before",
-    2: "the rank after made no room",
+    1: "no message arrived from the previous rank",
+    2: "the next rank freed no slot",
     3: "a neighbour is in another epoch",
 }
 
@@ -67,16 +68,16 @@ _REASONS = {  # by the numbers above
 @jit
 def put_signal(flag_ptr: tl.tensor, value: tl.tensor, AMD: tl.constexpr) -> None:
     """Set a flag, usually on another rank, to `value`, after the stores of all threads of this program."""
-    if AMD:  # on AMD a barrier does not wait for stores, and a release only for those of its own wave
+    if AMD:  # on AMD a barrier does not wait for stores, and a release waits only for stores of its own wave
         wait: tl.constexpr = "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1"
         tl.inline_asm_elementwise(wait, "=v,v,~{memory}", [tl.program_id(0)], tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()  # a release orders the stores of its own thread, and those before a barrier
+    tl.debug_barrier()  # a release orders the stores of its own thread, and all stores before a barrier
     tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
 
 
 @jit
 def wait_signal(flag_ptr: tl.tensor, value: tl.tensor, patience: tl.tensor) -> tl.tensor:
-    """Read a flag until it is at least `value`, but at most `patience` more times. Return the last value read."""
+    """Read a flag until it is at least `value`, but at most `patience` more times. Return the last value."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     looks = 0
     while (seen < value) & (looks < patience):
@@ -88,14 +89,15 @@ def wait_signal(flag_ptr: tl.tensor, value: tl.tensor, patience: tl.tensor) -> t
 
 @jit
 def begin_ring(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limit: tl.tensor) -> tl.tensor:
-    """Signal to the rank before, whose flag is given, that slots are free. Return the patience of this program.
+    """Signal to the previous rank, by its flag `freed_ptr`, that slots are free. Return the patience of this program.
 
-    `zero` is the flag of this epoch with a count of 0. Patience is how often a program reads a flag. If it is not above
-    0, something went wrong and nothing may be stored; below 0 it encodes the reason, which `report_failure` reports.
+    `zero` is the flag of this epoch with a count of 0. Patience is the number of times that a program may read a flag.
+    If it is 0 or less, something has failed and nothing may be stored. Below 0 it encodes the reason for
+    `report_failure`.
     """
     patience = tl.where(tl.load(error_ptr) == 0, limit, 0)
     if patience > 0:
-        put_signal(freed_ptr, zero, False)  # nothing was stored
+        put_signal(freed_ptr, zero, False)  # `AMD` is not needed, because nothing was stored
     return patience
 
 
@@ -103,7 +105,7 @@ def begin_ring(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limi
 def await_flag(
     flag_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, REASON: tl.constexpr, patience: tl.tensor
 ) -> tl.tensor:
-    """Wait for a flag to reach `value`. Return the remaining patience, or below 0 the encoded failure."""
+    """Wait until a flag is at least `value`. Return the patience, or after a failure a negative code of the reason."""
     seen = wait_signal(flag_ptr, value, patience)
     elsewhere = seen - value > 0x7FFFFFFF  # counts are smaller
     failed = (patience > 0) & ((seen < value) | elsewhere)
@@ -112,23 +114,23 @@ def await_flag(
 
 @jit
 def report_failure(zero: tl.tensor, error_ptr: tl.tensor, patience: tl.tensor) -> None:
-    """Write the failure of this program, if any, to the error word, unless another program was first."""
+    """Write the failure of this program, if any, to the error word, unless another program has done so."""
     if patience < 0:
         tl.atomic_cas(error_ptr, tl.full([], 0, tl.int64), zero - patience, scope="sys")
 
 
 @jit
 def flags_of(flag_table_ptr: tl.tensor, rank: tl.tensor) -> tl.tensor:
-    """Return this program's flags on a rank: `arrived`, and behind it `freed`."""
+    """Return the address of this program's flags on a rank: `arrived`, followed by `freed`."""
     flags_ptr = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int64))
     return flags_ptr + tl.program_id(0) * (2 * FREED)
 
 
 @jit
 def slots_of(slot_table_ptr: tl.tensor, rank: tl.tensor, numel: tl.tensor, WIRE: tl.constexpr) -> tl.tensor:
-    """Return this program's slots on a rank, of `numel` elements together."""
+    """Return the address of this program's slots on a rank, which have `numel` elements in total."""
     slots_ptr = tl.load(slot_table_ptr + rank).to(tl.pointer_type(WIRE))
-    # States the alignment of an address from a table; without it accesses would be scalar.
+    # Declare the alignment of an address from a table. Without it accesses would be scalar.
     return tl.multiple_of(slots_ptr, 16) + tl.program_id(0).to(tl.int64) * numel
 
 
@@ -137,58 +139,57 @@ def slots_of(slot_table_ptr: tl.tensor, rank: tl.tensor, numel: tl.tensor, WIRE:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The ranks of a ring from the view of one of them, and their shared memory. Numbers are equal on all ranks.
+    """The ranks of a ring and their shared memory, as one rank addresses it. Integers must be equal on all ranks.
 
     Launches with the same memory must follow each other, in the same order on all ranks. After an error, set all flags
     and the error word to zero while no rank is in a launch.
     """
 
     rank: int
-    """This rank."""
+    """This rank, the only integer that differs between ranks."""
 
     world_size: int
     """Number of ranks `W`, 2 or more."""
 
     slots: Tensor
-    """[W], int64: the address, for this rank, of each rank's slots: `slot_nbytes` bytes from a multiple of 16."""
+    """Addresses of each rank's slots in this rank's address space [W], int64. Slots have `slots_nbytes` bytes and start
+    at a multiple of 16."""
 
     flags: Tensor
-    """[W], int64: the address, for this rank, of each rank's flags: `flag_numel` int64 numbers, zero at first."""
+    """Addresses of each rank's flags in this rank's address space [W], int64. Flags are `flag_numel` int64 numbers,
+    initially zero."""
 
     error: Tensor
-    """[1], int64, zero at first: this rank's error word."""
+    """Error word of this rank [1], int64, initially zero."""
 
     programs: int = PROGRAMS
-    """Maximum `P`: not more than the device can run at once beside its other work, or it refuses the launch."""
+    """Maximum `P`. The launch fails if the device cannot run as many programs at once, along with its other work."""
 
     depth: int = DEPTH
-    """Slots per program `D`, 2 or more. `D - 1` messages may be in flight to a rank."""
+    """Number of slots per program `D`, 2 or more. `D - 1` messages may be in flight to a rank."""
 
     slot_nbytes: int = SLOT_NBYTES
-    """Bytes of one slot, a power of two: the longest message."""
+    """Bytes of one slot, a power of two, and so the maximum length of a message."""
 
     limit: int = LIMIT
-    """How often a program reads a flag. Neighbours also wait while the first launch of a kernel compiles it."""
+    """Maximum number of times that a program reads a flag. Neighbours also wait while the first launch of a kernel
+    compiles it."""
 
     def check(self, who: str, device: torch.device) -> None:
-        """Check that all fields are consistent, also with tensors on `device`.
+        """Check that all fields are consistent, and that tensors are on `device`.
 
         Raises:
             ValueError: a number is out of range, or a tensor has another shape, dtype or device.
         """
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
-            raise ValueError(f"{who}: a ring takes 2 ranks or more, got rank {self.rank} of {self.world_size}")
+            raise ValueError(f"{who}: a ring needs at least 2 ranks, got rank {self.rank} of {self.world_size}")
         for name, least, most in (("programs", 1, 2**16), ("depth", 2, 2**10), ("limit", 1, 2**31 - 1)):
             if not least <= (number := getattr(self, name)) <= most:
                 raise ValueError(f"{who}: {name} must be from {least} to {most}, got {number}")
         if self.slot_nbytes < 16 or self.slot_nbytes & (self.slot_nbytes - 1):
             raise ValueError(f"{who}: slot_nbytes must be a power of two and at least 16, got {self.slot_nbytes}")
-        for name, tensor, numel in (
-            ("slots", self.slots, self.world_size),
-            ("flags", self.flags, self.world_size),
-            ("error", self.error, 1),
-        ):
-            check_flat(who, name, tensor, (torch.int64,), numel=numel, device=device)
+        for name, numel in (("slots", self.world_size), ("flags", self.world_size), ("error", 1)):
+            check_flat(who, name, getattr(self, name), (torch.int64,), numel=numel, device=device)
 
 
 def flag_numel(programs: int = PROGRAMS) -> int:
@@ -202,7 +203,7 @@ def slots_nbytes(programs: int = PROGRAMS, depth: int = DEPTH, slot_nbytes: int 
 
 
 def ring_failure(error: Tensor) -> str | None:
-    """Return the failure in an error word [1] as text, or `None`. Synchronizes with the device."""
+    """Return a description of the failure in an error word [1], or `None`. Synchronizes with the device."""
     word = int(error.item())
     if not word:
         return None

@@ -1,16 +1,16 @@
-"""Split weights: an fp32 number rounded to its upper 24 bits, stored as a bf16 and 8 bits: 3 bytes.
+"""Split weights: an fp32 number rounded to its upper 24 bits, stored in 3 bytes as a bf16 number and 8 bits.
 
     fp32 bits     s eeeeeeee mmmmmmm mmmmmmmm ........        rounded to the upper 24, ties away from zero
-    high, bf16    s eeeeeeee mmmmmmm                          the nearest bf16 number, what forward and backward use
+    high, bf16    s eeeeeeee mmmmmmm                          the nearest bf16 number, used in forward and backward
     low, int8                        mmmmmmmm                 the remainder, which may be negative
 
-As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, splitting a few integer operations, and
-a joined number splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16 relative, so
-an addend below 2^-17 of a number is lost. The bf16 part is the nearest to the rounded number, which close to a tie, for
-one number in 512, is not the nearest to the original.
+As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition and splitting takes a few integer
+operations. A joined number splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16
+relative, so an addend below 2^-17 of a number is lost. The bf16 part is the bf16 number nearest to the rounded number.
+Near a tie, for one number in 512, it is not the one nearest to the original number.
 
-Magnitudes within 2^-17 of the largest fp32 number become infinite, and so does the bf16 part of those within 2^-9. A
-NaN is kept separately: rounded like a number it could overflow into zero.
+Magnitudes within 2^-17 of the largest fp32 number become infinite. The bf16 part of magnitudes within 2^-9 of it is
+infinite too. NaN is handled separately, because rounding its bits could overflow to zero.
 
 Bytes per element: `split` reads 4 and writes 3, `join` reads 3 and writes 4.
 Legend: `S` elements.
@@ -28,7 +28,7 @@ from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
 
 @jit
 def load_joined(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Return the fp32 numbers whose parts are at these offsets."""
+    """Load both parts of split numbers, and return the numbers in fp32."""
     high = tl.load(high_ptr + offsets, mask=mask, eviction_policy="evict_first").to(tl.int16, bitcast=True)
     low = tl.load(low_ptr + offsets, mask=mask, eviction_policy="evict_first")
     return ((high.to(tl.int32) << 16) + (low.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
@@ -36,9 +36,9 @@ def load_joined(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mas
 
 @jit
 def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
-    """Store the parts of fp32 numbers at these offsets."""
+    """Split fp32 numbers, and store both parts."""
     bits = x.to(tl.uint32, bitcast=True)
-    rounded = tl.where(x == x, bits + 0x80, 0x7FC00000)  # any NaN is this one
+    rounded = tl.where(x == x, bits + 0x80, 0x7FC00000)  # every NaN becomes this one
     high, low = (rounded + 0x8000) >> 16, rounded >> 8
     tl.store(high_ptr + offsets, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     tl.store(low_ptr + offsets, low.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
@@ -46,7 +46,7 @@ def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: 
 
 @jit
 def load_weight(state: tl.tuple, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Return weights in fp32: as stored, or joined if they are split."""
+    """Load weights, and return them in fp32. Split weights are joined."""
     if state.low is None:
         return tl.load(state.param + offsets, mask=mask)
     else:
@@ -55,7 +55,7 @@ def load_weight(state: tl.tuple, offsets: tl.tensor, mask: tl.tensor) -> tl.tens
 
 @jit
 def store_weight(state: tl.tuple, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
-    """Store weights, in fp32 or split."""
+    """Store fp32 weights, split if the state is split."""
     if state.low is None:
         tl.store(state.param + offsets, x, mask=mask)
     else:
@@ -86,30 +86,51 @@ def _join_kernel(
 
 
 def split(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """Split `source` [S], fp32, into `high` [S], bf16, and `low` [S], int8.
+    """Split fp32 numbers into bf16 numbers and 8 bits more.
+
+    Args:
+        high: output [S], bf16.
+        low: output [S], int8.
+        source: [S], fp32.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match.
     """
     _check("split", source, high, low)
     if use_triton(source):
-        _launch(_split_kernel, (high, low, source))
+        launch(_split_kernel, high, low, source, n=source.numel(), block=block_size(high, low, source))
         return
     for parts in chunks(high, low, source):
         split_reference(*parts)
 
 
 def join(out: Tensor, high: Tensor, low: Tensor) -> None:
-    """Join `high` [S], bf16, and `low` [S], int8, into `out` [S], fp32.
+    """Join split numbers into fp32 numbers.
+
+    Args:
+        out: output [S], fp32.
+        high: upper parts [S], bf16.
+        low: lower parts [S], int8.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match.
     """
     _check("join", out, high, low)
     if use_triton(out):
-        _launch(_join_kernel, (out, high, low))
+        launch(_join_kernel, out, high, low, n=out.numel(), block=block_size(out, high, low))
     else:
         join_reference(out, high, low)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """Return split numbers as a new tensor [S] in fp32, given both parts as for `join`.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not match.
+    """
+    out = torch.empty_like(high, dtype=torch.float32)
+    join(out, high, low)
+    return out
 
 
 def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
@@ -123,22 +144,22 @@ def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
 
 
 def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
-    """Specification of `join`: on the CPU two passes of PyTorch over `out`."""
-    out.copy_(high)  # as bits: shifted left by 16
+    """Specification of `join`. On the CPU it takes two passes over `out`."""
+    out.copy_(high)  # shifts the bits left by 16
     out.view(torch.int32).add_(low, alpha=256)
 
 
 def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, memory: Tensor) -> None:
-    """`join` for a chunk [S] in the cache, with temporary `memory` [S], int32: adding int8 to int32 is slow."""
+    """Join a chunk [S] in the cache. Uses temporary `memory` [S], int32, because adding int8 to int32 is slow."""
     out.copy_(high)
     out.view(torch.int32).add_(memory.copy_(low), alpha=256)
 
 
 def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """`split` for a chunk [S] in the cache; `source` is overwritten.
+    """Split a chunk [S] in the cache, and overwrite `source`.
 
-    Uses PyTorch's fast rounding to bf16. It is exact without ties, which a set bit below the kept ones prevents, and if
-    every number is finite and far from the largest one, which the sum of squares shows.
+    PyTorch's fast rounding to bf16 is exact on two conditions. There are no ties: a set bit below the kept bits ensures
+    this. All numbers are finite and far from the largest one: the sum of squares shows this.
     """
     if not torch.dot(source, source).item() < 1e38:
         split_reference(high, low, source)
@@ -147,10 +168,6 @@ def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
     bits.add_(0x80).bitwise_or_(1)
     high.copy_(source)
     low.copy_(bits.bitwise_right_shift_(8))  # keeps the lowest 8 bits
-
-
-def _launch(kernel: object, tensors: tuple[Tensor, ...]) -> None:
-    launch(kernel, *tensors, n=tensors[0].numel(), block=block_size(*tensors))
 
 
 def _check(who: str, whole: Tensor, high: Tensor, low: Tensor) -> None:

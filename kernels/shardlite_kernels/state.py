@@ -1,4 +1,4 @@
-"""The state that one step of AdamW changes: weights and two moments, in one of six formats.
+"""The state that a step of AdamW updates: weights and two moments, in one of six formats.
 
 | | weight | bytes | moments | bytes |
 |---|---|---|---|---|
@@ -18,29 +18,29 @@ from torch import Tensor
 
 from .launch import SCALE_BLOCK, check_flat
 from .moments import FORMATS, decode
-from .split import join
+from .split import joined
 
 
 class State(NamedTuple):
-    """Weights and moments; all tensors are 1-D and contiguous."""
+    """Weights and moments. All tensors are 1-D and contiguous."""
 
     param: Tensor
-    """[S], fp32; or bf16, the upper part of a split weight."""
+    """Weights [S], fp32, or the upper part of split weights [S], bf16."""
 
     exp_avg: Tensor
-    """[S], fp32, bf16 or int8 codes."""
+    """First moments [S], fp32, bf16 or int8 codes."""
 
     exp_avg_sq: Tensor
-    """[S], fp32, bf16 or uint8 codes."""
+    """Second moments [S], fp32, bf16 or uint8 codes."""
 
     low: Tensor | None = None
-    """[S], int8: the lower part of a split weight."""
+    """Lower part of split weights [S], int8."""
 
     avg_exponent: Tensor | None = None
-    """[G], uint8, exponents of the codes."""
+    """Exponents of the codes in `exp_avg` [G], uint8."""
 
     sq_exponent: Tensor | None = None
-    """[G], uint8, exponents of the codes."""
+    """Exponents of the codes in `exp_avg_sq` [G], uint8."""
 
     @property
     def exact(self) -> bool:
@@ -48,37 +48,31 @@ class State(NamedTuple):
         return self.low is None and self.exp_avg.dtype == self.param.dtype
 
     def part(self, start: int, stop: int) -> State:
-        """Return the state of elements `[start, stop)`; `start` is a multiple of 32."""
+        """Return the state of elements `[start, stop)`. `start` must be a multiple of 32."""
         here, groups = slice(start, stop), slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
         param, exp_avg, exp_avg_sq, low, *exponents = self
         avg, sq = (None if each is None else each[groups] for each in exponents)
         return State(param[here], exp_avg[here], exp_avg_sq[here], None if low is None else low[here], avg, sq)
 
     def split(self, numel: int) -> Iterator[State]:
-        """Yield parts of `numel` elements, a multiple of 32; the last may be shorter. An empty state has one part."""
+        """Yield parts of `numel` elements, a multiple of 32. The last may be shorter. An empty state has one part."""
         for start in range(0, max(1, self.param.numel()), numel):
             yield self.part(start, start + numel)
 
     def weight(self) -> Tensor:
-        """Return the weights [S] in the dtype of the computation: `param`, or the joined fp32 numbers."""
-        if self.low is None:
-            return self.param
-        out = torch.empty_like(self.param, dtype=torch.float32)
-        join(out, self.param, self.low)
-        return out
+        """Return the weights [S] in the dtype of the computation: `param`, or joined fp32 numbers."""
+        return self.param if self.low is None else joined(self.param, self.low)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return both moments [S] in the dtype of the computation."""
-        if self.exact:
-            return self.exp_avg, self.exp_avg_sq
-        return decode(*self.codes())
+        return (self.exp_avg, self.exp_avg_sq) if self.exact else decode(*self.codes())
 
     def codes(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the stored form of the moments, which `encode` writes."""
+        """Return the tensors in which moments are stored, as `decode` and `encode` take them."""
         return self.exp_avg, self.exp_avg_sq, self.avg_exponent, self.sq_exponent
 
     def clone(self) -> State:
-        """Return a copy."""
+        """Return a copy of all tensors."""
         return State(*(None if each is None else each.clone() for each in self))  # type: ignore[arg-type]
 
     def tensors(self) -> list[Tensor]:
@@ -86,10 +80,10 @@ class State(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
     def check(self, who: str) -> None:
-        """Check that the tensors match.
+        """Check that the tensors match each other.
 
         Raises:
-            ValueError: a shape, device or dtype does not fit the format.
+            ValueError: a shape, device or dtype contradicts the format.
         """
         numel, device, weights, moments = self.param.numel(), self.param.device, self.param.dtype, self.exp_avg.dtype
         groups, codes = -(-numel // SCALE_BLOCK), moments == torch.int8
@@ -102,6 +96,6 @@ class State(NamedTuple):
             if tensor is not None:
                 check_flat(who, name, tensor, (dtype,), numel=length, device=device)
         if moments not in (weights, *FORMATS.values()):
-            raise ValueError(f"{who}: moments in {moments} do not go with a param in {weights}")
+            raise ValueError(f"{who}: moments in {moments} cannot be combined with a param in {weights}")
         if codes != (self.avg_exponent is not None) or codes != (self.sq_exponent is not None):
-            raise ValueError(f"{who}: exponents go with moments in int8 codes, and only with those")
+            raise ValueError(f"{who}: moments in int8 codes need exponents, and other moments must have none")

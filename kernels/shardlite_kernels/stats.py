@@ -1,12 +1,12 @@
 """Statistics of gradients, row by row, for clipping and for skipping steps.
 
-A row holds two numbers about a block of `B` elements: the sum of their squares, and 1 if one of them is a NaN or an
-infinity, else 0. Row `i` covers elements `[i*B, (i+1)*B)`, so every kernel that has just computed a block can write its
-row, and no two programs write the same row: there are no atomics, and the order of additions is fixed. The flag is
-separate, because squares of finite numbers may overflow in the sum.
+A row describes a block of `B` elements by two numbers: the sum of their squares, and 1 if one of them is NaN or
+infinite, else 0. Row `i` covers elements `[i*B, (i+1)*B)`. So every kernel that has computed a block can write its row,
+and no two programs write the same row. There are no atomics, and the order of additions is fixed. The flag is separate
+because the sum of squares of finite numbers may overflow.
 
-Bytes per element: `stats` reads each element once; a kernel that has them in registers reads nothing.
-Legend: `S` elements, `B` in a block, `P = ceil(S / B)` rows.
+Bytes per element: `stats` reads each element once. A kernel that has the elements in registers reads nothing.
+Legend: `S` elements, `B` elements per block, `P = ceil(S / B)` rows.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -23,16 +23,17 @@ from .rounding import load_wide
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP32 = torch.empty(0)
 _CPU_BLOCK = 1 << 10
-"""As on a GPU. Below 32768 elements PyTorch sums a tensor in one thread: the number of threads changes no bit."""
+"""`B` on a CPU, the same as on a GPU. PyTorch sums fewer than 32768 elements in one thread, so the number of threads
+changes no bit."""
 
 _CPU_CHUNK = 256 * _CPU_BLOCK  # elements that are widened at a time
-_CPU_BAD_ROWS = 64  # blocks that are looked at together once more
+_CPU_BAD_ROWS = 64  # blocks that are checked together in a second pass
 
 
 def stats_block(like: Tensor) -> int:
-    """Return `B`, the number of elements per row, for a tensor of any dtype on the device of `like`.
+    """Return `B`, the number of elements per row, for tensors of any dtype on the device of `like`.
 
-    Equal for all kernels that write rows: they are launched with this block.
+    All kernels that write rows are launched with this block size.
     """
     return block_size(_FP32) if use_triton(like) else _CPU_BLOCK
 
@@ -42,19 +43,14 @@ def stats_rows(numel: int, like: Tensor) -> int:
     return -(-numel // stats_block(like))
 
 
-def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the rows of a tensor: fp64 for fp64, otherwise fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def new_stats(x: Tensor) -> Tensor:
-    """Allocate uninitialized memory for the rows of `x` [S]: [P, 2]."""
-    return x.new_empty(stats_rows(x.numel(), x), 2, dtype=stats_dtype(x.dtype))
+    """Return uninitialized memory [P, 2] for the rows of `x` [S]: fp64 for fp64, otherwise fp32."""
+    return x.new_empty(stats_rows(x.numel(), x), 2, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @jit
 def store_row(stats_ptr: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
-    """Write this program's row about its `B` values, fp32 or fp64, in any shape. Values outside `mask` do not count."""
+    """Write this program's row, given its `B` values in any shape, fp32 or fp64. Values outside `mask` are ignored."""
     kept = tl.where(mask, values, 0.0)
     bad = tl.where(tl.abs(kept) < float("inf"), 0.0, 1.0)  # comparisons with NaN are false
     row = stats_ptr + 2 * tl.program_id(0).to(tl.int64)
@@ -72,10 +68,14 @@ def _stats_kernel(
 
 
 def stats(x: Tensor, out: Tensor) -> None:
-    """Write the statistics of `x` [S] to `out` [P, 2] in a separate pass, where no previous kernel could.
+    """Write the statistics of `x` in a separate pass, for tensors that no kernel of this package has just written.
 
-    fp32, bf16 and fp16 are squared and added in fp32, fp64 in fp64; the order of additions within a block is the
-    device's.
+    fp32, bf16 and fp16 are squared and added in fp32, fp64 in fp64. The order of additions within a block depends on
+    the device.
+
+    Args:
+        x: [S], fp32, bf16, fp16 or fp64.
+        out: output [P, 2] from `new_stats`.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match.
@@ -89,11 +89,11 @@ def stats(x: Tensor, out: Tensor) -> None:
 
 
 def stats_reference(x: Tensor, out: Tensor) -> None:
-    """Specification of `stats`: flags are exact.
+    """Specification of `stats`. Flags are exact.
 
-    A sum is off by a factor of at most `(1 + u)**(B + 3)`, with `u` the unit roundoff of `out`, since it has `B`
-    products and `B - 1` additions of nonnegative numbers, and PyTorch may use a root (Higham 2002, 4.2). Squares that
-    are too small for `out` are lost, at most its smallest number each.
+    A sum is off by a factor of at most `(1 + u)**(B + 3)`, where `u` is the unit roundoff of `out`. It has `B` products
+    and `B - 1` additions of nonnegative numbers, and PyTorch may use a root (Higham 2002, 4.2). Squares that are too
+    small for the dtype of `out` are lost. Each contributes an error of at most the smallest number of the dtype.
     """
     _check(x, out)
     block = stats_block(x)
@@ -103,7 +103,15 @@ def stats_reference(x: Tensor, out: Tensor) -> None:
 
 
 def stats_total(stats: Tensor, out: Tensor | None = None) -> Tensor:
-    """Add rows [P, 2] up: the sum of all squares, and the number of blocks with a NaN or an infinity; [2] in fp64."""
+    """Return the sum of rows [P, 2]: the sum of all squares, and the number of blocks with a NaN or infinity.
+
+    Args:
+        stats: rows [P, 2].
+        out: optional output.
+
+    Returns:
+        A tensor [2] in fp64: `out` if given.
+    """
     return torch.sum(stats, 0, dtype=torch.float64, out=out)
 
 
@@ -111,22 +119,22 @@ def check_stats(name: str, x: Tensor, stats: Tensor) -> None:
     """Check that `stats` is memory for the rows of `x`.
 
     Raises:
-        ValueError: it is not contiguous, or of another shape, device or dtype; or `x` is not floating-point.
+        ValueError: `stats` is not contiguous, or has another shape, device or dtype, or `x` is not floating-point.
     """
     if x.dtype not in _DTYPES:
-        raise ValueError(f"{name}: there are no statistics of {x.dtype}, only of fp32, bf16, fp16 and fp64")
-    expected = [stats_rows(x.numel(), x), 2]
-    if list(stats.shape) != expected or not stats.is_contiguous() or stats.dtype != stats_dtype(x.dtype):
+        raise ValueError(f"{name}: statistics need fp32, bf16, fp16 or fp64, got {x.dtype}")
+    expected, dtype = [stats_rows(x.numel(), x), 2], torch.promote_types(x.dtype, torch.float32)
+    if list(stats.shape) != expected or not stats.is_contiguous() or stats.dtype != dtype:
         raise ValueError(
-            f"{name}: statistics of {x.numel()} elements of {x.dtype} are a contiguous {expected} of "
-            f"{stats_dtype(x.dtype)}, got {list(stats.shape)} of {stats.dtype}"
+            f"{name}: statistics of {x.numel()} elements of {x.dtype} must be a contiguous {expected} of "
+            f"{dtype}, got {list(stats.shape)} of {stats.dtype}"
         )
     if stats.device != x.device:
         raise ValueError(f"{name}: statistics are on {stats.device}, the elements on {x.device}")
 
 
 def stats_cpu(x: Tensor, out: Tensor) -> None:
-    """`stats` by PyTorch's operators. Narrow dtypes are widened chunk by chunk, in the cache."""
+    """Write the statistics of a CPU tensor by PyTorch's operators. Narrow dtypes are widened chunk by chunk."""
     if x.dtype == out.dtype:
         _stats_cpu(x, out)
         return

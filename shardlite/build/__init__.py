@@ -1,6 +1,6 @@
 """Build units of shards from a module when it is wrapped.
 
-In: a module (possibly on the meta device) and the options. Out: units whose shards hold rank 0's values. Read `plan.py`
+In: a module (possibly on the meta device) and the options. Out: units whose shards have rank 0's values. Read `plan.py`
 first.
 """
 

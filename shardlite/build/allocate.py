@@ -1,18 +1,19 @@
-"""Allocate units from a plan: memory for shards, and for permanent full weights.
+"""Allocate the memory of planned units: shards, and full weights that are permanent.
 
-    stage   what the optimizer steps          full weights
-    0       all [W*S]                         the same memory, or cast from it
-    1, 2    a shard [S], a part of the full   permanent
-            weights if both have one dtype
+    stage   the optimizer steps               full weights
+    0       all weights [W*S]                 the same memory, or cast from it
+    1, 2    a shard [S], which is a part of   permanent
+            the full weights if both have
+            the same dtype
     3       a shard [S] in an arena           in buffers, while they are needed
-    1 rank  all; each parameter is its own shard, unless weights are cast
+    1 rank  all weights; each parameter is its own shard, unless weights are cast
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +21,23 @@ from torch import Tensor, nn
 from shardlite.build.partition import UnitPlan, applies
 from shardlite.build.plan import FlatPlan, Plan
 from shardlite.build.validate import Options
-from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas, zeros_on
+from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Which weights this rank stores."""
+class Placement(NamedTuple):
+    """The weights that this rank stores."""
 
     rank: int | None
-    """Rank whose shard the optimizer steps here, or `None` if it steps all shards."""
+    """Rank whose shard the optimizer steps in this process, or `None` if it steps all shards."""
 
     permanent: bool
     """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether parameters are their own shards: one rank, nothing to cast and no sum over parts."""
+    """Whether parameters are their own shards: with one rank, no casts and no sums over parts."""
 
     keep_unsharded: Callable[[UnitPlan], bool]
-    """Return whether a unit stays unsharded from its forward to the end of the backward."""
+    """Returns whether a unit stays unsharded from its forward to the end of the backward."""
 
 
 def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Placement:
@@ -52,13 +52,13 @@ def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Pl
 
 
 def build_units(plan: Plan, placement: Placement) -> list[Unit]:
-    """Allocate memory and return the units, with zeros as weights. The root is first if it has parameters.
+    """Allocate memory and return the units, whose weights are zero. The root is first if it has parameters.
 
-    The memory is private to this process: a forked child gets a copy.
+    The memory is private to this process, so a forked child gets a copy.
     """
     flats_to_be = list(chain.from_iterable(plan.flats))
-    places = iter(_allocate(flats_to_be, placement, plan.device))
-    lows = iter(_allocate_lower_parts(flats_to_be, placement, plan.device))
+    places = _allocate(flats_to_be, placement, plan.device)
+    lows = _allocate_lower_parts(flats_to_be, placement, plan.device)
     units: list[Unit] = []
     for start, mine in zip(plan.units, plan.flats, strict=True):
         flats = [_make_flat(flat, *next(places), next(lows), placement) for flat in mine]
@@ -72,39 +72,36 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
 
 def _allocate(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Return for each flat this rank's part and, if they are permanent, the full weights.
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield for each flat this rank's part, and the full weights if they are permanent.
 
     If both have the same dtype, the part is a view of the full weights.
     """
-    zeros = zeros_on(device)
     in_place = [placement.permanent and flat.compute == flat.layout.dtype for flat in flats]
     lengths = [
         flat.layout.full_numel if whole or placement.rank is None else flat.layout.shard_numel
         for flat, whole in zip(flats, in_place, strict=True)
     ]
-    kept = allocate_arenas([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, zeros)
+    kept = allocate_arenas([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, device)
     cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.permanent and not whole]
     kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
-    fulls = iter(allocate_arenas(kinds, [flat.layout.full_numel for flat in cast], zeros))
-    places: list[tuple[Tensor, Tensor | None]] = []
+    fulls = iter(allocate_arenas(kinds, [flat.layout.full_numel for flat in cast], device))
     for flat, whole, local in zip(flats, in_place, kept, strict=True):
         if not whole:
-            places.append((local, next(fulls) if placement.permanent else None))
+            yield local, next(fulls) if placement.permanent else None
         elif placement.rank is None:
-            places.append((local, local))
+            yield local, local
         else:
-            places.append((local[slice(*flat.layout.shard_range(placement.rank))], local))
-    return places
+            yield local[slice(*flat.layout.shard_range(placement.rank))], local
 
 
 def _allocate_lower_parts(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
 ) -> Iterator[Tensor | None]:
-    """Yield for each flat the memory of the lower part of split weights, or `None`."""
+    """Yield for each flat the memory of its weights' lower part, or `None` if they are not split."""
     split = [flat for flat in flats if flat.split]
     lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
-    lows = iter(allocate_arenas([(torch.int8, flat.layout.trainable) for flat in split], lengths, zeros_on(device)))
+    lows = iter(allocate_arenas([(torch.int8, flat.layout.trainable) for flat in split], lengths, device))
     return (next(lows) if flat.split else None for flat in flats)
 
 
@@ -117,9 +114,9 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         quantized=plan.quantized,
         params=plan.params,
         rank=placement.rank,
-        # `.data` gives this part of the arena its own version counter, which all its shards share. A counter per
-        # shard would differ between ranks, because code that skips empty shards does not increment it. Ranks would
-        # then disagree on whether a gather is stale.
+        # `.data` gives this part of the arena its own version counter, which all its shards share. Counters of single
+        # shards would differ between ranks, because code that skips empty shards does not increment them. Ranks would
+        # then disagree on whether full weights are stale.
         local=local.data,
         low=low,
         full=full,
@@ -127,7 +124,7 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
     flat.shards = plan.params if placement.single_rank else _make_shards(flat)
     if placement.single_rank:
         for param in plan.params:
-            ShardInfo(0, None).mark(param)
+            ShardInfo().mark(param)
     return flat
 
 
@@ -137,15 +134,15 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
     shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
     for index, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
         first, stop = slot.within(*own)
-        shard.__dict__.update(flat.params[index].__dict__)  # user attributes such as `_no_weight_decay`
+        shard.__dict__.update(flat.params[index].__dict__)  # the program's attributes, such as `_no_weight_decay`
         ShardInfo(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
         if flat.low is not None:
-            shard.grad_dtype = None  # gradients are fp32 sums, the upper part is bf16
+            shard.grad_dtype = None  # allows fp32 gradients, although the upper part is bf16
     return shards
 
 
 def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `part(param, tensor)`, which returns the shard's part of a tensor shaped like `param`."""
+    """Return a function `part(param, tensor)`. It returns the shard's part of a tensor that is shaped like `param`."""
     places = {param: (flat, index) for flat in flats_of(units) for index, param in enumerate(flat.params)}
 
     def part(param: Tensor, tensor: Tensor) -> Tensor:
@@ -156,5 +153,5 @@ def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:
-    """Return all flats, in the order of their units."""
+    """Return the flats of all units, in the order of the units."""
     return [flat for unit in units for flat in unit.flats]

@@ -7,7 +7,7 @@ Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -121,7 +121,7 @@ class Budget:
 def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) -> Budget:
     """Return the budget of `rank`, given the bytes of the module's own `buffers`. Nothing is allocated."""
     placement = placement_of(plan, recipe.options, rank, recipe.world_size)
-    units = build_units(replace(plan, device=_META), placement)
+    units = build_units(plan._replace(device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
     held = {
         "parameters": _storage_nbytes(flats),

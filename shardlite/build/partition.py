@@ -1,6 +1,7 @@
-"""Partition a model into units: which modules start a unit, and to which unit each parameter belongs.
+"""Partition a model into units: find the modules that start a unit, and assign each parameter to a unit.
 
-A unit is gathered at once, so it should be computed at once. It is one of the model's repeated blocks.
+The parameters of a unit are gathered together, so they should be used together. Typical units are the model's repeated
+blocks.
 
 In: a module and the `units` option. Out: `UnitPlan`s, and the units that each module needs.
 """
@@ -23,7 +24,7 @@ UnitRule = bool | Callable[[str, nn.Module], bool]
 """A value for all units, or a predicate of a unit's `(name, module)`."""
 
 BLOCKS_SHARE = 0.1
-"""Children of one class in a list are blocks if together they hold at least this share of the model's parameters."""
+"""Children of one class in a list are blocks if together they have at least this share of the model's parameters."""
 
 LARGE_SHARE = 0.5
 """An embedding, a head or a child of another class becomes a unit if it has at least this share of the largest block's
@@ -32,7 +33,7 @@ parameters. Otherwise it stays in the root.
 
 
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
-"""Modules whose parameters the enclosing module reads. The last is the output layer of attention."""
+"""Modules whose parameters are read by the enclosing module. The last class is the output layer of attention."""
 
 
 @dataclass(eq=False)
@@ -42,29 +43,30 @@ class UnitPlan:
     name: str
     module: nn.Module
     params: dict[nn.Parameter, str] = field(default_factory=dict)
-    """Parameters with the first name of each, in registration order."""
+    """Parameters in registration order, each with its first name."""
 
 
 def applies(rule: UnitRule, unit: UnitPlan) -> bool:
-    """Return whether `rule` applies to `unit`. The root's name is empty."""
+    """Return whether `rule` applies to `unit`. The name of the root is empty."""
     return rule if isinstance(rule, bool) else bool(rule(unit.name, unit.module))
 
 
 def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:
-    """Plan the units: assign every parameter that is not ignored to one. The first is the root; some may be empty.
+    """Return the planned units. Each parameter that is not ignored belongs to one unit.
 
-    A parameter belongs to the innermost unit around it. A parameter that occurs in several units belongs to the
-    innermost unit around all its occurrences, so tied weights need no option.
+    The first unit is the root. Units may be empty. A parameter belongs to the innermost unit around it. A parameter
+    that occurs in several units belongs to the innermost unit around all its occurrences, so tied weights need no
+    option.
 
     Raises:
-        LayoutError: `policy` has another type, or names a class that the model does not contain.
+        LayoutError: `policy` has another type, or is a class that the model does not contain.
     """
     never = scripts(model)
     starts = {each for each in _starts(model, policy) if not isinstance(each, NEVER_CALLED) and each not in never}
     plans = {model: UnitPlan("", model)}
     chains: dict[nn.Parameter, list[UnitPlan]] = {}
     names: dict[nn.Parameter, str] = {}
-    for path, chain, module in _walk(model, starts, plans):
+    for path, chain, module in _walk("", [plans[model]], model, starts - {model}, plans):
         for attribute, param in module._parameters.items():
             if param is not None and param not in ignored:
                 names.setdefault(param, f"{path}.{attribute}".lstrip("."))
@@ -75,9 +77,10 @@ def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[T
 
 
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """Return the units that each module's forward needs: the one that starts there, and those of parameters it reads.
+    """Return the units that each module's forward needs.
 
-    The whole model is always among the modules, because a pass starts with it.
+    A module needs the unit that starts at it, and the units of the parameters that it reads. The whole model is always
+    among the modules, because a pass starts with it.
     """
     by_name = {unit.name: unit for unit in units}
     home = {param: unit for unit in units for param in unit.params()}
@@ -94,19 +97,18 @@ def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -
 
 
 def _walk(
-    model: nn.Module, starts: set[nn.Module], plans: dict[nn.Module, UnitPlan]
+    path: str, chain: list[UnitPlan], module: nn.Module, starts: set[nn.Module], plans: dict[nn.Module, UnitPlan]
 ) -> Iterator[tuple[str, list[UnitPlan], nn.Module]]:
-    """Yield every module with each path that leads to it and the units around it, outermost first."""
+    """Yield each path to a module inside `module`, the units around it (outermost first), and the module.
 
-    def visit(path: str, chain: list[UnitPlan], module: nn.Module) -> Iterator[tuple[str, list[UnitPlan], nn.Module]]:
-        if module in starts and module is not model:
-            plan = plans.setdefault(module, UnitPlan(path, module))
-            chain = [*chain, plan] if plan not in chain else chain
-        yield path, chain, module
-        for name, child in module.named_children():
-            yield from visit(f"{path}.{name}".lstrip("."), chain, child)
-
-    return visit("", [plans[model]], model)
+    Units that start at the modules in `starts` are added to `plans`.
+    """
+    if module in starts:
+        plan = plans.setdefault(module, UnitPlan(path, module))
+        chain = [*chain, plan] if plan not in chain else chain
+    yield path, chain, module
+    for name, child in module.named_children():
+        yield from _walk(f"{path}.{name}".lstrip("."), chain, child, starts, plans)
 
 
 def _common(first: list[UnitPlan], second: list[UnitPlan]) -> list[UnitPlan]:
@@ -122,7 +124,7 @@ def _starts(model: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
     if all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
         found = {module for module in model.modules() if isinstance(module, classes)}  # type: ignore[arg-type]
         if not found - {model}:
-            raise LayoutError(f"units={policy!r}: the model has no module of this class inside it")
+            raise LayoutError(f"units={policy!r}: the model contains no module of this class")
         return found
     if not callable(policy):
         raise LayoutError(
@@ -133,7 +135,7 @@ def _starts(model: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
 
 
 def _automatic(model: nn.Module) -> set[nn.Module]:
-    """Find the repeated blocks, and the embeddings and heads that are large compared to them."""
+    """Return the repeated blocks, and the embeddings and heads that are large compared with them."""
     total = _numel(model.parameters())
     blocks = list(_blocks(model, total))
     enough = LARGE_SHARE * max((_numel(block.parameters()) for block in blocks), default=total)
@@ -152,8 +154,8 @@ def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
 def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
     """Return the children of a list or sequence whose class occurs there more than once.
 
-    In a list, a large child of another class counts, too, as a layer unlike the others. Otherwise the search would
-    continue inside it and select, for example, its experts, of which each rank may call different ones.
+    In a list, a large child of another class is a block too. Otherwise the search would continue inside that child, and
+    select for example its experts, although ranks may call different experts.
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
@@ -170,7 +172,7 @@ def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
 
 
 def _tables(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the embeddings and linear layers outside of blocks that share no parameter with another module."""
+    """Yield the embeddings and linear layers that lie outside of blocks and share no parameter with another module."""
     inside = {module for block in blocks for module in block.modules()}
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     shared = {param for param, times in uses.items() if times > 1}
@@ -185,9 +187,9 @@ def _numel(params: Iterable[nn.Parameter]) -> int:
 
 
 def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield a module's own parameters, and those of modules in it that are never called."""
+    """Yield the module's own parameters, and those of modules inside it that are never called."""
     yield from (param for param in module._parameters.values() if param is not None)
-    if isinstance(module, nn.TransformerEncoder):  # it chooses its path by the weights of its first layer
+    if isinstance(module, nn.TransformerEncoder):  # its forward inspects the weights of its first layer
         yield from module.layers[0].parameters()
     for child in module.children():
         if isinstance(child, torch.jit.ScriptModule):

@@ -1,13 +1,14 @@
-"""The plan of a wrapped model, made before memory is allocated: units, flats and device. All ranks agree on it.
+"""Plan a wrapped model before memory is allocated: units, flats and device. All ranks compare their plans.
 
-In: a module and the options. Out: a `Plan`. Knows nothing of values.
+In: a module and the options. Out: a `Plan`. This file does not use values of parameters.
 
 Legend: `W` ranks that share a model.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import stats_block
@@ -20,14 +21,8 @@ from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, Precision
 from shardlite.params import ALIGN, ROOT, Layout, lay_out
 
-_CPU = torch.device("cpu")
 
-_CUBLAS_BYTES = 256
-"""Up to so many bytes cuBLAS looks at the alignment of a matrix when it chooses an algorithm."""
-
-
-@dataclass(frozen=True)
-class FlatPlan:
+class FlatPlan(NamedTuple):
     """A planned flat."""
 
     layout: Layout
@@ -35,23 +30,23 @@ class FlatPlan:
     reduce: torch.dtype
     params: Sequence[nn.Parameter]
     split: bool = False
-    """Whether weights are stored in two parts. The layout is then that of the upper part."""
+    """Whether weights are stored in two parts. The layout then describes the upper part."""
 
     quantized: bool = False
     """Whether gathers send 8-bit codes."""
 
 
 def plan_flats(
-    plan: UnitPlan,
-    world_size: int,
-    precision: Precision,
-    *,
-    grain: int = ALIGN,
-    device: torch.device = _CPU,
+    plan: UnitPlan, world_size: int, precision: Precision, *, grain: int = ALIGN, device: torch.device
 ) -> list[FlatPlan]:
-    """Plan the flats of a unit: one per kind of parameters, in the order of their first parameters.
+    """Return the plans of a unit's flats, one per kind of parameters, in the order of their first parameters.
 
-    Shards are multiples of `grain` elements, and `device` is where the full weights will be.
+    Args:
+        plan: planned unit.
+        world_size: number of ranks that share the model.
+        precision: dtypes of the model.
+        grain: the length of shards is a multiple of this number of elements.
+        device: device of the full weights.
     """
     quantized = world_size > 1 and applies(precision.quantized_gather, plan)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
@@ -60,11 +55,10 @@ def plan_flats(
         kinds.setdefault((master, precision.compute_of(param.dtype), param.requires_grad), {})[param] = name
     flats = []
     for (master, compute, trainable), members in kinds.items():
-        shapes = [(name, tuple(param.shape)) for param, name in members.items()]
         split = precision.splits(master, trainable=trainable)
         kept = compute if split else master
         layout = lay_out(
-            shapes,
+            [(name, tuple(param.shape)) for param, name in members.items()],
             dtype=kept,
             trainable=trainable,
             world_size=world_size,
@@ -76,85 +70,81 @@ def plan_flats(
     return flats
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Units, flats and device of a model."""
+class Plan(NamedTuple):
+    """Planned units, flats and device of a model."""
 
     units: Sequence[UnitPlan]
     flats: Sequence[Sequence[FlatPlan]]
-    """The flats of each unit."""
+    """Planned flats of each unit."""
 
     device: torch.device
     in_parts: bool = False
-    """Whether gradients are added in a tree over parts, on a single rank, too."""
+    """Whether gradients are added in a tree over parts, even on a single rank."""
 
     @property
     def casts(self) -> bool:
-        """Whether any parameter is stored in another form than it is computed with."""
+        """Whether any weights are split, or stored in another dtype than they are computed with."""
         return any(flat.split or flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
 
 
 def agree_on_plan(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module]) -> Plan:
-    """Plan the units of a module, and check that every rank has the same plan.
+    """Plan the units of a module, and check that all ranks have the same plan.
 
     Raises:
-        LayoutError: the module or an option is invalid, here or on another rank.
+        LayoutError: the module or an option is invalid on this or another rank, or plans differ.
         CommError: a rank did not arrive within the timeout.
     """
     problem, plan, facts = None, None, []
     try:
-        plan = _make(module, options, groups, wrapper)
+        validate.check_module(module, options.precision, options.ignored, wrapper=wrapper)
+        validate.check_options(module, options, groups)
+        validate.tie(module, options.ignored)
+        init.check(module, options.init, options.ignored, first=groups.is_first)
+        on_gpu = torch.cuda.is_available() and groups.carry("cuda")
+        device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
+        plan = plan_units(module, options, groups.shards, device)
         settings = (
             f"stage {options.stage}",
             f"prefetch {options.prefetch}",
-            f"{replace(options.precision, quantized_gather=False)}",  # each unit says whether it sends codes
+            f"{replace(options.precision, quantized_gather=False)}",  # `_describe` compares it unit by unit
             f"{options.route}",
             f"buffers {options.buffers!r}",
             f"{options.memory_limit or 'no memory limit'}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
-    except Exception as error:  # any error: the other ranks are waiting for this one
+    except Exception as error:  # of any type, because other ranks wait for this one
         problem = error
     agree(groups, facts, problem, what="what each rank wraps", timeout=options.timeout)
-    assert plan is not None, "a problem was raised"
+    assert plan is not None, "`agree` has raised any problem"
     return plan
 
 
-def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module]) -> Plan:
-    validate.check_module(module, options.precision, options.ignored, wrapper=wrapper)
-    validate.check_options(module, options, groups)
-    validate.tie(module, options.ignored)
-    init.check(module, options.init, options.ignored, first=groups.is_first)
-    on_gpu = torch.cuda.is_available() and groups.carry("cuda")
-    device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
-    return plan_units(module, options, groups.shards, device)
-
-
 def plan_units(module: nn.Module, options: Options, world_size: int, device: torch.device) -> Plan:
-    """Plan the units of a checked module for `world_size` ranks. Nothing is compared with other ranks.
+    """Plan the units of a checked module for `world_size` ranks, without comparing the plan with other ranks.
 
     Raises:
         LayoutError: the option `units` is invalid.
     """
     units = partition_module(module, options.units, options.ignored)
-    # Norms are added from statistics of blocks, which no cut may divide if it is not to change them.
+    # With a tree, norms combine statistics of blocks. No cut may divide a block, so that norms do not depend on `W`.
     grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
     flats = [plan_flats(unit, world_size, options.precision, grain=grain, device=device) for unit in units]
     return Plan(units, flats, device, in_parts=options.route.order == "tree")
 
 
 def _matrix_bytes(device: torch.device) -> int:
-    """Return the multiple of bytes at which full matrices begin.
+    """Return the alignment of matrices in the full weights, in bytes.
 
-    PyTorch's allocator aligns the matrices of a plain model to 512 bytes. With less than cuBLAS looks at, a sharded
-    model could be computed by another algorithm, and get other bits.
+    When cuBLAS chooses an algorithm, it considers the alignment of a matrix up to 256 bytes. PyTorch's allocator aligns
+    the matrices of a plain model to 512 bytes. With less alignment, a sharded model could get another algorithm, and
+    other bits.
     """
-    return _CUBLAS_BYTES if device.type == "cuda" else 0
+    return 256 if device.type == "cuda" else 0
 
 
 def _describe(plan: Plan) -> Iterable[str]:
     for unit, flats in zip(plan.units, plan.flats, strict=True):
         for flat in flats:
-            for line in flat.layout.describe():
-                codes = ", gathered as codes" if flat.quantized else ""
-                yield f"parameter {line} in unit {unit.name or ROOT!r}{codes}"
+            kind = f"{flat.layout.dtype}, {'trainable' if flat.layout.trainable else 'frozen'}"
+            place = f"in unit {unit.name or ROOT!r}{', gathered as codes' * flat.quantized}"
+            yield from (f"parameter {slot.name} {list(slot.shape)} ({kind}) {place}" for slot in flat.layout.slots)

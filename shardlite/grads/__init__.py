@@ -1,6 +1,6 @@
 """Reduce gradients to the shards.
 
-In: gradients as autograd delivers them. Out: gradient shards, divided, with their norm and whether all are finite.
+In: gradients as autograd delivers them. Out: averaged gradient shards, their norm, and a flag for NaNs and infinities.
 Read `reducer.py` first, then `backward_run.py`.
 """
 

@@ -1,16 +1,16 @@
-"""One backward of a wrapped model, from its first event to its end: everything that is true of this backward only.
+"""The state of one backward of a wrapped model, from its first event to its end.
 
-Gradients are copied to buckets, and units are reduced in the order of `ReductionOrder`. A reduction starts when its
-turn has come, and lands when it is over and its bucket is free.
+Gradients are copied to buckets, and units are reduced in the order of `ReductionOrder`. A reduction starts when it is
+its turn, and lands when it is complete and its bucket is free.
 
-    HostRun     each gradient is copied to its bucket as it arrives. Before another bucket is filled than there may be,
-                the host waits for the earliest reductions.
+    HostRun     each gradient is copied to its bucket as it arrives. Before a bucket beyond the maximum number is
+                filled, the host waits for the earliest reductions.
     StreamRun   (GPUs) a unit's gradients are copied together on the stream of reductions, which owns the bucket's
                 memory and reuses it in stream order. Before the gradients of the next unit arrive, the program's stream
-                waits for the copies, and so for the reduction before, on all ranks.
+                waits for the copies, and so for the previous reduction, on all ranks.
 
-`docs/how-it-works.md` explains why streams that wait do not deadlock. If ranks used different units in a forward, the
-host waits instead.
+`docs/how-it-works.md` explains why these waits of streams do not deadlock. If ranks used different units in a forward,
+the host waits instead.
 """
 
 from collections import Counter, deque
@@ -33,23 +33,23 @@ from shardlite.grads.reducer import Reducer
 from shardlite.params import Gradients, Unit
 
 BUCKETS = 2
-"""Maximum number of buckets on a CPU, not counting the root's: one is reduced while the other fills.
+"""Maximum number of buckets on a CPU without the root's bucket: one is reduced while the other is filled.
 
-It is 1 if shards are stepped in the backward on CPUs: such a program needs little memory, and reductions take the cores
-that would fill the next bucket. A backward waits for a reduction before it allocates another bucket, but not if a peer
-starts that reduction only after a gather that needs this rank: see `comm/control/progress.py`.
+The maximum is 1 if shards are stepped in the backward on CPUs: such a program aims at little memory, and reductions use
+the cores that would fill the next bucket. A backward waits for a reduction before it allocates another bucket. It does
+not wait if a peer starts this reduction only after a gather that needs this rank: see `comm/control/progress.py`.
 """
 
-_phase_of = attrgetter("phase")  # `map` reads it from all buckets without a Python call for each
+_phase_of = attrgetter("phase")  # with `map` it reads all buckets without a Python call for each
 
 
 class Mode(Enum):
-    """What a backward does with its gradients."""
+    """The way in which a backward processes its gradients."""
 
-    STEP = "step"  # reduce them, with all that were accumulated before; a step follows
-    SHARDED = "sharded"  # reduce them and add them to the gradient shards; another backward follows
-    LOCAL = "local"  # keep them on this rank, whole, in the buckets
-    PART = "part"  # keep those of one part of a global batch; later parts are added in a tree
+    STEP = "step"  # reduce the gradients, along with all accumulated ones; a step follows
+    SHARDED = "sharded"  # reduce the gradients and add them to the gradient shards; another backward follows
+    LOCAL = "local"  # keep the unreduced gradients in the buckets of this rank
+    PART = "part"  # keep the gradients of one part of a global batch, whose parts are added in a tree
 
     @property
     def reduces(self) -> bool:
@@ -61,7 +61,7 @@ class BackwardRun:
     """One backward. See `HostRun` and `StreamRun`."""
 
     stepping: Stepping | None = None
-    """Steps by the means of this backward; `None` stores them."""
+    """Optimizer that steps by the means of this backward. `None`: means are stored."""
 
     has_gradients = False
     latest: tuple[nn.Parameter, Tensor] | None = None
@@ -70,22 +70,22 @@ class BackwardRun:
     def __init__(self, reducer: Reducer, mode: Mode) -> None:
         self.mode = mode
         self.unsharded: list[Unit] = []
-        """Units that hooks of the program have unsharded until the end of the backward."""
+        """Units that stay unsharded until the end of the backward, because hooks of the program have used them."""
 
         self.recomputed: Counter[Unit] = Counter()
-        """How many forwards of each unit this backward has run again."""
+        """Number of forwards of each unit that this backward has recomputed."""
 
         self.arrivals: Counter[Unit] = Counter()
-        """Number of gradients that arrived. A reentrant backward brings several per parameter."""
+        """Number of gradients of each unit that arrived. In a reentrant backward a parameter may have several."""
 
         self.reduced: set[Unit] = set()
-        """Units whose gradients are reduced, or added to those of earlier parts."""
+        """Units whose gradients are reduced, or added to the sums over earlier parts."""
 
         self.started: list[Reduction] = []
-        """In the fixed order, so that their number is the index of the next unit."""
+        """Reductions in the fixed order, so that their number is the index of the next unit."""
 
         self.landed = 0
-        """Number of reductions that are over and whose buckets are free."""
+        """Number of reductions that are complete and whose buckets are free."""
 
         self._reducer = reducer
         self._context = reducer.context
@@ -96,14 +96,14 @@ class BackwardRun:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether low memory matters more than reductions that overlap the backward, or pages kept for later."""
+        """Whether low memory has priority over overlap with reductions and over pages that are kept for later."""
         return self.stepping is not None and self._context.transport.blocking
 
     def on_first_gradient(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
         """Record the first gradient of the backward.
 
         Args:
-            stepping: steps by the means; `None` stores them.
+            stepping: optimizer that steps by the means. `None`: means are stored.
             in_step: returns whether all ranks have used the same units since the last step.
         """
         del in_step
@@ -111,13 +111,19 @@ class BackwardRun:
         self.has_gradients = True
 
     def enter(self, unit: Unit) -> None:
-        """Record that the backward continues with a unit."""
+        """Record that the backward of a unit begins."""
 
     def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> bool:
-        """Store the gradient of one parameter in its bucket. `has_user_hooks`: hooks of the program see it.
+        """Store the gradient of one parameter in its bucket.
+
+        Args:
+            unit: the parameter's unit.
+            param: the module's parameter.
+            grad: gradient of `param`.
+            has_user_hooks: whether hooks of the program see the gradient.
 
         Returns:
-            Whether each parameter of the unit may have as many gradients as all others.
+            Whether all parameters of the unit may have equal numbers of gradients.
 
         Raises:
             PhaseError: the unit was already reduced in this backward.
@@ -126,8 +132,8 @@ class BackwardRun:
         bucket = self._buckets[unit]
         if unit in self.reduced:
             raise PhaseError(
-                f"unit {unit.name!r}: a gradient came after the unit had been reduced in this backward. "
-                "A reentrant backward reached the unit outside the wrapped model's forward; use "
+                f"unit {unit.name!r}: a gradient arrived after the unit had been reduced in this backward. "
+                "A reentrant backward reached the unit outside of the wrapped model's forward: use "
                 "`checkpoint(..., use_reentrant=False)`"
             )
         self._before_gradient(bucket, param)
@@ -140,19 +146,19 @@ class BackwardRun:
         return self.arrivals[unit] == rounds * self._buckets[unit].expected
 
     def check_recomputation(self, unit: Unit) -> None:
-        """Raise if a recomputed forward would use weights that were stepped since the first time.
+        """Check that this backward has not stepped the unit, whose forward is about to be recomputed.
 
         Raises:
-            PhaseError: it would.
+            PhaseError: the unit was stepped, so its weights differ from those of the first forward.
         """
         if self.stepping is not None and unit in self.reduced:
             raise PhaseError(
-                f"unit {unit.name!r} is recomputed after AdamW(in_backward=True) has stepped it in this backward, "
-                "because its gradients were complete: use AdamW without it, or no checkpointing there"
+                f"unit {unit.name!r} is recomputed in a backward in which AdamW(in_backward=True) has stepped it, "
+                "because its gradients were complete: use AdamW without in_backward, or do not checkpoint this unit"
             )
 
     def complete(self, unit: Unit) -> None:
-        """Record that a unit's gradients are complete, and start every reduction whose turn has come."""
+        """Record that a unit's gradients are complete, and start all reductions that may now start."""
         self._reducer.order.observe(unit)
         self._ready.add(unit)
         self._land_finished()
@@ -161,29 +167,29 @@ class BackwardRun:
         self._publish()
 
     def keep_part(self, unit: Unit) -> None:
-        """Add a unit's gradients of a part to those of earlier parts."""
+        """Add a unit's gradients of the current part to the sums over earlier parts."""
         bucket = self._buckets[unit]
         self.fill_gaps(bucket)
         bucket.keep_part()
         self.reduced.add(unit)
 
     def end_part(self) -> None:
-        """Add what is left of a part."""
+        """Add the gradients of the remaining units of a part."""
         for unit in self._reducer.order.units:
             if unit not in self.reduced:
                 self.keep_part(unit)
 
     def fill_gaps(self, bucket: Bucket) -> None:
-        """Fill what no gradient has filled with zeros: peers expect this rank's part of the sum."""
+        """Fill missing gradients with zeros, because peers expect this rank's summand."""
         if not bucket.full:
             self._fill(bucket)
         bucket.zero_the_rest()
 
     def finalize(self) -> None:
-        """Start the reductions that are left, wait for all, and give the gradients to the shards.
+        """Start the remaining reductions, wait for all, and store the gradients or end the steps.
 
         Raises:
-            CommError: a peer failed, is late or runs another operation.
+            CommError: a peer failed, timed out or called another operation.
         """
         while (turn := self._next_unit()) is not None:
             self._start(turn, late=True)
@@ -194,26 +200,26 @@ class BackwardRun:
         else:
             self.stepping.end(self._reducer.results.after_steps(self.started))
         self._reducer.order.agree()
-        self.started.clear()  # results that no shard has taken are free
+        self.started.clear()  # frees results that are not the `.grad` of a shard
         self._context.trim()
         if self.saves_memory:
-            self._context.trim(keep=0)  # including what peers still read, once they have
+            self._context.trim(keep=0)  # including memory that peers still read, as soon as they have read it
 
     def abandon(self) -> None:
-        """Clean up after a backward that died, and drop its gradients and those accumulated before it.
+        """Clean up after a backward that raised, and drop its gradients and all accumulated ones.
 
-        Other ranks may have started more reductions: all ranks start all of them.
+        Other ranks may have started further reductions, so all ranks start all reductions.
         """
         reducing = self.has_gradients and self.mode.reduces
         while reducing and (turn := self._next_unit()) is not None:
             self._start(turn, late=True, died=True)
         self._land(len(self.started))
-        if reducing and self.stepping is not None:  # units that all ranks had reduced before are stepped
+        if reducing and self.stepping is not None:  # units that all ranks reduced before the exception are stepped
             self.stepping.end(self._reducer.results.after_steps(self.started))
         self._reducer.discard()
 
     def _next_unit(self) -> Unit | None:
-        """Return the unit whose turn it is."""
+        """Return the unit whose reduction starts next, or `None` if all have started."""
         place, units = len(self.started), self._reducer.order.units
         return units[place] if place < len(units) else None
 
@@ -224,19 +230,19 @@ class BackwardRun:
         self._context.progress.started(started, left=left, out_of_turn=bool(self._ready))
 
     def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
-        """Allocate memory for a gradient of `param`, if it needs some now."""
+        """Allocate memory for a gradient of `param`, if necessary."""
         raise NotImplementedError
 
     def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
-        """Start the reduction of a unit; `late`: at the end of the backward, `died`: after an exception."""
+        """Start the reduction of a unit. `late`: the backward is ending. `died`: the backward has raised."""
         raise NotImplementedError
 
     def _wait(self, work: Work, reduction: int) -> bool:
-        """Wait for work behind a reduction. Return whether it is over: not if a peer needs this rank to continue."""
+        """Wait for work that is queued after a reduction, unless a peer needs this rank. Return whether it is over."""
         return work.wait_unless(partial(self._context.progress.ends_wait, reduction, monotonic()))
 
     def _begin_reduction(self, bucket: Bucket) -> int | None:
-        """Record that a bucket takes no more gradients. Return the index of its first bad one, with `diagnose`."""
+        """Close a bucket to further gradients. With `diagnose`, return the index of its first bad gradient."""
         bucket.begin_reduction()
         self.reduced.add(bucket.unit)
         self._context.trace.emit("reduce", bucket.unit.name)
@@ -247,11 +253,11 @@ class BackwardRun:
         self.started.append(reduction)
         self._ready.discard(reduction.bucket.unit)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
-            # The backward needs less than the forward did and, from the root on, nothing more.
+            # The backward needs less memory than the forward and, from the root on, allocates nothing more.
             self._context.trim(keep=0)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Allocate the bucket's memory, once fewer than `BUCKETS` others but the root's are in use."""
+        """Allocate the bucket's memory, after waiting until fewer than `BUCKETS` other buckets are in use."""
         progress, root = self._context.progress, bucket.unit.is_root
         while self.landed < len(self.started):
             if not must_land_first(self._filled(), root, self._is_root_left(), self.saves_memory):
@@ -265,22 +271,22 @@ class BackwardRun:
         bucket.fill()
 
     def _land(self, count: int) -> None:
-        """Wait until the first `count` reductions are over, and free their buckets."""
+        """Wait until the first `count` reductions are complete, and free their buckets."""
         for reduction in self.started[self.landed : count]:
             with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
                 reduction.work.wait()
             reduction.bucket.clear()
             self.landed += 1
             if self._is_root_left():
-                self._context.trim(keep=0 if self.saves_memory else SPARE)  # here may be the peak of a step
+                self._context.trim(keep=0 if self.saves_memory else SPARE)  # the memory of a step may peak here
 
     def _land_finished(self) -> None:
-        """Free the buckets whose reductions are over. On a GPU that is not polled: a graph may be captured."""
+        """Free the buckets whose reductions are complete. Do nothing on a GPU, where a CUDA graph may be captured."""
         while not self._on_gpu and self.landed < len(self.started) and self.started[self.landed].work.done():
             self._land(self.landed + 1)
 
     def _filled(self) -> int:
-        """Return the number of buckets in use, without the root's."""
+        """Return the number of buckets in use, without the root's bucket."""
         buckets = self._reducer.buckets_without_root
         return len(buckets) - list(map(_phase_of, buckets)).count(Gradients.EMPTY)
 
@@ -293,7 +299,7 @@ class HostRun(BackwardRun):
     """A backward whose gradients are copied to buckets as they arrive."""
 
     def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
-        # The first gradients of the root stay as autograd made them until its last one.
+        # The root's first gradients stay in autograd's tensors until its last one arrives.
         can_stay = self.mode.reduces and bucket.unit.is_root and id(param) not in bucket.early
         if not bucket.full and not can_stay:
             self._land_finished()
@@ -311,12 +317,12 @@ class HostRun(BackwardRun):
 
 
 class _Copies(NamedTuple):
-    """Gradients that are being copied to a bucket, and must be kept until that is over."""
+    """Gradients that are being copied to a bucket, and must be kept alive until then."""
 
     gradients: Sequence[Tensor]
     work: Work
     reduction: int
-    """Index of the reduction before, which they are queued behind."""
+    """Index of the previous reduction, after which the copies are queued."""
 
 
 class StreamRun(BackwardRun):
@@ -327,21 +333,21 @@ class StreamRun(BackwardRun):
         self.copying: deque[_Copies] = deque()
         self._in_step: Callable[[], bool] = lambda: False
         self._began: Moment | None = None
-        self._last: Unit | None = None  # the unit that received a gradient last
-        self._moments: dict[Unit, Moment | None] = {}  # after the last gradient of a unit; absent: now
+        self._last: Unit | None = None  # the unit that received the latest gradient
+        self._moments: dict[Unit, Moment | None] = {}  # after the last gradient of each unit; without entry: now
 
     def on_first_gradient(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
         """Record the first gradient of the backward."""
         super().on_first_gradient(stepping, in_step)
         self._began = self._queue.operations.moment()
-        if not self._context.transport.blocking:  # otherwise a wait of the stream is a wait of the host
+        if not self._context.transport.blocking:  # with a blocking transport, the host would wait with the stream
             self._in_step = in_step
 
     def enter(self, unit: Unit) -> None:
-        """Record where the gradients of the last unit end, in case the rest of them never arrives.
+        """Record the moment after the last unit's gradients so far, in case its other gradients never arrive.
 
-        It is then reduced at the end of the backward, but behind this moment: ranks that wait for its reduction must
-        not wait for everything that this backward does meanwhile.
+        The unit is then reduced at the end of the backward, but stream-ordered after this moment only. Otherwise ranks
+        that wait for its reduction would wait for the whole rest of this backward.
         """
         last = self._last
         if last is not None and last is not unit:
@@ -350,7 +356,7 @@ class StreamRun(BackwardRun):
                 self._moments[last] = self._queue.operations.moment()
 
     def complete(self, unit: Unit) -> None:
-        """Record that a unit's gradients are complete, and start every reduction whose turn has come."""
+        """Record that a unit's gradients are complete, and start all reductions that may now start."""
         super().complete(unit)
         if unit not in self.reduced:
             self._moments[unit] = self._queue.operations.moment()
@@ -361,12 +367,12 @@ class StreamRun(BackwardRun):
             self.free_copied()
         self._last = bucket.unit
         self._moments.pop(bucket.unit, None)
-        # Gradients stay as autograd made them until the last one; but they are accumulated in the bucket.
+        # Gradients stay in autograd's tensors until the last one arrives, but accumulate in the bucket.
         if not bucket.full and (not self.mode.reduces or id(param) in bucket.early):
             self._fill(bucket)
 
     def free_copied(self) -> None:
-        """Free gradients that are copied to buckets, stream-ordered after the copies, before others take memory."""
+        """Free gradients that were copied to buckets, stream-ordered after the copies."""
         while self.copying and self._wait(self.copying[0].work, self.copying[0].reduction):
             self.copying.popleft()
         self._context.progress.filled(beyond=bool(self.copying))
@@ -397,8 +403,8 @@ class StreamRun(BackwardRun):
     def _copy_in(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
         """Start copying gradients into a bucket.
 
-        Memory that only the queue uses (`is_queues`) belongs to the queue's stream: the bucket can be released once the
-        reduction is queued, and the next one uses the same memory.
+        If only the queue uses the bucket's memory (`is_queues`), the memory belongs to the queue's stream. The bucket
+        can be released once the reduction is queued, and the next bucket uses the same memory.
         """
         if not bucket.full:
             with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
@@ -408,7 +414,7 @@ class StreamRun(BackwardRun):
         self.copying.append(_Copies(gradients, work, len(self.started) - 1))
 
     def _hand_over(self, reduction: Reduction) -> None:
-        """Let the program use results, which are memory of the queue's stream."""
+        """Let the program's stream use the results, whose memory belongs to the queue's stream."""
         for tensor in chain(*(mean[1:] for mean in reduction.means), (step.bad for step in reduction.steps)):
             self._context.streams.record_stream(tensor)
 
@@ -417,15 +423,15 @@ def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory
     """Return whether the earliest reduction must end before a bucket is filled.
 
     Args:
-        filled: number of buckets in use, without the root's.
-        is_root: whether it is the root's bucket.
-        is_root_left: whether all other units have started their reductions. No computation is left then that a
-            reduction could overlap.
-        saves_memory: whether low memory matters more than overlap.
+        filled: number of buckets in use, without the root's bucket.
+        is_root: whether the root's bucket is to be filled.
+        is_root_left: whether all other units have started their reductions. Then no computation is left that could
+            overlap a reduction.
+        saves_memory: whether low memory has priority over overlap.
     """
     return is_root_left if is_root else saves_memory or filled >= BUCKETS
 
 
 def open_run(reducer: Reducer, mode: Mode) -> BackwardRun:
-    """Open a backward."""
+    """Return the record of a new backward."""
     return StreamRun(reducer, mode) if reducer.on_stream else HostRun(reducer, mode)

@@ -1,10 +1,10 @@
 """Buckets: the buffers that collect one unit's gradients until they are reduced.
 
-The root's gradients arrive first and last in a backward (for example those of a head and of an embedding). So the
-root's bucket allocates memory only at its last gradient, and keeps the tensors of autograd until then. On a GPU every
-bucket does.
+The root's gradients arrive first and last in a backward (for example the gradients of a head and of an embedding). So
+the root's bucket keeps autograd's tensors and allocates its memory only at the last gradient. On a GPU every bucket
+does so.
 
-With order="tree" a bucket also sums earlier parts of the global batch, as a binary counter counts:
+With order="tree" a bucket also sums earlier parts of the global batch, like a binary counter:
 
     part   kept before        addition               kept after
     0                                                [0]
@@ -12,17 +12,18 @@ With order="tree" a bucket also sums earlier parts of the global batch, as a bin
     2      [0+1]                                     [0+1] [2]
     3      [0+1] [2]          2 + 3, then with 0+1   [(0+1)+(2+3)]
 
-So consecutive parts, a power of two of them, are summed as a balanced binary tree. It is a branch of the tree over all
-parts, wherever a rank begins. Of `n` parts at most `log2(n)` sums are kept between backwards.
+So a power of two of consecutive parts is summed as a balanced binary tree, which is a branch of the tree over all
+parts, whatever the first part of a rank is. For `n` parts at most `log2(n)` sums are kept between backwards.
 
-In: gradients of single parameters. Out: full buffers to reduce. Starts no communication.
+In: gradients of single parameters. Out: full buffers to reduce. A bucket starts no communication.
 
 Legend: `W` ranks, `S` elements per shard.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import hop
@@ -33,61 +34,15 @@ from shardlite.errors import PhaseError
 from shardlite.params import Flat, Gradients, Slot, Unit, check_move
 
 PURPOSE = "gradient buckets"
-"""The ledger's name for the memory of buckets, and of gradients that are not copied to them yet."""
+"""Purpose in the ledger of buckets, and of gradients that are not yet copied to buckets."""
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """The sum of the gradients of consecutive parts: one full buffer [W*S] per flat."""
+class PartSum(NamedTuple):
+    """The sum of the gradients of consecutive parts."""
 
     parts: int
     full: Sequence[Tensor]
-
-
-@dataclass(eq=False)
-class PartSums:
-    """Sums of the gradients of a unit's earlier parts, which are not reduced yet."""
-
-    most: int
-    """Maximum number of parts in a sum."""
-
-    used: set[int] = field(default_factory=set)
-    """The ids of the parameters that an earlier part used."""
-
-    _sums: list[_Sum] = field(default_factory=list)
-    """In the order of parts, so in decreasing order of size."""
-
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return bool(self._sums)
-
-    @property
-    def parts(self) -> int:
-        """Number of parts in all sums."""
-        return sum(each.parts for each in self._sums)
-
-    def add_to(self, full: Sequence[Tensor]) -> int:
-        """Add sums of as many parts as `full` has to it, in place, until none is left. Return the parts in `full`."""
-        parts = 1
-        while self._sums and self._sums[-1].parts == parts < self.most:
-            for own, earlier in zip(full, self._sums.pop().full, strict=True):
-                hop(own, earlier, own)
-            parts *= 2
-        return parts
-
-    def append(self, full: Sequence[Tensor], used: set[int]) -> None:
-        """Add the gradients of the next part, in place."""
-        self._sums.append(_Sum(self.add_to(full), full))
-        self.used |= used
-
-    def summands(self) -> Iterator[Sequence[Tensor]]:
-        """Yield the sums in the order of their parts: one full buffer per flat."""
-        return (each.full for each in self._sums)
-
-    def clear(self) -> None:
-        """Drop all sums."""
-        self._sums.clear()
-        self.used.clear()
+    """One full buffer [W*S] per flat."""
 
 
 @dataclass(eq=False)
@@ -96,8 +51,14 @@ class Bucket:
 
     unit: Unit
     context: Context
-    earlier: PartSums
-    """Sums over earlier parts of the global batch."""
+    most_parts: int
+    """Maximum number of parts in one of `sums`."""
+
+    sums: list[PartSum] = field(default_factory=list)
+    """Sums over earlier parts of the global batch, in the order of the parts, so with decreasing numbers of parts."""
+
+    used_earlier: set[int] = field(default_factory=set)
+    """The ids of the parameters that an earlier part used."""
 
     phase: Gradients = Gradients.EMPTY
     flats: list[Flat] = field(init=False)
@@ -116,7 +77,7 @@ class Bucket:
     """Views of `full` for the gradient of each parameter, in its shape, by `id` of the parameter."""
 
     used: set[int] = field(default_factory=set)
-    """The ids of the module's parameters whose gradients the bucket holds."""
+    """The ids of the parameters whose gradients the bucket holds."""
 
     expected: int = field(init=False)
     """Number of parameters that have gradients."""
@@ -141,7 +102,7 @@ class Bucket:
             del early  # frees each gradient before the next is copied
 
     def allocate(self, carrier: Transport | None = None) -> None:
-        """Allocate the full buffers, in memory of `carrier`, the transport that sends them, if given."""
+        """Allocate the full buffers. If `carrier` is given, they are memory of this transport, which sends them."""
         for flat in self.flats:
             numel = flat.gradients.full_numel
             if carrier is None:
@@ -156,21 +117,21 @@ class Bucket:
             self.move(Gradients.FILLING)
 
     def copy_in(self) -> tuple[Callable[[], None], list[Tensor]]:
-        """Return a function that copies early gradients into the full buffers and zeroes the rest, and its inputs.
+        """Return a function that copies early gradients into the full buffers and zeroes the rest, and these gradients.
 
-        It runs on a stream, and uses only memory of the bucket.
+        The function may run on another stream, because it reads no state of the bucket.
         """
         places, early = [self.places[key] for key in self.early], [*self.early.values()]
         self.early.clear()
         return partial(_copy_and_zero, places, early, self._gaps()), early
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor | None, *, has_user_hooks: bool) -> None:
-        """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
+        """Store a gradient in the dtype of the reduction, or add it to the stored gradient.
 
         Args:
             param: the module's parameter.
-            grad: its gradient. `None`: it is excluded by `join` and contributes zero.
-            has_user_hooks: whether other code may write to `grad`, so that it must be copied.
+            grad: gradient of `param`. `None` counts as zero, for ranks that `join` excludes.
+            has_user_hooks: whether hooks of the program may write to `grad`, so that it must be copied.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
@@ -178,7 +139,7 @@ class Bucket:
         key = id(param)
         if key not in self._slots:
             raise PhaseError(
-                f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
+                f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the last forward: "
                 "change requires_grad after the backward"
             )
         if grad is None:
@@ -196,26 +157,26 @@ class Bucket:
         self.used.add(key)
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """Return the collected gradient of `param`, or `None`."""
+        """Return the gradient of `param` in the bucket, or `None`."""
         key = id(param)
         if self.phase is not Gradients.FILLING or key not in self.used:
             return None
         return self.early[key] if key in self.early else self.places[key]
 
     def multiply(self, factor: float) -> None:
-        """Multiply all collected gradients by `factor`."""
+        """Multiply all gradients in the bucket by `factor`."""
         for full in self.full:
             full.mul_(factor)
         for key, grad in self.early.items():
             self.early[key] = grad.to(self.flats[self._slots[key][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
-        """Drop the gradient of `param`, also that of earlier parts."""
-        if id(param) in self.earlier.used:
+        """Drop the gradient of `param`, including that of earlier parts."""
+        if id(param) in self.used_earlier:
             i, slot = self._slots[id(param)]
-            for full in self.earlier.summands():
-                slot.view(full[i]).zero_()
-            self.earlier.used.discard(id(param))
+            for each in self.sums:
+                each.full[i][slot.start : slot.stop].zero_()
+            self.used_earlier.discard(id(param))
         if self.phase is Gradients.FILLING:
             self.used.discard(id(param))
             self.early.pop(id(param), None)
@@ -227,65 +188,73 @@ class Bucket:
         return next(slot.name for each, slot in zip(flat.params, flat.layout.slots, strict=True) if each is param)
 
     def zero_the_rest(self) -> None:
-        """Zero the padding and missing gradients, which are uninitialized. A reduction leaves padding zero."""
+        """Zero the uninitialized elements: padding and missing gradients. A reduction leaves padding zero."""
         if gaps := self._gaps():
             torch._foreach_zero_(gaps)
 
     def _gaps(self) -> list[Tensor]:
         gaps: list[Tensor] = []
-        complete = len(self.used) == self.expected
         for flat, full in zip(self.flats, self.full, strict=True):
-            unwritten = (
-                flat.gradients.padding
-                if complete
-                else flat.gradients.gaps({i for i, used in enumerate(self.flags(flat)) if used})
-            )
+            unwritten: Iterable[tuple[int, int]] = flat.gradients.padding
+            if len(self.used) < self.expected:
+                unwritten = flat.gradients.gaps({i for i, used in enumerate(self.flags(flat)) if used})
             gaps += [full[start:stop] for start, stop in unwritten]
         return gaps
 
     def flags(self, flat: Flat) -> list[int]:
-        """Return one flag per parameter of `flat` that may have a gradient: 1 if the bucket holds one, else 0."""
+        """Return one flag per trainable parameter of `flat`: 1 if the bucket holds its gradient, else 0."""
         return [int(id(flat.params[index]) in self.used) for index in flat.trainable_slots]
 
     def first_bad(self) -> int | None:
-        """Return the index in `flags` of the first gradient with a NaN or an infinity, or `None`. The host waits."""
+        """Return the index in `flags` of the first gradient with a NaN or infinity, or `None`. The host waits."""
         for place, (key, (i, slot)) in enumerate(self._slots.items()):
             own = self.early.get(key)
             grads = [own.to(self.flats[i].reduce)] if own is not None else []
-            grads += [full[i][slot.start : slot.stop] for full in (self.full, *self.earlier.summands()) if full]
+            fulls = (self.full, *(each.full for each in self.sums))
+            grads += [full[i][slot.start : slot.stop] for full in fulls if full]
             if key in self.used and not all(grad.isfinite().all() for grad in grads):
                 return place
         return None
 
     @property
     def accumulates(self) -> bool:
-        """Whether there are gradients that are not reduced yet."""
-        return self.phase is Gradients.FILLING or bool(self.earlier)
+        """Whether the bucket has gradients that are not reduced yet."""
+        return self.phase is Gradients.FILLING or bool(self.sums)
 
     def keep_part(self) -> None:
-        """Move the gradients, with all gaps filled, to the sums over earlier parts."""
-        self.earlier.append(self.full, self.used)
+        """Move the gradients to the sums over earlier parts. All gaps must be filled."""
+        self.sums.append(PartSum(self._add_sums(), self.full))
+        self.used_earlier |= self.used
         self.full, self.places, self.used = [], {}, set()
         self.move(Gradients.EMPTY)
 
     def add_earlier_parts(self) -> int:
-        """Add the gradients of earlier parts, except sums that stay separate. Return the number of all parts."""
-        parts = self.earlier.add_to(self.full)
-        self.used |= self.earlier.used
-        return parts + self.earlier.parts
+        """Add the sums over earlier parts, except one that stays separate. Return the number of all parts."""
+        parts = self._add_sums()
+        self.used |= self.used_earlier
+        return parts + sum(each.parts for each in self.sums)
+
+    def _add_sums(self) -> int:
+        """Add the last sum to the gradients, in place, while both have equal numbers of parts. Return this number."""
+        parts = 1
+        while self.sums and self.sums[-1].parts == parts < self.most_parts:
+            for own, earlier in zip(self.full, self.sums.pop().full, strict=True):
+                hop(own, earlier, own)
+            parts *= 2
+        return parts
 
     def begin_reduction(self) -> None:
-        """Accept no more gradients until `clear`. The bucket may have received none."""
+        """Refuse gradients until `clear`. The bucket may be empty."""
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         self.move(Gradients.REDUCING)
 
     def follow_requires_grad(self) -> None:
-        """Expect gradients of the parameters that require them now. Call it while the bucket is empty."""
+        """Expect gradients of the parameters that now require them. Call this while the bucket is empty."""
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
-        self._slots: dict[int, tuple[int, Slot]] = {  # by `id` of the parameter: the index of its flat, and its slot
+        self._slots: dict[int, tuple[int, Slot]] = {  # index of the flat and slot, by `id` of the parameter
             id(flat.params[index]): (i, slot)
             for i, flat in enumerate(self.flats)
             for index, slot in zip(flat.trainable_slots, flat.gradients.slots, strict=True)
@@ -293,7 +262,7 @@ class Bucket:
         self.expected = len(self._slots)
 
     def release(self) -> None:
-        """Release the full buffers. They may be the memory of gradients now."""
+        """Drop the references to the full buffers, whose memory may now belong to gradients."""
         self.full, self.places = [], {}
 
     def clear(self) -> None:
@@ -301,7 +270,8 @@ class Bucket:
         self.release()
         self.early.clear()
         self.used.clear()
-        self.earlier.clear()
+        self.sums.clear()
+        self.used_earlier.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)
 

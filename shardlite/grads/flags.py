@@ -1,4 +1,4 @@
-"""Find gradients that are not finite, and name them."""
+"""Find gradients with NaNs or infinities, and report their names."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ _MOST_SENT = 64
 
 
 class SentNumbers:
-    """Cache of numbers on a device. A repeated call needs no copy from the host."""
+    """Cache of numbers on a device. Repeated calls copy nothing from the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """Return `numbers` [n], int32. Do not write to them."""
+        """Return `numbers` as a tensor [n], int32, which must not be written to."""
         key = tuple(numbers)
         if key not in self._sent:
             if len(self._sent) > _MOST_SENT:
@@ -31,7 +31,7 @@ class SentNumbers:
 
 
 class SoloGradientFlags:
-    """Gradient flag of a single rank, whose gradients are autograd's own. It is computed at the step."""
+    """Gradient flag of a single rank, whose gradients are autograd's own tensors. The flag is computed at the step."""
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:
         self._device = device
@@ -40,15 +40,21 @@ class SoloGradientFlags:
             shard: slot.name for flat in flats for shard, slot in zip(flat.shards, flat.layout.slots, strict=True)
         }
         self._hooked: set[Tensor] = set()
-        # The flag, until a gradient arrives. Hooks hold nothing else: the garbage collector cannot traverse them.
+        # The flag, until a gradient arrives. Hooks reference only this list, because the garbage collector cannot
+        # traverse hooks.
         self._known: list[Tensor] = []
 
     def nonfinite(self) -> Tensor | None:
-        """Return [], 1 if a gradient is not finite, else 0; `None` without gradients.
+        """Return [], 1 if a gradient has a NaN or infinity, else 0. Return `None` without gradients.
 
-        It is the same tensor until the next backward.
+        Until the next backward, calls return the same tensor.
         """
-        self._register_hooks()
+        known = self._known
+        for shard in self._names:  # on a first call, or after a parameter was unfrozen
+            if shard.requires_grad and shard not in self._hooked:
+                known.clear()
+                self._hooked.add(shard)
+                shard.register_post_accumulate_grad_hook(lambda _: known.clear())  # type: ignore[no-untyped-call]
         grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
         if not grads:
             self._known.clear()
@@ -60,18 +66,9 @@ class SoloGradientFlags:
                 warn_of([(0, name) for name, value in values.items() if any_bad([value], self._device)][:1])
         return self._known[0] if self._known else None
 
-    def _register_hooks(self) -> None:
-        """Register hooks that invalidate the cached flag, also on newly unfrozen parameters."""
-        known = self._known
-        for shard in self._names:
-            if shard.requires_grad and shard not in self._hooked:
-                known.clear()
-                self._hooked.add(shard)
-                shard.register_post_accumulate_grad_hook(lambda _: known.clear())  # type: ignore[no-untyped-call]
-
 
 def warn_of(found: Sequence[tuple[int, str]]) -> None:
-    """Warn of gradients that are not finite, given rank and parameter name of each."""
+    """Warn about gradients that are not finite, given the rank and the parameter name of each."""
     where = ", ".join(f"of {name!r} on rank {rank}" for rank, name in found)
     warnings.warn(
         f"gradients are not finite: {where or 'only in sums and accumulated gradients'}. The step is skipped",
@@ -81,16 +78,16 @@ def warn_of(found: Sequence[tuple[int, str]]) -> None:
 
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each tensor, [], or NaN if it has one. No tensor may be empty."""
-    with as_they_are():  # tensors may be parts of others, which is intended here
+    """Return the largest magnitude of each tensor, [], or NaN if the tensor has a NaN. No tensor may be empty."""
+    with as_they_are():  # without the warning that tensors are parts of others, which is intended here
         if tensors and tensors[0].is_cuda:
             return list(torch._foreach_norm(list(tensors), float("inf")))
-        # On a CPU that one is slow in torch 2.13.
+        # On a CPU `_foreach_norm` is slow in torch 2.13.
         return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]
 
 
 def any_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return [], int32, 1 if any of the tensors has a NaN or an infinity, else 0."""
+    """Return [], int32, 1 if any of the tensors has a NaN or infinity, else 0."""
     found = largest([tensor for tensor in tensors if tensor.numel()])
     if not found:
         return torch.zeros((), dtype=torch.int32, device=device)

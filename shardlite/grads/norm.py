@@ -1,14 +1,14 @@
-"""Compute the global norm of sharded gradients, and clip by it, without host synchronization.
+"""Compute the global norm of sharded gradients, and clip gradients by it, without host synchronization.
 
-The norm combines one partial per rank, in the order of ranks. A rank's partial comes from the statistics of the
-reduction's last hop if the gradients are unchanged since, otherwise from a pass over its part of the gradients. These
-parts are the same at every stage, so all stages get the same bits.
+The norm combines one partial norm per rank, in the order of ranks. A rank's partial norm comes from the statistics of
+the reduction's last hop if the gradients are unchanged since then, otherwise from a pass over the rank's part of the
+gradients. These parts are the same at every stage, so all stages get the same bits.
 
-With order="tree" the norm combines the norms of blocks of `B` elements, which no cut divides. All ranks gather those of
-all blocks, and combine the same numbers in the same order for any `W`.
+With order="tree" the norm combines the norms of blocks of `B` elements, which no cut divides. All ranks gather the
+norms of all blocks, and combine the same numbers in the same order for any `W`.
 
-PyTorch counts writes to a tensor: the same tensors at the same version have the same values. It does not count writes
-through `.data`, by NumPy, or by collectives of `torch.distributed`.
+PyTorch counts writes to a tensor, so the same tensor at the same version has the same values. Writes through `.data`,
+by NumPy, and by collectives of `torch.distributed` are not counted.
 
 Legend: `W` ranks that share a model, `S` elements per shard, `B` elements of a block of statistics.
 """
@@ -34,10 +34,10 @@ class Squares(NamedTuple):
     """Sums of squares of this rank's part of a flat's gradients."""
 
     total: Tensor
-    """Of all of it, [] in fp64."""
+    """Sum over the whole part, [] in fp64."""
 
     blocks: Tensor | None
-    """Of each block of statistics, [S/B], where norms are made of those."""
+    """Sum over each block of statistics, [S/B], if norms combine blocks."""
 
 
 class ReducedNorm:
@@ -47,8 +47,8 @@ class ReducedNorm:
         """Record gradients.
 
         Args:
-            squares: of each flat. Parameters that no rank used count as zeros.
-            graded: all shards that have a gradient from the reduction, each with that gradient.
+            squares: sums of squares of each flat. Parameters that no rank used count as zeros.
+            graded: pairs of a shard and its gradient, for all shards with a gradient from the reduction.
         """
         self._squares = squares
         # By `id`, because the hash of a tensor is computed in Python.
@@ -56,23 +56,23 @@ class ReducedNorm:
         self._written = False
 
     def forget(self) -> None:
-        """Invalidate the norm after a write that PyTorch does not count."""
+        """Invalidate the sums after a write that PyTorch does not count."""
         self._written = True
 
     def are_all(self, shards: Collection[nn.Parameter]) -> bool:
-        """Return whether the gradients of `shards` are exactly the recorded tensors, whatever their values are now."""
+        """Return whether the gradients of `shards` are the recorded tensors, even if their values have changed."""
         marks = self._marks
         same = all(id(shard) in marks and marks[id(shard)][0]() is shard.grad for shard in shards)
         return same and len(shards) == len(marks)
 
     def describes(self, shards: Collection[nn.Parameter]) -> bool:
-        """Return whether `squares` describe the gradients of `shards` as they are now."""
+        """Return whether the sums are those of the current gradients of `shards`."""
         if self._written or not self.are_all(shards):
             return False
         return all((now := grad()) is not None and now._version == was for grad, was in self._marks.values())
 
     def squares(self, flats: Iterable[Flat]) -> Tensor:
-        """Sum the squares of this rank's parts of the flats, in their order: [] in fp64."""
+        """Return the sum of squares of this rank's parts of the flats, added in their order, [] in fp64."""
         return torch.stack([self._squares[flat].total for flat in flats if flat in self._squares]).sum()
 
     def norm_of_blocks(self, flat: Flat) -> Tensor | None:
@@ -80,11 +80,11 @@ class ReducedNorm:
         if flat not in self._squares:
             return None
         blocks = self._squares[flat].blocks
-        assert blocks is not None, "they are kept if norms combine them"
+        assert blocks is not None, "sums of blocks are kept if norms combine them"
         return blocks.double().sqrt()
 
     def runs(self) -> Iterable[Tensor]:
-        """Yield the memory of the gradients: one [n] for each flat, with its padding. All must exist."""
+        """Yield the memory of the gradients with their padding, [n] for each flat. All gradients must exist."""
         for flat in self._squares:
             grads = [shard.grad for shard in flat.shards if id(shard) in self._marks and shard.grad is not None]
             if parts := [grad for grad in grads if grad.numel()]:
@@ -92,23 +92,21 @@ class ReducedNorm:
 
 
 def _span(parts: Sequence[Tensor]) -> Tensor:
-    """Return the memory from the first to the last of these parts of a gradient shard, in ascending order.
+    """Return the memory from the first to the last of some parts of a gradient shard. `parts` are in ascending order.
 
-    Between them are zeros that are never read: padding, and parameters that no rank used.
+    Between the parts are zeros: padding, and parameters that no rank used.
     """
     start = parts[0].storage_offset()
     stop = parts[-1].storage_offset() + round_up(parts[-1].numel(), ALIGN)
     return torch.as_strided(parts[0], (stop - start,), (1,), start)
 
 
-_EPSILON = 1e-6
-"""Added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
-
+_vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 _SCALABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Clipper:
-    """Computes the norm of one wrapped model's gradients, and clips by it."""
+    """Computes the norm of one wrapped model's gradients, and clips gradients by it."""
 
     def __init__(
         self,
@@ -118,13 +116,14 @@ class Clipper:
         *,
         by_blocks: bool,
     ) -> None:
-        """Compute nothing yet.
+        """Initialize without computing a norm.
 
         Args:
             flats: all flats of the model.
             context: the ranks.
-            reduced_norm: returns the norm of what the last reduction left in `.grad`, if known.
-            by_blocks: whether norms do not depend on the number of ranks. Shards are whole blocks then.
+            reduced_norm: returns the record of the last reduction's gradients, or `None` if there is none.
+            by_blocks: whether norms combine the norms of blocks, so that they do not depend on the number of ranks.
+                Shards consist of whole blocks then.
         """
         self._by_blocks = by_blocks
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
@@ -132,13 +131,13 @@ class Clipper:
         self._reduced_norm = reduced_norm
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
-        """Return the norm of the gradients of all ranks, [], or only of those of the shards in `only`. Collective.
+        """Return the norm of the gradients of all ranks, [], optionally of the shards in `only`. Collective.
 
         Raises:
             LayoutError: the exponent is not positive.
         """
         if not norm_type > 0:
-            raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
+            raise LayoutError(f"norm_type must be a positive number or inf, got {norm_type!r}")
         context, transport = self._context, self._context.inline[0]
         doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
         dtype = torch.float64 if doubles else torch.float32
@@ -148,8 +147,7 @@ class Clipper:
         all_gather(everyones.view(-1), transport, operation=context.operation("the norm of gradients", "norm"))
         if self._by_blocks:
             return _norm_of_all(everyones.view(-1)[self._blocks_in_order], norm_type).to(dtype)
-        total: Tensor = torch.linalg.vector_norm(everyones.view(-1), norm_type)
-        return total
+        return _vector_norm(everyones.view(-1), norm_type)
 
     def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor:
         """Return the norm of this rank's part of the gradients, [1]."""
@@ -159,11 +157,10 @@ class Clipper:
         if not pieces:
             return torch.zeros(1, dtype=dtype, device=self._context.device)
         norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
-        partial: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        return partial.view(1)
+        return _vector_norm(norms, norm_type).view(1)
 
     def _known(self, norm_type: float, only: Collection[Tensor] | None) -> ReducedNorm | None:
-        """Return the norm that a reduction measured, if it describes these gradients as they are now."""
+        """Return the record of the last reduction if it describes the current gradients, else `None`."""
         graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
         reduced_norm = self._reduced_norm()
         known = norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded)
@@ -185,9 +182,9 @@ class Clipper:
 
     @cached_property
     def _blocks_in_order(self) -> Tensor:
-        """The places, among the blocks of all ranks, of those with parameters: flat by flat, as in the full buffer.
+        """Indices of the blocks with parameters among the blocks of all ranks: flat by flat, as in the full buffer.
 
-        Blocks after them are padding. Their number depends on the number of ranks.
+        Blocks of padding are left out, because their number depends on the number of ranks.
         """
         counts = [flat.layout.shard_numel // flat.layout.grain for flat in self._flats]
         places, before = [], 0
@@ -200,9 +197,9 @@ class Clipper:
     def clip(self, shards: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
-        If the factor is 1, no gradient is read. The device checks this; on the CPU the host does.
+        If the factor is 1, no gradient is read. On a GPU the kernel checks the factor, on the CPU the host does.
         """
-        factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not use_triton(factor) and factor == 1:
             return
         graded, reduced_norm = _graded(shards), self._reduced_norm()
@@ -213,12 +210,11 @@ class Clipper:
             runs = [run for grad in grads if (run := _run_or_scaled(grad, factor)) is not None]
         for run in runs:
             scale(run, factor)
-        torch.autograd.graph.increment_version(runs)  # a kernel does not count its writes
+        torch.autograd.graph.increment_version(runs)  # kernels do not increment versions
 
     def gradients_written(self) -> None:
-        """Invalidate the norm after writes that PyTorch does not count."""
-        reduced_norm = self._reduced_norm()
-        if reduced_norm is not None:
+        """Invalidate the record of the last reduction after writes that PyTorch does not count."""
+        if (reduced_norm := self._reduced_norm()) is not None:
             reduced_norm.forget()
 
 
@@ -227,7 +223,7 @@ def _graded(shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
-    """Return the memory of a gradient, [n]. If `scale` does not take it, scale it and return `None`."""
+    """Return the memory of a gradient, [n]. If `scale` does not support it, scale it here and return `None`."""
     if grad.layout is torch.strided and grad.is_contiguous() and grad.dtype in _SCALABLE:
         return grad.view(-1)
     grad.mul_(factor.to(grad.dtype))
@@ -237,12 +233,12 @@ def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
 def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
     if norm_type == inf:
         return largest(pieces)
-    with as_they_are():  # pieces are parts of others, which is intended here
+    with as_they_are():  # without the warning that pieces are parts of others, which is intended here
         return torch._foreach_norm(list(pieces), norm_type)
 
 
 def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor | None:
-    """Return a copy of a rank's part of a flat's gradients, [S], with zeros between them; `None` if it has none."""
+    """Return a copy of a rank's part of a flat's gradients, [S], with zeros between them, or `None` without any."""
     own = None
     for first, piece in _pieces(flat, rank, only):
         own = piece.new_zeros(flat.layout.shard_numel) if own is None else own
@@ -256,23 +252,22 @@ def _norm_of_each_block(part: Tensor, norm_type: float) -> Tensor:
         rows = new_stats(part)
         stats(part, rows)
         return rows[:, 0].double().sqrt()
-    norms: Tensor = torch.linalg.vector_norm(part.view(-1, stats_block(part)), norm_type, dim=1)
-    return norms.double()
+    return _vector_norm(part.view(-1, stats_block(part)), norm_type, dim=1).double()
 
 
 _TOGETHER = 1024
-"""Number of norms combined in one row, so that no sum is split among threads, whose number would change its bits."""
+"""Number of norms that are combined in one row. Longer rows would be split among threads, and their number would change
+the bits of the sum."""
 
 
 def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
     """Combine the norms of all blocks, [] in fp64."""
     rows = pad(norms, (0, -len(norms) % _TOGETHER)).view(-1, _TOGETHER)
-    total: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, norm_type, dim=1), norm_type)
-    return total
+    return _vector_norm(_vector_norm(rows, norm_type, dim=1), norm_type)
 
 
 def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield the gradients in a rank's part of the full buffer, 1-D and not empty, each after its start in that part."""
+    """Yield the gradients in a rank's part of the full buffer, 1-D and not empty, as pairs of start and gradient."""
     start, stop = flat.layout.shard_range(rank)
     for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
         if shard.grad is not None and (only is None or shard in only):

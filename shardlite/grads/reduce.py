@@ -1,19 +1,19 @@
-"""Average one flat's gradients over the ranks: where the mean is stored, or the step that it makes.
+"""Average one flat's gradients over the ranks, and store the mean or step by it.
 
-    stage 0     bucket [W*S]: own segment reduced in place, then all-gathered: every rank has the whole mean
-    stage 1     bucket [W*S]: own segment reduced in place; the bucket's memory stays
-    stages 2, 3 a new shard [S]; the bucket is free after the reduction (on one rank it is the shard itself)
+    stage 0     bucket [W*S]: this rank's segment is reduced in place, then all-gathered, so each rank has the mean
+    stage 1     bucket [W*S]: this rank's segment is reduced in place; the bucket's memory stays
+    stages 2, 3 a new shard [S]; the bucket is free after the reduction (with one rank the bucket is the shard)
 
-With replicas (hybrid sharding) each segment is summed within the ranks that share a model, then over the replicas of
-that segment. The sum is divided once, at the end, by the number of all ranks. If the sum has another dtype than the
-weights, its last addition casts it.
+With replicas (hybrid sharding) each segment is summed over the ranks that share a model, then over the replicas of the
+segment. The sum is divided once, at the end, by the number of all ranks. If the sum has another dtype than the weights,
+the last addition casts it.
 
-The last addition also computes the statistics of the own part, which norms and skipped steps need. A separate pass
-computes them if it is no sum over the ranks that share a model (one rank alone, replicas).
+The last addition also computes the statistics of this rank's part, which norms and skipped steps need. If the mean is
+not completed by such an addition (one rank, or replicas), a separate pass computes the statistics.
 
 After the backward, means become the `.grad` of shards. A parameter that no rank used keeps its `.grad`: each rank
-contributes one flag per parameter, and one all-reduce sums them. The host reads the sums, and so waits, only if this
-rank has not used a parameter.
+contributes one flag per parameter, and one all-reduce sums the flags. The host reads the sums, and so waits for the
+device, only if this rank has not used a parameter.
 
 Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics.
 """
@@ -63,41 +63,41 @@ class Mean(NamedTuple):
     """The part of `whole` that this rank sums, [S]."""
 
     stats: Tensor
-    """The statistics of `own`, block by block, [P, 2]."""
+    """Statistics of `own`, one row per block, [P, 2]."""
 
     total: Tensor
-    """Statistics of all of `own`, [2] in fp64: the sum of squares, and the number of blocks with a NaN or infinity."""
+    """Statistics of `own` as a whole, [2] in fp64: sum of squares, and number of blocks with a NaN or infinity."""
 
 
 class Step(NamedTuple):
-    """The step of one flat inside the backward: what an optimizer does with the mean of its gradients."""
+    """An optimizer's step of one flat inside the backward, by the mean of the flat's gradients."""
 
     activate: Callable[[Tensor], None]
-    """Select the parameters to step: those whose entry in a tensor [number of parameters] is above 0."""
+    """Selects the parameters to step. The argument is a tensor with a number above 0 for each of them, else 0 or less.
+    """
 
     update: Callable[[int, Tensor | None, Tensor | None, int, int | None], None]
-    """Step by elements from `start` on. Arguments: start, received, own, divisor, first (`shardlite.comm.LastHop`)."""
+    """Steps elements from `start` on. Arguments: start, received, own, divisor, first (`shardlite.comm.LastHop`)."""
 
     fused: Callable[[int], FusedStep | None]
-    """Return what one kernel steps by all elements of the mean, or `None` if that takes several calls."""
+    """Returns the arguments of a kernel that steps all elements at once, or `None` if a step takes several calls."""
 
     bad: Tensor
-    """[], int32, not 0 if a mean had a NaN or an infinity."""
+    """[], int32, not 0 if a mean had a NaN or infinity."""
 
 
 class Stepping(NamedTuple):
-    """The optimizer that steps in a backward."""
+    """An optimizer that steps inside the backward."""
 
     prepare: Callable[[Flat], Step]
-    """Prepare the step of a flat."""
+    """Prepares the step of a flat."""
 
     end: Callable[[Tensor], None]
-    """Record that shards have changed. The argument [] is above 0 if any rank found a NaN or an infinity."""
+    """Records that shards have changed. The argument [] is above 0 if any rank found a NaN or infinity."""
 
 
-@dataclass(frozen=True, eq=False)
-class FlatReduction:
-    """The reduction of one flat. Its mean is stored in `mean` or, with `step`, stepped by and dropped."""
+class FlatReduction(NamedTuple):
+    """The reduction of one flat. The mean is stored in `mean`. With `step` it is used for a step and dropped."""
 
     flat: Flat
     full: Tensor
@@ -107,54 +107,54 @@ class FlatReduction:
     divisor: int
     operation: Operation
     half: Tensor | None
-    """On one rank, the sum of the first half of the parts, if there are two halves."""
+    """On one rank, the sum over the first half of the parts, if there are two halves."""
 
     mean: Mean | None = None
     step: Step | None = None
     used: Sequence[int] = ()
-    """For a step: 1 for each parameter that this rank used, else 0; `-W` or less for those that no rank may step."""
+    """For a step, one number per parameter: 1 if this rank used it, else 0; `-W` or less if no rank may step it."""
 
     def last_hop(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
         """Step by the last addition of a reduction."""
-        assert self.step is not None, "means are written by the reduction itself"
+        assert self.step is not None, "without a step, the reduction writes the mean itself"
         self.step.update(start, received, own, self.divisor, first)
 
 
 @dataclass(eq=False)
 class Reduction:
-    """The reduction of one unit, and where its results will be."""
+    """The reduction of one unit, with the memory for its results."""
 
     bucket: Bucket
     used: Sequence[int]
     """1 for each parameter that this rank used, else 0."""
 
     first_bad: int | None
-    """The index in `used` of this rank's first own gradient that is not finite; with `diagnose` only."""
+    """Index in `used` of this rank's first gradient that is not finite. Known with `diagnose` only."""
 
     means: Sequence[Mean]
     steps: Sequence[Step]
-    """The steps that are taken instead of storing means."""
+    """Steps that use the means. Then `means` is empty."""
 
     inputs: deque[FlatReduction]
-    """The flats that are not reduced yet. It is emptied, so that the bucket can be freed."""
+    """Flats that are not reduced yet. Each is removed when its reduction runs, so that the bucket can be freed."""
 
     work: Work = field(init=False)
 
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
-        """Return each shard with its part of the mean, a view, and whether this rank used its parameter."""
+        """Return each shard with a view of its part of the mean, and 1 if this rank used its parameter, else 0."""
         shards = [mean.flat.shards[index] for mean in self.means for index in mean.flat.trainable_slots]
         views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
         return zip(shards, views, self.used, strict=True)
 
 
 class ReduceQueue:
-    """Averages the gradients of one wrapped model at one stage, unit by unit, concurrently with the computation."""
+    """Averages the gradients of one wrapped model, unit by unit, overlapping the computation."""
 
     def __init__(self, context: Context, stage: int) -> None:
         self._context = context
         self._stage = stage
         self.operations = context.queue("reduce")
-        """Runs reductions and copies to buckets in order."""
+        """Runs reductions, and copies to buckets, in order."""
 
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
@@ -166,14 +166,14 @@ class ReduceQueue:
     def prepare(
         self, bucket: Bucket, divisor: int, stepping: Stepping | None, first_bad: int | None, *, died: bool
     ) -> Reduction:
-        """Return the reduction of a bucket, with memory for its results. It still has to be submitted.
+        """Return the reduction of a bucket, with memory for its results. The caller must submit it.
 
         Args:
-            bucket: holds a gradient, or zeros, of each parameter, at the latest when the reduction runs.
-            divisor: divides the sum: the number of ranks, or parts, whose gradients count.
-            stepping: steps by means; `None` stores them.
-            first_bad: the index of this rank's first gradient that is not finite, if known.
-            died: whether the backward ended in an exception, so that no rank may step by the sum.
+            bucket: bucket that has a gradient or zeros for each parameter when the reduction runs.
+            divisor: divisor of the sum: the number of ranks, or of parts, whose gradients count.
+            stepping: optimizer that steps by the means. `None`: means are stored.
+            first_bad: index of this rank's first gradient that is not finite, if known.
+            died: whether the backward ended with an exception, so that no rank may step by the sum.
         """
         flags = [bucket.flags(flat) for flat in bucket.flats]
         never = -self._context.world_size
@@ -188,7 +188,7 @@ class ReduceQueue:
     ) -> FlatReduction:
         unit, flat, full = bucket.unit, bucket.flats[i], bucket.full[i]
         operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
-        half = next((each[i] for each in bucket.earlier.summands()), None)
+        half = next((each.full[i] for each in bucket.sums), None)
         shared = flat, full, unit.name, divisor, operation, half
         if stepping is None:
             return FlatReduction(*shared, mean=self._place(flat, full))
@@ -202,10 +202,10 @@ class ReduceQueue:
                 self.reduce_flat(inputs.popleft())
 
     def reduce_flat(self, given: FlatReduction) -> None:
-        """Average one flat's gradients.
+        """Average one flat's gradients, and step if there is a step.
 
-        A step is fused with the last addition of a ring. If the mean is all-gathered or added once more (stage 0,
-        replicas) the step follows.
+        A step is fused with the last addition of a ring. If an all-gather or another sum follows that addition (stage
+        0, replicas), the step runs at the end.
         """
         if given.step is not None:
             given.step.activate(self._count_users(given))
@@ -219,9 +219,9 @@ class ReduceQueue:
     def _before_step(self, unit: Unit, flat: Flat) -> None:
         """Wait until the weights of a flat may change, and mark them as changed.
 
-        A gather that was started ahead may still send them to other ranks. Nodes of this backward must not use them
-        again: if full weights always have memory, their version tells autograd, otherwise handles check when the
-        weights would be gathered again.
+        A prefetch may still send the weights to other ranks. The nodes of this backward must not use the weights again.
+        If full weights have permanent memory, autograd refuses such a use by their version. Otherwise handles refuse
+        it.
         """
         if unit.work is not None:
             unit.work.wait(self._context.progress.publish)
@@ -231,7 +231,7 @@ class ReduceQueue:
             torch.autograd.graph.increment_version([flat.params[index] for index in flat.trainable_slots])
 
     def _place(self, flat: Flat, full: Tensor) -> Mean:
-        """Return memory for a mean. It lives as long as a `.grad` views it."""
+        """Return memory for a mean, which stays allocated while a `.grad` views it."""
         layout, dtype = flat.gradients, flat.master
         start, stop = layout.shard_range(self._context.transport.rank)
         if self._stage == 0:
@@ -245,7 +245,7 @@ class ReduceQueue:
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
     def _average(self, given: FlatReduction, mean: Mean) -> None:
-        """Reduce gradients into `mean`."""
+        """Reduce gradients, and write the result to `mean`."""
         full = given.full
         cuts = mean.flat.gradients.uneven_cuts
         shard, replicas = self._context.reducing
@@ -273,9 +273,10 @@ class ReduceQueue:
         all_reduce(own, replicas, divisor=given.divisor, staging=staging, operation=operation)
 
     def _step_in_last_hop(self, given: FlatReduction, step: Step) -> bool:
-        """Step while the gradients are reduced, if the last addition yields the mean. Return whether it was done.
+        """Step while the gradients are reduced, if the last addition completes the mean. Return whether it did.
 
-        A kernel that walks the ring steps only if one call can. Each rank does what its own shard allows.
+        If a kernel runs the whole ring, it steps only if one call can step the whole shard. Each rank decides this for
+        its own shard.
         """
         shard, replicas = self._context.reducing
         flat, full = given.flat, given.full
@@ -292,7 +293,10 @@ class ReduceQueue:
         return True
 
     def _count_users(self, given: FlatReduction) -> Tensor:
-        """Return the number of ranks that used each parameter, [rows]: steps begin before their means are complete."""
+        """Return the number of ranks that used each parameter, [number of parameters].
+
+        A fused step needs these numbers before the mean is complete.
+        """
         users = self._sent(given.used).clone()
         for transport in self._context.reducing:
             if transport is not None:
@@ -301,7 +305,7 @@ class ReduceQueue:
         return users
 
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
-        """Return where partial sums arrive, or `None` if they arrive in the shard itself."""
+        """Return memory for received partial sums, or `None` if they are received in the shard itself."""
         layout = mean.flat.gradients
         if layout.world_size == 1 or rings_in_kernel(full, self._context.reducing[0], layout.uneven_cuts):
             return None
@@ -311,15 +315,13 @@ class ReduceQueue:
         return self._staging_of(mean.flat, full)
 
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
-        """Return memory where partial sums arrive."""
-        layout, transport = flat.gradients, self._context.reducing[0]
-        cuts, grain = layout.uneven_cuts, stats_block(full)
-        return self._scratch(
-            staging_numel(layout.full_numel, transport, full.dtype, cuts=cuts, grain=grain), full.dtype
-        )
+        """Return memory for received partial sums."""
+        layout, (transport, _), grain = flat.gradients, self._context.reducing, stats_block(full)
+        numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=layout.uneven_cuts, grain=grain)
+        return self._scratch(numel, full.dtype)
 
     def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that successive operations share. Its stream is the queue's."""
+        """Return memory that successive operations share. It belongs to the stream of the queue."""
         if numel * dtype.itemsize > self._staging.numel():
             self._staging = self._context.reducing[0].empty_persistent(numel * dtype.itemsize, self._context.device)
             self._context.ledger.track("staging", self._staging)
@@ -334,12 +336,19 @@ class GradientShards:
 
     _nonfinite: Tensor | None = None
     _judged: Sequence["weakref.ref[Tensor]"] = ()
-    """The gradients that `_nonfinite` describes."""
+    """Gradients that `_nonfinite` describes."""
 
     _reduced_norm: ReducedNorm | None = None
 
     def __init__(self, units: Sequence[Unit], context: Context, *, by_blocks: bool, diagnose: bool) -> None:
-        """With `by_blocks`, keep the norms of blocks; with `diagnose`, name gradients that are not finite."""
+        """Initialize without gradients.
+
+        Args:
+            units: units whose shards get gradients.
+            context: the ranks.
+            by_blocks: whether to keep the sums of squares of blocks.
+            diagnose: whether to report the names of gradients that are not finite.
+        """
         self._shards = [shard for unit in units for flat in unit.flats for shard in flat.shards]
         self._context = context
         self._sent = SentNumbers(context.device)
@@ -349,11 +358,11 @@ class GradientShards:
     def store(self, reductions: Sequence[Reduction]) -> None:
         """Store means in the `.grad` of shards whose parameters any rank used.
 
-        Statistics of new means are known. A pass over memory checks sums with accumulated gradients, and gradients that
-        this backward has not changed.
+        The statistics of new means are known. Sums with accumulated gradients, and gradients that this backward has not
+        changed, are checked by a pass over memory.
 
         Raises:
-            CommError: a peer failed, is late or runs another operation.
+            CommError: a peer failed, timed out or called another operation.
         """
         parts = [part for reduction in reductions for part in reduction.parts()]
         if not parts:
@@ -381,23 +390,23 @@ class GradientShards:
             self._name_bad(reductions)
 
     def after_steps(self, reductions: Sequence[Reduction]) -> Tensor:
-        """Forget earlier results, because shards were stepped. Return [], above 0 if any rank found a NaN or infinity.
+        """Clear the results, because shards were stepped. Return [], 1 if any rank found a NaN or infinity, else 0.
 
         Raises:
-            CommError: a peer failed, is late or runs another operation.
+            CommError: a peer failed, timed out or called another operation.
         """
         bad = [step.bad for reduction in reductions for step in reduction.steps]
         self._reduced_norm, self._judged = None, []
         return self._exchange([], bad)[1]
 
     def reduced_norm(self) -> ReducedNorm | None:
-        """Return the gradients of the last backward and their squares, or `None` if some accumulated before it."""
+        """Return the record of the last backward's gradients, or `None` if there were accumulated gradients before."""
         return self._reduced_norm
 
     def nonfinite(self) -> Tensor | None:
-        """Return [], 1 if a gradient of the last backward has a NaN or an infinity on any rank, else 0.
+        """Return [], 1 if a gradient of the last backward has a NaN or infinity on any rank, else 0.
 
-        `None` if none of these gradients exists any more.
+        Return `None` if none of these gradients is the `.grad` of a shard.
         """
         now = {id(grad) for _, grad in self._graded()}
         return self._nonfinite if any(id(each()) in now for each in self._judged) else None
@@ -406,22 +415,23 @@ class GradientShards:
         return [(shard, shard.grad) for shard in self._shards if shard.grad is not None]
 
     def _exchange(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
-        """Exchange flags of all ranks.
+        """Exchange gradient flags with all ranks.
 
         Args:
             used: 1 for each parameter that this rank used, else 0.
-            bad: for each mean of this rank [], above 0 if it has a NaN or an infinity, else 0.
+            bad: for each mean of this rank a tensor [], above 0 if the mean has a NaN or infinity, else 0.
 
         Returns:
-            A number above 0 for each parameter that any rank used; and [], 1 if anything is bad on any rank, else 0.
+            A number per parameter, above 0 if any rank used it, and a tensor [], 1 if any mean of any rank is bad,
+            else 0.
 
         Raises:
-            PhaseError: this rank has not used a parameter while a CUDA graph is captured, when the host cannot wait.
+            PhaseError: this rank has not used a parameter while a CUDA graph is captured, so the host cannot wait.
         """
         if not all(used) and self._context.streams.captures():
             raise PhaseError(
                 f"{list(used).count(0)} parameters got no gradient on rank {self._context.rank} while a CUDA graph is "
-                "captured, and the host cannot read whether other ranks used them: freeze them with "
+                "captured, when the host cannot read whether other ranks used them: freeze them with "
                 "requires_grad_(False), or use them in every step"
             )
         flags = torch.cat([self._sent(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
@@ -430,7 +440,7 @@ class GradientShards:
         return (used if all(used) else flags[:-1].tolist()), anything
 
     def _name_bad(self, reductions: Sequence[Reduction]) -> None:
-        """Warn of the first gradient of each rank that is not finite."""
+        """Warn about the first gradient on each rank that is not finite."""
         context = self._context
         flats = [mean.flat for each in reductions for mean in each.means]
         names = [flat.layout.slots[index].name for flat in flats for index in flat.trainable_slots]

@@ -1,8 +1,8 @@
-"""Skip steps if a gradient has a NaN or an infinity on any rank.
+"""Skip a step if a gradient has a NaN or infinity on any rank.
 
-On the CPU the gradients are hidden from the optimizer, whichever it is. On a GPU the host must not wait for the flag,
-so it is passed on as `found_inf`, PyTorch's own protocol for fused optimizers: their kernels then change nothing. Other
-optimizers on a GPU step as in plain PyTorch, and nothing is counted.
+On the CPU the gradients are hidden from any optimizer. On a GPU the host must not wait for the flag, so the flag is
+passed to the optimizer as `found_inf`, PyTorch's protocol for fused optimizers, whose kernels then change nothing.
+Other optimizers on a GPU step as in plain PyTorch, and skipped steps are not counted.
 """
 
 import warnings
@@ -17,28 +17,30 @@ from shardlite.errors import NonFiniteError, NonFiniteWarning
 from shardlite.telemetry import LaggedNumbers
 
 LIMIT = 20
-"""Number of steps skipped in a row that is an error."""
+"""Number of successively skipped steps that raises an error."""
 
 
 class Skips:
-    """Skips steps of one wrapped model, counts them, and warns of the first."""
+    """Skips steps of one wrapped model, counts them, and warns about the first."""
 
     def __init__(
         self, flag: Callable[[], Tensor | None], device: torch.device, rank: int, *, warns: bool = True
     ) -> None:
-        """Skip nothing yet.
+        """Initialize the counts with zeros.
 
         Args:
-            flag: returns [], 1 if gradients are bad, else 0.
-            device: where the flag is.
-            rank: named by the warning.
-            warns: whether to warn of the first skipped step.
+            flag: returns [], 1 if a gradient has a NaN or infinity, else 0, or `None` without gradients.
+            device: device of the flag.
+            rank: rank that the warning mentions.
+            warns: whether to warn about the first skipped step.
         """
         self.flag = flag
         self._rank = rank
         self._warns = warns
-        self._seen_until = 0  # the last step whose count the host has seen
-        self._counts = torch.zeros(3, device=device)  # skipped: all, in a row; and the step as of which
+        self._seen_until = 0  # the last step whose counts the host has seen
+        self._counts = torch.zeros(
+            3, device=device
+        )  # number of skipped steps, of the latest steps skipped in a row, and of all steps
         self._lagged: LaggedNumbers | None = None
         self._counted: Tensor | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -49,19 +51,19 @@ class Skips:
         return int(self._counts[0].item())
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Make the coming step change nothing, if gradients are not finite.
+        """Prevent the next step from changing anything if a gradient is not finite.
 
         Raises:
-            NonFiniteError: too many in a row were skipped.
+            NonFiniteError: too many successive steps were skipped.
         """
         if getattr(optimizer, "in_backward", False):
             return  # it has stepped already
         flag = self.flag()
         if flag is not self._counted:
-            self._hidden = []  # left over from a step that ended in an exception, and outdated by another backward
+            self._hidden = []  # an exception in a step has left these gradients, and another backward has replaced them
         self.after_step()
         if flag is None or getattr(optimizer, "found_inf", None) is not None:
-            return  # a gradient scaler has looked already, and counts for itself
+            return  # a gradient scaler has checked the gradients, and counts skipped steps itself
         if is_here(flag):
             self._count(flag)
             if flag.item():
@@ -75,7 +77,7 @@ class Skips:
             self._lent = optimizer
 
     def after_step(self) -> None:
-        """Undo what was done before the step."""
+        """Undo the changes that `before_step` has made."""
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
@@ -84,10 +86,10 @@ class Skips:
             self._lent = None
 
     def _count(self, flag: Tensor) -> None:
-        """Count once per backward, however many optimizers step.
+        """Count the step. Count once per backward, even if several optimizers step.
 
-        On a GPU the counts of some earlier step are checked. The host waits for those of now only after many steps in a
-        row were skipped, so that all ranks reach the limit in the same step.
+        On a GPU the counts of an earlier step are checked. The host waits for the current counts only after many
+        successive steps were skipped, so that all ranks reach the limit in the same step.
         """
         if flag is self._counted:
             return
@@ -107,22 +109,22 @@ class Skips:
             self._lagged.send()
 
     def _check(self, counts: Sequence[float]) -> None:
-        """Warn of the first step that was skipped, and raise after too many."""
+        """Warn about the first skipped step, and raise after too many."""
         total, in_a_row, step = map(int, counts)
         first, self._seen_until = self._seen_until + 1, step
         if total and self._warns:
             self._warns = False
             which = f"step {step}" if first == step else f"one of the steps {first} to {step}"
             warnings.warn(
-                f"rank {self._rank}: {which} since the model was wrapped was left out on all ranks, because a gradient "
-                "on some rank has a NaN or an infinity. Further ones are counted in `skipped_steps` of the model, and "
-                f"{LIMIT} in a row are an error. `ShardLite(..., diagnose=True)` names the parameter and the rank of "
-                "each",
+                f"rank {self._rank}: {which} since the model was wrapped was skipped on all ranks, because a gradient "
+                "on some rank has a NaN or infinity. Further skipped steps are counted in `skipped_steps` of the "
+                f"model, and {LIMIT} in a row raise an error. `ShardLite(..., diagnose=True)` reports the parameter "
+                "and the rank of each bad gradient",
                 NonFiniteWarning,
                 stacklevel=2,
             )
         if in_a_row >= LIMIT:
             raise NonFiniteError(
-                f"{in_a_row} steps in a row were left out, because gradients have a NaN or an infinity: the model has "
-                "diverged, or its input is bad. `ShardLite(..., diagnose=True)` names the first such gradient"
+                f"{in_a_row} steps in a row were skipped, because gradients have a NaN or infinity: the model has "
+                "diverged, or its input is bad. `ShardLite(..., diagnose=True)` reports the first bad gradient"
             )

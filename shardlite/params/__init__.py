@@ -1,22 +1,11 @@
-"""What a unit is: parameters that are gathered together, and where each of them lies in flat buffers.
+"""Units: parameters that are gathered together, and the place of each parameter in a flat buffer.
 
-In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
+In: a module. Out: `Unit`s of `Flat`s, whose layouts are equal on all ranks. Read `layout.py` first.
 """
 
-from shardlite.params.flat import Flat, join_halves
+from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import Buffer, storage_key
-from shardlite.params.layout import (
-    ALIGN,
-    Layout,
-    ShardInfo,
-    Slot,
-    allocate_arenas,
-    is_padded,
-    lay_out,
-    merge_adjacent,
-    round_up,
-    zeros_on,
-)
+from shardlite.params.layout import ALIGN, Layout, ShardInfo, Slot, allocate_arenas, is_padded, lay_out, round_up
 from shardlite.params.parameters import (
     OTHER_SHAPES,
     Placeholder,

@@ -1,11 +1,11 @@
 """A flat: the parameters of one kind in a unit, one after the other in one buffer.
 
-Three things stand for one parameter. The module's own `nn.Parameter` is what forward and autograd see: a view of the
-full buffer while there is one, else a placeholder. The shard is what the optimizer sees: a view of the arena under the
-original name. The slot says where both lie.
+Three objects represent one parameter. Forward and autograd use the module's own `nn.Parameter`, which is a view of the
+full buffer or, while there is none, a placeholder. The optimizer uses the shard, a view of the arena under the original
+name. The slot records the place of both.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original shape if this rank
-has all of the parameter, else `[k, 1, ...]`.
+keeps the whole parameter, else `[k, 1, ...]`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from itertools import compress
 from operator import attrgetter
 
 import torch
-from shardlite_kernels import join, split
+from shardlite_kernels import joined, split
 from torch import Tensor, nn
 
 from shardlite.params.full_buffer import storage_key
@@ -23,7 +23,7 @@ from shardlite.params.layout import Layout, Place, Slot, mark_padded, views
 from shardlite.params.parameters import as_they_are, to_placeholders
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
 
-_requires_grad_of = attrgetter("requires_grad")  # `map` reads it of many tensors without a call in Python
+_requires_grad_of = attrgetter("requires_grad")  # with `map` it reads many tensors without a Python call for each
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,13 +31,13 @@ class Flat:
     """The parameters of one kind (dtypes, trainable) in a unit."""
 
     layout: Layout
-    """Layout of the weights as this rank keeps them."""
+    """Layout of the weights, with the dtype in which this rank keeps them."""
 
     compute: torch.dtype
-    """Dtype of the full weights, which forward and backward use."""
+    """Dtype of the full weights, for forward and backward."""
 
     reduce: torch.dtype
-    """Dtype in which gradients are summed."""
+    """Dtype of gradients while they are summed."""
 
     quantized: bool
     """Whether gathers send 8-bit codes."""
@@ -46,34 +46,34 @@ class Flat:
     """The module's own parameters, one per slot."""
 
     rank: int | None
-    """Rank whose shard of the layout is kept here, or `None` if all shards are."""
+    """Rank whose shard is kept here, or `None` if all shards are kept."""
 
     local: Tensor
     """Weights that this rank keeps: its shard [S] in the arena, or all [W*S]."""
 
     low: Tensor | None = None
-    """Lower part of split weights, laid out like `local`, which is then the upper part."""
+    """Lower part of split weights, laid out like `local`. `local` is then the upper part."""
 
     full: Tensor | None = None
-    """Permanent memory of the full weights [W*S], if they have any. `local` may be a part of it."""
+    """Permanent memory of the full weights [W*S], if any. `local` may be a part of it."""
 
     shards: Sequence[nn.Parameter] = ()
-    """Parts of `local` that belong to each slot, as the optimizer sees them."""
+    """The parameters that the optimizer steps, one per slot: views of `local`."""
 
     placeholder: Tensor | None = None
-    """Memory of placeholders: one element, NaN if the dtype has it."""
+    """Memory of placeholders: one element, NaN if the dtype has NaN."""
 
     trainable_slots: tuple[int, ...] = field(init=False)
     """Indices of the slots that have gradients."""
 
     gradients: Layout = field(init=False)
-    """Layout of the gradients: of those slots only."""
+    """Layout of the gradients, which has the trainable slots only."""
 
     _own_gradients: Sequence[Place] = field(init=False)
     """Place of each gradient's elements in this rank's gradient shard."""
 
     _hidden: Sequence[Tensor] = field(init=False, default=())
-    """The placeholder in the shape of each slot."""
+    """The placeholder expanded to the shape of each slot."""
 
     def __post_init__(self) -> None:
         self.follow_requires_grad()
@@ -84,7 +84,7 @@ class Flat:
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
-        """Update which slots have gradients: those whose parameters require them now."""
+        """Update which slots have gradients from the `requires_grad` of their parameters."""
         self.trainable_slots = self.trainable_now()
         self.gradients = self.layout.only(self.trainable_slots, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
@@ -96,34 +96,39 @@ class Flat:
 
     @property
     def master(self) -> torch.dtype:
-        """Dtype in which weights are stepped."""
+        """Dtype of the weights that the optimizer steps."""
         return self.local.dtype if self.low is None else torch.float32
 
     def weights(self) -> Tensor:
-        """Return this rank's weights in full precision: `local` itself, or a copy in fp32 if they are split."""
-        return self.local if self.low is None else join_halves(self.local, self.low)
+        """Return this rank's weights in full precision: `local` itself, or an fp32 copy of split weights."""
+        return self.local if self.low is None else joined(self.local, self.low)
 
     def write(self, weights: Tensor, begin: int = 0) -> None:
-        """Overwrite elements of `local` from `begin` on with `weights` [n] (any float dtype)."""
+        """Overwrite elements `[begin, begin + n)` of this rank's weights with `weights` [n] (any float dtype)."""
         part = slice(begin, begin + weights.numel())
         if self.low is None:
             self.local[part].copy_(weights)
         else:
             split(self.local[part], self.low[part], weights.to(self.local.device, torch.float32).contiguous())
-            torch.autograd.graph.increment_version(self.local)  # kernels do not
+            torch.autograd.graph.increment_version(self.local)  # kernels do not increment it
 
     def write_param(self, index: int, weights: Tensor) -> None:
-        """Overwrite this rank's elements of the parameter of a slot (same numel, any float dtype)."""
+        """Overwrite this rank's elements of slot `index` with `weights` (same numel, any float dtype)."""
         self.write(weights.reshape(-1), self.layout.slots[index].within(*self.own_range(self.layout))[0])
 
     def shard_tensor(self, index: int, gather: Gather) -> Tensor:
-        """Return this rank's elements of the parameter of a slot in full precision: a plain tensor if it keeps all.
+        """Return this rank's elements of slot `index` in full precision, for a state dict.
 
-        `gather` gathers the whole tensor.
+        Args:
+            index: index of the slot.
+            gather: function that gathers the whole tensor.
+
+        Returns:
+            A plain tensor if this rank keeps the whole parameter, else a `ShardTensor`.
         """
         slot, own = self.layout.slots[index], self.own_range(self.layout)
         start, stop = slot.within(*own)
-        if slot.numel == 0:  # no rank has a shard of it
+        if slot.numel == 0:  # no rank has elements of an empty parameter
             return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
         if self.low is None:
             (local,) = views(self.local, [_place(slot, start, stop)])
@@ -132,7 +137,7 @@ class Flat:
             return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
-            lambda high, low: join_halves(high, low).view(shape),
+            lambda high, low: joined(high, low).view(shape),
             slot.shape,
             self.range_of(index)[0],
             sources=(high, low),
@@ -145,75 +150,66 @@ class Flat:
 
     @property
     def in_place(self) -> bool:
-        """Whether `local` is the permanent memory of the full weights, or a part of it."""
+        """Whether `local` lies in the permanent memory of the full weights."""
         return self.full is not None and storage_key(self.full) == storage_key(self.local)
 
     def own_range(self, layout: Layout) -> tuple[int, int]:
-        """Return the range of a full buffer in this layout that this rank keeps."""
+        """Return the range of a full buffer that this rank keeps, given the buffer's layout."""
         return (0, layout.full_numel) if self.rank is None else layout.shard_range(self.rank)
 
     def own_part(self, full: Tensor) -> Tensor:
-        """Return the part of the full weights [W*S] that this rank keeps: [S], or all of it."""
+        """Return the part of the full weights [W*S] that this rank keeps: its shard [S], or all [W*S]."""
         return full[slice(*self.own_range(self.layout))]
 
     def unbind(self) -> None:
-        """Turn the module's parameters into placeholders: their shape over the memory of one NaN."""
+        """Turn the module's parameters into placeholders, which have their shapes over the memory of one NaN."""
         if self.placeholder is None:
-            self.placeholder = _placeholder(self.compute, self.local.device)
+            nan = float("nan") if self.compute.is_floating_point else 0
+            self.placeholder = torch.full((), nan, dtype=self.compute, device=self.local.device)
             self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
         to_placeholders(zip(self.params, self._hidden, strict=True))
 
     def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Return the module's parameters, each with its view of a full buffer [W*S]."""
+        """Return pairs of a module's parameter and its view of a full buffer [W*S]."""
         return zip(self.params, self.layout.views(full), strict=True)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
-        """Cut a tensor laid out like `local` into the part of each shard."""
+        """Return the part of each shard in a tensor that is laid out like `local`."""
         return views(local, _places(self.layout, self.own_range(self.layout)))
 
     def part_of(self, index: int, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor, shaped like the parameter of a slot, that belongs to its shard."""
+        """Return the part of `tensor` that belongs to the shard of slot `index`. `tensor` has the parameter's shape."""
         first, stop = self.range_of(index)
         return tensor.reshape(-1)[first:stop].view(self.shards[index].shape)
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """Return the range of elements of the parameter of a slot that this rank keeps, `(0, 0)` if none."""
+        """Return the range of the elements of slot `index` that this rank keeps, or `(0, 0)` if it keeps none."""
         slot, own = self.layout.slots[index], self.own_range(self.layout)
         first, stop = slot.within(*own)
         return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
 
     def cuts_of(self, index: int) -> list[int]:
-        """Return the cuts between ranks inside the parameter of a slot, in its elements, [W + 1]."""
+        """Return the cuts between ranks in elements of slot `index`, [W + 1]."""
         slot = self.layout.slots[index]
         return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
-        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `trainable_slots`."""
+        """Return the part of a gradient shard that belongs to each trainable slot."""
         return mark_padded(views(mean, self._own_gradients))
 
 
-def join_halves(high: Tensor, low: Tensor) -> Tensor:
-    """Return split weights [n] in fp32, given their upper and lower parts."""
-    whole = torch.empty_like(high, dtype=torch.float32)
-    join(whole, high, low)
-    return whole
-
-
 def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
-    """Return the place of each slot's elements in the part `own` of a full buffer."""
+    """Return the place of each slot's elements in the range `own` of a full buffer."""
     return [_place(slot, *slot.within(*own)) for slot in layout.slots]
 
 
 def _place(slot: Slot, first: int, stop: int) -> Place:
-    """Return the place of elements `[first, stop)`: the original shape if that is the whole slot, else `[k, 1, ...]`.
+    """Return the place of elements `[first, stop)` of a slot.
 
-    The number of dimensions stays, so that rules like "no weight decay where `ndim < 2`" still work.
+    The shape is the original one if the range is the whole slot, else `[k, 1, ...]`. The number of dimensions stays the
+    same, so that rules like "no weight decay where `ndim < 2`" still work.
     """
     if stop - first == slot.numel:
         return slot.shape, slot.stride, first
     ones = (1,) * max(len(slot.shape), 1)
     return (stop - first, *ones[1:]), ones, first
-
-
-def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Memory for one unit's full weights, which detects tensors outside the library that still view it."""
+"""A buffer for one unit's full weights. It detects whether tensors outside the library still view its memory."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Buffer:
-    """Memory for one unit's full weights."""
+    """Memory for the full weights of one unit at a time."""
 
     def __init__(self, memory: Tensor, *, kept: bool = False) -> None:
         self.bytes = memory
@@ -20,9 +20,9 @@ class Buffer:
         self._views: dict[object, list[Tensor]] = {}
 
     def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return the views that `make` makes of the memory for `owner`. They are cached.
+        """Return the views of the memory that `make` creates for `owner`, cached after the first call.
 
-        Views are not cached inside a dispatch mode or a `torch.func` transform, where they may have another type.
+        Inside a dispatch mode or a `torch.func` transform views may have another type, so they are not cached there.
         """
         cached = self._views.get(owner)
         if cached is not None:
@@ -35,15 +35,15 @@ class Buffer:
         return cached
 
     def escaped(self, params: int = 0) -> bool:
-        """Return whether a tensor outside the library views this buffer, other than `params` bound parameters."""
+        """Return whether a tensor outside the library views this buffer, not counting `params` bound parameters."""
         return bool(torch._C._storage_Use_Count(self.key) > self._own_uses + params)
 
     def poison(self) -> None:
-        """Fill with NaN: all bits set is a NaN in every floating-point dtype."""
+        """Fill the buffer with NaN: setting all bits gives NaN in every floating-point dtype."""
         self.bytes.fill_(0xFF)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that all views of one storage share, and no other tensor."""
+    """Return a number that identifies the storage of `tensor`: equal for all views of one storage."""
     key: int = tensor.untyped_storage()._cdata
     return key

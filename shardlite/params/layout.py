@@ -1,13 +1,13 @@
 """Layouts: the place of each parameter in a flat buffer, the cuts between shards, and the arenas that hold shards.
 
-A unit's parameters of one kind (dtype, trainable or not) lie one after the other in a full buffer of `W*S` elements,
-which is cut into `W` shards, equal in length for weights. A cut may fall inside a parameter:
+A unit's parameters of one kind (dtype, trainable or not) lie one after the other in a full buffer of `W*S` elements.
+The buffer is cut into `W` shards, which have equal lengths for weights. A cut may fall inside a parameter:
 
     W=2   full    | embed............ norm. |. head.......... pad |
           shard   |-------- rank 0 ---------|-------- rank 1 ------|
 
-An arena is one contiguous buffer per (dtype, trainable) with this rank's shards of all units. A step over the whole
-model then reads few long buffers, a checkpoint is a sequential write, and optimizer state uses the same layout.
+An arena is one contiguous buffer per (dtype, trainable) with this rank's shards of all units. So a step over the whole
+model reads few long buffers, a checkpoint is a sequential write, and the optimizer state uses the same layout.
 
 In: names, shapes, dtypes and the world size. Out: `Layout`s and memory. Knows nothing of modules, units or transports.
 
@@ -16,7 +16,7 @@ Legend: `W` ranks, `r` this rank, `S` elements per shard of one unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -31,21 +31,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlite.comm import lazy_zeros
 
 ALIGN = 32
-"""In elements: every parameter and every shard starts at a multiple of it.
+"""Alignment of parameters and shards, in elements.
 
 Vector loops of the optimizer step round a tail of up to 16 elements differently, and low-bit formats keep one scale per
-32 elements. With cuts at multiples of 32 neither depends on the position of a cut, so no result depends on `W`.
+32 elements. If all cuts are multiples of 32, neither depends on where the cuts are, so no result depends on `W`.
 
-Weights in bf16 therefore start at multiples of 64 bytes. On an H200 the time of matrix products of 2,048 to 8,192 rows
-differed by less than 2 % with the weight 0, 64, 128 or 192 bytes after a multiple of 256.
+Weights in bf16 therefore start at multiples of 64 bytes. On an H200, matrix products of 2,048 to 8,192 rows took the
+same time within 2 % when the weight started 0, 64, 128 or 192 bytes after a multiple of 256 bytes.
 """
 
 ARENA_ALIGN = 1024
-"""In elements: the length of an arena is a multiple of it, the block size of the kernels."""
+"""The length of an arena is a multiple of this number of elements, the block size of the kernels."""
 
 
 _CODES_ALIGN = 16
-"""Bytes: each rank's codes start at a multiple of it, so that every access can be a wide one."""
+"""Alignment of each rank's codes in bytes, which allows vectorized memory accesses."""
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -54,11 +54,11 @@ def round_up(numel: int, multiple: int) -> int:
 
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Where a tensor lies in a buffer: its shape, its strides and its first element."""
+"""Place of a tensor in a buffer: shape, strides and first element."""
 
 
 def views(memory: Tensor, places: Iterable[Place]) -> list[Tensor]:
-    """View the `places` of a buffer."""
+    """Return views of a buffer, one per place."""
     offset = memory.storage_offset()
     return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
 
@@ -78,26 +78,20 @@ class Slot:
 
     @cached_property
     def stop(self) -> int:
-        """One past the last element."""
+        """Index after the last element."""
         return self.start + self.numel
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """The strides of the whole parameter in a full buffer, in elements."""
+        """Strides of the whole parameter in a full buffer, in elements."""
         behind = accumulate(reversed(self.shape[1:]), mul, initial=1)
         return tuple(reversed([*behind])) if self.shape else ()
 
-    def view(self, full: Tensor) -> Tensor:
-        """View this parameter's place in a full buffer, in the parameter's shape."""
-        return full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
-
-    @property
-    def place(self) -> Place:
-        """The place, for `views`."""
-        return self.shape, self.stride, self.start
-
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the part of this parameter that lies in `[start, stop)`, relative to `start`. It may be empty."""
+        """Return the range of this parameter's elements that lie in `[start, stop)`, relative to `start`.
+
+        The range may be empty.
+        """
         first = min(max(self.start, start), stop)
         return first - start, max(min(self.stop, stop), first) - start
 
@@ -113,17 +107,17 @@ class Layout:
     """Whether the parameters required gradients when they were wrapped."""
 
     slots: tuple[Slot, ...]
-    """In registration order, with ascending starts."""
+    """One slot per parameter in registration order, with ascending starts."""
 
     cuts: tuple[int, ...]
-    """`W + 1` offsets in elements, multiples of `grain`: shard `k` is `[cuts[k], cuts[k + 1])`."""
+    """`W + 1` offsets in elements, multiples of `grain`. Shard `k` is `[cuts[k], cuts[k + 1])`."""
 
     grain: int = ALIGN
-    """Block size in elements that no cut divides. If it is above `ALIGN`, statistics of blocks do not depend on `W`."""
+    """Size of the blocks that no cut divides, in elements. Statistics of blocks above `ALIGN` do not depend on `W`."""
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, `W`."""
+        """Number of ranks, `W`."""
         return len(self.cuts) - 1
 
     @property
@@ -133,10 +127,10 @@ class Layout:
 
     @cached_property
     def _places(self) -> list[Place]:
-        return [slot.place for slot in self.slots]
+        return [(slot.shape, slot.stride, slot.start) for slot in self.slots]
 
     def views(self, full: Tensor) -> list[Tensor]:
-        """View the place of each slot in a full buffer, in the parameter's shape."""
+        """Return a view of a full buffer for each slot, in the parameter's shape."""
         return views(full, self._places)
 
     @cached_property
@@ -146,25 +140,25 @@ class Layout:
 
     @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
-        """The cuts as collectives take them: `None` if all shards are equal, so that calls hash no `W` numbers."""
+        """The argument `cuts` of collectives: `None` if all shards are equal, so that calls hash no `W` numbers."""
         return None if self.full_numel == self.world_size * self.shard_numel else self.cuts
 
     @property
     def codes_nbytes(self) -> int:
-        """Bytes that one rank sends in a quantized gather, `R`: codes, their scales, and padding to `_CODES_ALIGN`."""
+        """Bytes that one rank sends in a quantized gather, `R`: codes, scales, and padding to `_CODES_ALIGN`."""
         return round_up(self.shard_numel + self.shard_numel // ALIGN, _CODES_ALIGN)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Return the range `(start, stop)` of the full buffer that `rank` owns."""
+        """Return the range `[start, stop)` of the full buffer that `rank` owns."""
         return self.cuts[rank], self.cuts[rank + 1]
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """The ranges `[start, stop)` of the full buffer that belong to no parameter."""
+        """Ranges `[start, stop)` of the full buffer that belong to no parameter."""
         return tuple(self.gaps(range(len(self.slots))))
 
     def gaps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the full buffer that belong to none of the slots with indices `kept`."""
+        """Yield the ranges of the full buffer outside of the slots with indices `kept`."""
         end = 0
         for i, slot in enumerate(self.slots):
             if i in kept:
@@ -180,8 +174,8 @@ class Layout:
             full    | embed..... norm. |. head...... pad |
             only    | embed...|head...... |                  `norm` has no gradient
 
-        With all slots the layout is unchanged, padding included, so that shards stay equal in length. With a `grain`
-        all places stay as they are, and those of other slots become gaps.
+        If all slots are kept, the padding is kept too, so that shards stay equal in length. With a `grain` above
+        `ALIGN` all kept slots stay in place, and the other slots become gaps.
         """
         if len(kept) == len(self.slots) or self.grain > ALIGN:
             return replace(self, dtype=dtype, slots=tuple(self.slots[i] for i in sorted(kept)))
@@ -194,11 +188,6 @@ class Layout:
                 cuts[k] += min(max(cut - slot.start, 0), length)
         return replace(self, dtype=dtype, slots=tuple(slots), cuts=tuple(cuts))
 
-    def describe(self) -> list[str]:
-        """Return one line per parameter. Ranks compare these lines to check that they wrapped the same model."""
-        kind = f"{self.dtype}, {'trainable' if self.trainable else 'frozen'}"
-        return [f"{slot.name} {list(slot.shape)} ({kind})" for slot in self.slots]
-
 
 def lay_out(
     parameters: Iterable[tuple[str, Sequence[int]]],
@@ -209,9 +198,9 @@ def lay_out(
     grain: int = ALIGN,
     matrix_align: int = ALIGN,
 ) -> Layout:
-    """Place named shapes one after the other, each at a multiple of `ALIGN`, and of `matrix_align` from two dims on.
+    """Return the layout of named shapes, one after the other, cut for `world_size` ranks at multiples of `grain`.
 
-    Cut the buffer for `world_size` ranks, at multiples of `grain`.
+    Each shape starts at a multiple of `ALIGN`, and shapes with two or more dimensions at a multiple of `matrix_align`.
     """
     slots, end = [], 0
     for name, shape in parameters:
@@ -222,37 +211,31 @@ def lay_out(
     return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), cuts=cuts, grain=grain)
 
 
-Zeros: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""Allocate zeroed memory: `(numel, dtype) -> Tensor`."""
+def allocate_arenas(
+    kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], device: torch.device
+) -> list[Tensor]:
+    """Allocate one arena per kind `(dtype, trainable)`. Return one zeroed view per length.
 
-
-def zeros_on(device: torch.device) -> Zeros:
-    """Return the allocator of zeroed memory on `device`. On a CPU, pages are allocated on the first write."""
-    if device.type != "cpu":
-        return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
-    return lambda numel, dtype: lazy_zeros(numel * dtype.itemsize).view(dtype)
-
-
-def allocate_arenas(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], zeros: Zeros) -> list[Tensor]:
-    """Allocate one arena per kind `(dtype, trainable)` and return one zeroed view of each length.
-
-    Nothing is written to the arena: on a CPU, pages are allocated when the weights are copied into it.
+    Nothing is written to an arena, so on a CPU its pages are allocated when weights are copied into it.
     """
     parts: list[Tensor] = [torch.empty(0)] * len(kinds)
-    for kind in dict.fromkeys(kinds):
-        members = [i for i, each in enumerate(kinds) if each == kind]
-        arena = zeros(round_up(sum(lengths[i] for i in members), ARENA_ALIGN), kind[0])
-        start = 0
-        for i in members:
+    for dtype, trainable in dict.fromkeys(kinds):
+        members = [i for i, kind in enumerate(kinds) if kind == (dtype, trainable)]
+        numel = round_up(sum(lengths[i] for i in members), ARENA_ALIGN)
+        if device.type == "cpu":
+            arena = lazy_zeros(numel * dtype.itemsize).view(dtype)
+        else:
+            arena = torch.zeros(numel, dtype=dtype, device=device)
+        starts = accumulate((lengths[i] for i in members), initial=0)
+        for i, start in zip(members, starts, strict=False):
             parts[i] = arena[start : start + lengths[i]]
-            start += lengths[i]
     return parts
 
 
 def mark_padded(grads: list[Tensor]) -> list[Tensor]:
-    """Mark gradients whose padding to a multiple of 32 elements is zero and belongs to them.
+    """Mark gradients that are followed in memory by zero padding, up to a multiple of 32 elements.
 
-    A tensor alone does not show this: the memory behind it may belong to another tensor of the same storage.
+    Without the mark, an optimizer must assume that the memory after a gradient belongs to another tensor.
     """
     for grad in grads:
         grad.shardlite_padded = True  # type: ignore[attr-defined]
@@ -264,50 +247,29 @@ def is_padded(grad: Tensor) -> bool:
     return getattr(grad, "shardlite_padded", False)
 
 
-def merge_adjacent(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Merge pairs of 1-D tensors, [n] each, whose first and whose second tensors are adjacent in memory."""
-    runs: list[list[tuple[Tensor, Tensor]]] = []
-    for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
-        if runs and all(_follows(*sides) for sides in zip(runs[-1][-1], pair, strict=True)):
-            runs[-1].append(pair)
-        else:
-            runs.append([pair])
-    return [(_as_one([first for first, _ in run]), _as_one([second for _, second in run])) for run in runs]
-
-
-def _follows(part: Tensor, following: Tensor) -> bool:
-    """Return whether `following` starts where `part` ends in the same storage."""
-    same = part.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
-    return same and part.storage_offset() + part.numel() == following.storage_offset()
-
-
-def _as_one(parts: Sequence[Tensor]) -> Tensor:
-    return torch.as_strided(parts[0], (sum(part.numel() for part in parts),), (1,), parts[0].storage_offset())
-
-
 class ShardInfo(NamedTuple):
-    """What an optimizer needs to know about a shard except its values. Ordinary parameters have no such record."""
+    """Facts about a shard that an optimizer needs besides its values. Ordinary parameters have no such record."""
 
-    offset: int
+    offset: int = 0
     """Number of elements of the whole parameter that precede the shard."""
 
-    low: Tensor | None
-    """The lower part of split weights, of the shard's length. The shard itself is then the upper part."""
+    low: Tensor | None = None
+    """Lower part of split weights, as long as the shard. The shard itself is then the upper part."""
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:
-        """Return the record of `param`, or that of a whole parameter."""
-        info: ShardInfo = _infos.get(param, _WHOLE)
+        """Return the record of `param`, or the record of a whole parameter if it has none."""
+        info: ShardInfo = _infos.get(param, ShardInfo())
         return info
 
     @staticmethod
     def is_of(param: Tensor) -> bool:
-        """Return whether `param` has a record, so is a shard of a wrapped model."""
+        """Return whether `param` is a shard of a wrapped model."""
         return param in _infos
 
     @staticmethod
     def forget(param: Tensor) -> None:
-        """Drop the record of `param`, if it has one: its model is unwrapped."""
+        """Drop the record of `param`, if it has one, because its model is unwrapped."""
         _infos.pop(param, None)
 
     def mark(self, param: Tensor) -> None:
@@ -315,5 +277,4 @@ class ShardInfo(NamedTuple):
         _infos[param] = self
 
 
-_WHOLE = ShardInfo(0, None)
-_infos: Any = WeakTensorKeyDictionary()  # not an attribute, which copies and files of parameters would have
+_infos: Any = WeakTensorKeyDictionary()  # not attributes, which would be copied and pickled with parameters

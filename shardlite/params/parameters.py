@@ -1,13 +1,14 @@
 """Parameters of a wrapped model: placeholders without values, full parameters, and shards.
 
-While its unit is sharded, a parameter is a `Placeholder`: it has the parameter's shape, dtype and attributes. An
-operation that needs its values first asks the wrapped model to unshard the unit. Outside of a forward or a backward the
-model raises. So no computation reads the memory of a placeholder, which is NaN.
+While its unit is sharded, a parameter is a `Placeholder` with the parameter's shape, dtype and attributes. An operation
+that needs the values first asks the wrapped model to unshard the unit. Outside of a forward or a backward the model
+raises. So no computation reads the memory of a placeholder, which is NaN.
 
-A parameter becomes a placeholder and back by assignment to `__class__`, as `torch.nn.parameter.UninitializedParameter`
-does. It stays the same object and keeps its hooks. While it is full, its operations run as usual.
+Assignment to `__class__` turns a parameter into a placeholder and back, as in
+`torch.nn.parameter.UninitializedParameter`. The parameter stays the same object and keeps its hooks. While it is full,
+its operations run as usual.
 
-What happens to the parameter of a unit is passed on to its owner, a record of `engine/local_shards.py`.
+Each parameter has an owner, a record of `engine/local_shards.py`, which is called when the parameter is used.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,10 +25,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlite.errors import LayoutError
 
 OTHER_SHAPES = (
-    "load `full_state_dict()` into a new model that is not wrapped, change that one (`resize_token_embeddings(...)`), "
-    "and wrap it, with a new optimizer"
+    "load `full_state_dict()` into a new, unwrapped model, change its shapes (`resize_token_embeddings(...)`), wrap "
+    "it, and create a new optimizer"
 )
-"""What to do instead of changing the shape of a parameter of a wrapped model."""
+"""Advice of errors that refuse to change the shape of a wrapped model's parameter."""
 
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "requires_grad", "grad"),
@@ -56,11 +57,11 @@ _harmless: frozenset[Any] = frozenset(
         torch.autograd.grad,
     ]
 )
-"""Functions that need no values."""
+"""Functions that need no values of their arguments."""
 
 
 _homes: Any = WeakTensorKeyDictionary()
-"""The owner of each parameter of a wrapped model: it unshards the unit, and finds and drops the gradient."""
+"""Owner of each parameter of a wrapped model. It unshards the unit, and returns or drops the gradient."""
 
 
 _handed_out: Any = WeakTensorKeyDictionary()
@@ -71,11 +72,11 @@ _handed_out: Any = WeakTensorKeyDictionary()
 
 
 class Sharded:
-    """Mixin class of a wrapped model's parameters. The optimizer steps the shards instead of them."""
+    """Mixin class of a wrapped model's parameters. The optimizer steps their shards instead."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of the shard; before it is reduced, this rank's own gradient."""
+        """Gradient of the shard or, before the reduction, this rank's own gradient."""
         home = _homes.get(self)
         return _own_grad.__get__(self) if home is None else home.gradient()  # type: ignore[no-any-return]
 
@@ -87,14 +88,14 @@ class Sharded:
             return
         if value is not None:
             raise LayoutError(
-                f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: give the gradient "
-                "to the shard, in `parameters()` of the ShardLite model"
+                f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: assign the "
+                "gradient to the shard, in `parameters()` of the ShardLite model"
             )
         home.drop_gradient()
 
     @property
     def data(self) -> Tensor:
-        """The values, detached. Writes are detected at the end of the forward in which they are made."""
+        """Detached values. Writes are detected at the end of the forward that makes them."""
         home = _homes.get(self)
         if home is not None:
             home.touch()
@@ -117,11 +118,9 @@ class Placeholder(Sharded):
     ) -> Any:
         """Unshard the placeholders among the arguments before `func` uses them."""
         kwargs = kwargs or {}
-        if func in _harmless:
-            with as_they_are():
-                return func(*args, **kwargs)
-        used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder)]
-        if not all(each in _homes for each in used):  # the model is being wrapped
+        harmless = func in _harmless
+        used = [] if harmless else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder)]
+        if harmless or not all(each in _homes for each in used):  # without homes the model is being wrapped
             with as_they_are():
                 return func(*args, **kwargs)
         for each in used:
@@ -129,13 +128,13 @@ class Placeholder(Sharded):
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:
-        """Return the shape and the dtype. There are no values."""
+        """Return the shape and the dtype instead of the values."""
         with as_they_are():
             return f"Parameter, sharded: shape {list(self.shape)}, dtype {self.dtype}"  # type: ignore[attr-defined]
 
 
 as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Access placeholders without unsharding them. This is PyTorch's class itself, because it is entered often."""
+"""Context manager in which placeholders are not unsharded. It is PyTorch's own class, because it is entered often."""
 
 
 def attach(param: nn.Parameter, home: Any) -> None:
@@ -147,31 +146,29 @@ def attach(param: nn.Parameter, home: Any) -> None:
 
 
 def to_placeholders(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Turn parameters into placeholders, each with its memory."""
-    put = _own_data.__set__
+    """Turn parameters into placeholders, given pairs of a parameter and its memory."""
+    _become(Placeholder, pairs)
+
+
+def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Turn placeholders into full parameters, given pairs of a parameter and its values."""
+    _become(Sharded, pairs)
+
+
+def _become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    put, hides = _own_data.__set__, what is Placeholder
     with as_they_are():
         for param, memory in pairs:
             put(param, memory)
             kind = type(param)
-            if not issubclass(kind, Placeholder):
-                param.__class__ = _mixed(Placeholder, getattr(kind, "original", kind))
-
-
-def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Turn placeholders into full parameters of a wrapped model, each with its values."""
-    put = _own_data.__set__
-    with as_they_are():
-        for param, values in pairs:
-            put(param, values)
-            kind = type(param)
-            if issubclass(kind, Placeholder):
-                param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
+            if issubclass(kind, Placeholder) is not hides:
+                param.__class__ = _mixed(what, getattr(kind, "original", kind))
 
 
 def detach(param: nn.Parameter, values: Tensor) -> None:
-    """Make a parameter of a wrapped model an ordinary one with `values` and its former class: undo `attach`.
+    """Undo `attach`: turn a wrapped model's parameter into an ordinary one with `values` and its former class.
 
-    The library's hooks and attributes are removed from it. Those of the program stay.
+    The library's hooks and attributes are removed from the parameter. The program's own stay.
     """
     _homes.pop(param, None)
     _handed_out.pop(param, None)
@@ -191,13 +188,13 @@ def _is_ours(hook: Any) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is a `Tensor` or `nn.Parameter`, or a full parameter of a wrapped model that was one."""
+    """Return whether a tensor's class is `Tensor` or `nn.Parameter`, or was so before its model was wrapped."""
     kind = type(tensor)
     return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
 
 
 def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
-    """Remove and return the gradient that autograd has accumulated, and whether `param` has several hooks for it."""
+    """Remove the gradient that autograd has accumulated. Return it, and whether `param` has several gradient hooks."""
     with as_they_are():
         grad: Tensor | None = _own_grad.__get__(param)
         _own_grad.__set__(param, None)
@@ -215,15 +212,15 @@ def _mixed(what: type, kind: type) -> type:
 
 
 class Shard(nn.Parameter):
-    """A parameter that an optimizer steps: this rank's part of a parameter of the module.
+    """A parameter that an optimizer steps: this rank's part of a module's parameter.
 
-    Unlike those of an ordinary parameter, writes through `.data` of a shard are counted, so that the next forward
-    gathers it again.
+    Unlike with an ordinary parameter, writes through `.data` increment the version counter, so that the next forward
+    gathers the weights again.
     """
 
     @property
     def data(self) -> Tensor:
-        """The shard, detached: a view that shares its version counter."""
+        """A detached view of the shard that shares its version counter."""
         return _hand_out(self, self.detach())
 
     @data.setter
@@ -232,24 +229,24 @@ class Shard(nn.Parameter):
 
 
 def _hand_out(param: Any, view: Tensor) -> Tensor:
-    """Record `view` among the living `.data` of `param`, and return it."""
+    """Record `view` as a `.data` tensor of `param` that may be alive, and return it."""
     _handed_out[param] = [*(each for each in _handed_out.get(param, ()) if each() is not None), ref(view)]
     return view
 
 
 def _copy_into(param: Any, value: Tensor) -> None:
-    """Copy `value` into `param` when `.data` is assigned. The memory of `param` is a part of a larger buffer.
+    """Implement `param.data = value` by a copy, because the memory of `param` is a part of a larger buffer.
 
-    A former `.data` that is alive gets its own memory and keeps its values, as with an ordinary parameter. So does a
-    `value` that is a view of `param` (`param.data.T`).
+    A former `.data` tensor that is alive gets its own memory and keeps its values, as with an ordinary parameter. So
+    does a `value` that is a view of `param` (`param.data.T`).
 
     Raises:
         LayoutError: the shape differs, or views of a former `.data` are alive and would change as well.
     """
     if value.shape != param.shape:
         raise LayoutError(
-            f"a parameter of shape {list(param.shape)} of a wrapped model was given data of shape {list(value.shape)}, "
-            f"but its shards keep their place: {OTHER_SHAPES}"
+            f"a wrapped model's parameter of shape {list(param.shape)} was assigned data of shape {list(value.shape)}, "
+            f"but the size of its shards is fixed: {OTHER_SHAPES}"
         )
     there = param.data
     with as_they_are():
@@ -259,7 +256,8 @@ def _copy_into(param: Any, value: Tensor) -> None:
         held = [each for each in held if each.data_ptr() == there.data_ptr()]  # others view a former buffer
         for each in held:
             _check_unviewed(each, value)
-        for each in (*held, value) if _begins_in(there, value) else held:
+        is_view = there.data_ptr() <= value.data_ptr() < there.data_ptr() + there.nbytes
+        for each in (*held, value) if is_view else held:
             _own_data.__set__(each, each.detach().clone())
     there.copy_(value)
 
@@ -267,26 +265,21 @@ def _copy_into(param: Any, value: Tensor) -> None:
 def _check_unviewed(former: Tensor, value: Tensor) -> None:
     """Raise if views of a former `.data` may be alive, unless `value` was computed from it.
 
-    A graph that saved it counts as a view, because PyTorch does not tell the two apart.
+    A graph that saved it counts as a view, because PyTorch cannot distinguish the two.
     """
     if former._use_count() > 1 and value.grad_fn is None and value._base is not former:  # type: ignore[attr-defined]
         raise LayoutError(
-            "a parameter of a wrapped model was given other memory (`.data = ...`) while a view of its former `.data`, "
-            "or a computation with it, is kept somewhere and would change as well: keep a copy, `.data.clone()`"
+            "a wrapped model's parameter was assigned other memory (`.data = ...`) while a view of its former `.data`, "
+            "or a graph that saved it, is alive and would change as well: keep a copy instead, `.data.clone()`"
         )
 
 
-def _begins_in(memory: Tensor, tensor: Tensor) -> bool:
-    """Return whether a tensor begins inside the memory of another, contiguous one."""
-    return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.nbytes
-
-
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is a DTensor. (Its class is found by name because importing it is slow.)"""
+    """Return whether a value is a DTensor. Its class is found by name, because importing DTensor is slow."""
     return any(f"{each.__module__}.{each.__qualname__}".endswith(".DTensor") for each in type(value).__mro__)
 
 
 def scripts(model: nn.Module) -> set[nn.Module]:
-    """Return the TorchScript modules and all modules inside them. They accept no hooks."""
+    """Return the TorchScript modules and all modules inside them. These modules accept no hooks."""
     outer = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
     return {inner for script in outer for inner in script.modules()}

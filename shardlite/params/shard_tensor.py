@@ -1,14 +1,14 @@
 """`ShardTensor`: a sharded tensor in a state dict, which `torch.distributed.checkpoint` saves and loads.
 
-A shard is a range of elements of the whole tensor in row-major order. DCP describes what a rank holds by boxes, so a
-range is cut into boxes, at most `2 * ndim - 1` of them:
+A shard is a range of elements of the whole tensor in row-major order. DCP describes the elements of a rank by boxes, so
+a range is cut into at most `2 * ndim - 1` boxes:
 
     shape [4, 5], elements [3, 17)      . . . # #       box at (0, 3) of [1, 2]
                                         # # # # #       box at (1, 0) of [2, 5]
                                         # # # # #
                                         # # . . .       box at (3, 0) of [1, 2]
 
-The elements of a box are contiguous in the shard: saving and loading copy nothing in between.
+The elements of a box are contiguous in the shard, so saving and loading make no intermediate copies.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 
 from shardlite.errors import LayoutError
 
-if TYPE_CHECKING:  # importing DCP takes time, and most programs do not need it
+if TYPE_CHECKING:  # importing DCP is slow, and most programs do not need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, one of each per dimension."""
+"""Offsets and sizes, one per dimension."""
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
-"""Gather the whole tensor from all ranks' elements, given this rank's, 1-D."""
+"""Gathers the whole tensor. The argument is this rank's elements, 1-D."""
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes of elements `[start, stop)` of a row-major tensor of `shape`, in the order of the elements."""
+    """Yield the boxes of elements `[start, stop)` of a row-major tensor, in the order of the elements."""
     if start >= stop:
         return
     if not shape:
@@ -42,13 +42,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # inside one row
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * row)
+    yield from _in_row(shape, first - 1, start, min(first * row, stop))
     if first < last:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _in_row(shape, last, last * row, stop)
+    if first <= last:  # otherwise the range lies inside one row
+        yield from _in_row(shape, last, last * row, stop)
 
 
 def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
@@ -58,32 +56,32 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 
 
 def apart(view: Tensor) -> Tensor:
-    """Return a view of the same memory that has a storage of its own.
+    """Return a view of the same memory with a separate storage object.
 
-    Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) treat tensors of one storage as
-    tied and write one of them.
+    Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) would treat tensors that share
+    a storage as tied, and write only one of them.
     """
     return torch.from_dlpack(view.detach()) if view.numel() else view.detach()
 
 
 class ShardTensor(Tensor):
-    """Elements `[start, stop)` of a tensor that is sharded over ranks. Has the shape of the whole tensor.
+    """Elements `[start, stop)` of a tensor that is sharded over ranks. Its `shape` is the shape of the whole tensor.
 
-    `state_dict()` of a wrapped model and of its optimizer holds such tensors. DCP saves and loads them at any world
-    size, into plain tensors and DTensors and back. `to_local()` returns this rank's elements, `full_tensor()` gathers
-    those of all ranks, as in `torch.distributed.tensor.DTensor`. Other computations raise, because their result would
-    be that of a shard.
+    `state_dict()` of a wrapped model and of its optimizer contains such tensors. DCP saves and loads them at any world
+    size, also into plain tensors and DTensors, and from them. `to_local()` returns this rank's elements and
+    `full_tensor()` gathers the elements of all ranks, as in `torch.distributed.tensor.DTensor`. Other computations
+    raise, because they would see only a shard.
 
     Pickling writes this rank's elements as a plain tensor.
 
     Args:
-        local: this rank's elements, in the shape that `to_local()` returns; or a function that decodes `sources`, for
-            elements that are kept in another form (8-bit moments, split weights).
+        local: this rank's elements, in the shape that `to_local()` returns. For elements that are stored in another
+            form (8-bit moments, split weights), a function that decodes `sources`.
         shape: shape of the whole tensor.
         start: index of the first element of this rank, in row-major order.
         sources: tensors that `local` decodes, if it is a function.
-        numel, dtype, device: facts of this rank's elements, if `local` is a function.
-        encode: function that stores elements that were written into a decoded copy.
+        numel, dtype, device: properties of this rank's elements, if `local` is a function.
+        encode: function that stores the elements of a decoded copy after writes to it.
         gather: function that gathers the whole tensor from this rank's elements, [stop - start]. Collective.
     """
 
@@ -109,10 +107,10 @@ class ShardTensor(Tensor):
         encode: Callable[[Tensor], object] | None = None,
         gather: Gather | None = None,
     ) -> ShardTensor:
-        """Make a tensor of `shape` that has no memory but `local`."""
+        """Create a tensor of `shape` whose only memory is `local`."""
         if isinstance(local, Tensor):
             numel, dtype, device = local.numel(), local.dtype, local.device
-        assert numel is not None, "what is decoded has a known length"
+        assert numel is not None, "the length of decoded elements is given"
         self: ShardTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         self.start, self.stop = start, start + numel
         self._local = local if isinstance(local, Tensor) else None
@@ -123,7 +121,7 @@ class ShardTensor(Tensor):
         return self
 
     def to_local(self) -> Tensor:
-        """Return this rank's elements: a view of them, or a decoded copy, which `commit()` drops."""
+        """Return this rank's elements: a view, or a decoded copy that is kept until `commit()`."""
         if self._local is None:
             self._local = self._value()
         return self._local
@@ -136,15 +134,15 @@ class ShardTensor(Tensor):
         """Return a copy of the whole tensor, in its shape. Collective: every rank must call it.
 
         Raises:
-            LayoutError: this is the copy that an asynchronous save writes.
-            CommError: a peer failed, timed out or calls something else.
+            LayoutError: this tensor is a snapshot, made for an asynchronous save.
+            CommError: a peer failed, timed out or called another operation.
         """
         if self._gather is None:
-            raise LayoutError("full_tensor(): this is a snapshot, which is not gathered: take the model's state_dict()")
+            raise LayoutError("full_tensor(): cannot gather a snapshot: use a tensor of the model's state_dict()")
         return self._gather(self.read())
 
     def commit(self) -> None:
-        """Store what was written into `to_local()`, if that is a decoded copy."""
+        """Store writes to the decoded copy that `to_local()` returned, if there is one, and drop the copy."""
         if self._decode is not None and self._local is not None:
             if self._encode is not None:
                 self._encode(self._local)
@@ -152,11 +150,11 @@ class ShardTensor(Tensor):
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        """The tensors that hold this rank's elements: one, or those that are decoded."""
+        """Tensors that store this rank's elements: one, or the sources that are decoded."""
         return [self.to_local().detach()] if self._decode is None else self._sources
 
     def snapshot(self, copy: Callable[[Tensor], Tensor]) -> ShardTensor:
-        """Return a tensor of the current elements. `copy` copies them in the form in which they are kept."""
+        """Return a tensor of the current elements. `copy` copies each tensor that stores them."""
         copies = [*map(copy, self.kept)]
         if self._decode is None:
             return ShardTensor(copies[0], self.shape, self.start)
@@ -168,21 +166,21 @@ class ShardTensor(Tensor):
         return boxes(self.shape, self.start, self.stop)
 
     def box(self, offsets: Sequence[int], local: Tensor) -> Tensor:
-        """View the elements of the box at `offsets` in this rank's elements `local`, [stop - start]."""
+        """Return a view of the box at `offsets` in this rank's elements `local`, [stop - start]."""
         begin = 0
         for its, sizes in self.boxes():
             numel = prod(sizes)
             if its == tuple(offsets):
                 return local[begin : begin + numel].view(sizes)
             begin += numel
-        raise LayoutError(f"this rank has no part of the tensor at {tuple(offsets)}, only {list(self.boxes())}")
+        raise LayoutError(f"this rank has no box at {tuple(offsets)} of the tensor, only {list(self.boxes())}")
 
     def untyped_storage(self) -> NoReturn:
-        """Raise: there is no memory for the whole tensor."""
+        """Raise `LayoutError`, because the whole tensor has no memory."""
         _refuse("untyped_storage()")
 
     def data_ptr(self) -> NoReturn:
-        """Raise: there is no memory for the whole tensor."""
+        """Raise `LayoutError`, because the whole tensor has no memory."""
         _refuse("data_ptr()")
 
     # ---- the protocol of torch.distributed.checkpoint (torch/distributed/_checkpointable.py) ------------------------
@@ -218,7 +216,7 @@ class ShardTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Copy and convert. Refuse all other operations."""
+        """Run copies and conversions. Refuse all other operations."""
         if func in _COPIES:
             whole: ShardTensor = args[0]
             return whole._like(func(whole._value(), *args[1:], **(kwargs or {})))
@@ -254,6 +252,6 @@ _COPIES = {
 
 def _refuse(func: Any) -> NoReturn:
     raise LayoutError(
-        f"{func} of a tensor of which this rank has a part only: take to_local() for this rank's elements, or, on "
-        "every rank, full_tensor() for the whole"
+        f"{func}: this rank has only a part of the tensor. Use to_local() for this rank's elements or, on every rank, "
+        "full_tensor() for the whole tensor"
     )

@@ -1,4 +1,6 @@
-"""A unit: the parameters that are gathered together. It owns its state; others decide when it changes.
+"""A unit: parameters that are gathered together, and the state of their full weights.
+
+The unit checks and records each transition of its state. Other rooms decide when a transition happens.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -24,9 +26,9 @@ ROOT = "(root)"
 """Name of the root unit, which holds the parameters of no other unit."""
 
 _FLAT_ALIGN = 256
-"""Bytes: flats start at multiples of it in a buffer, so that every access can be a wide one."""
+"""Alignment of flats in a buffer, in bytes, which allows vectorized memory accesses."""
 
-_version_of = attrgetter("_version")  # `map` reads it of many tensors without a call in Python
+_version_of = attrgetter("_version")  # with `map` it reads many tensors without a Python call for each
 _local_version_of = attrgetter("local._version")
 
 
@@ -71,7 +73,7 @@ def check_move(unit: str, now: Enum, to: Enum) -> None:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered together, and the state of their full weights. Only its methods change it.
+    """Parameters that are gathered together, and the state of their full weights. Only the methods change this state.
 
     begin_gather -> landed -> use -> end_use -> hide (stage 3) -> evict
                                              -> rest (stages 1, 2) -> expire
@@ -81,11 +83,11 @@ class Unit:
     name: str
     flats: Sequence[Flat]
     is_root: bool = False
-    """Whether this is the root unit, whose gradients come first and last."""
+    """Whether this is the root unit, whose gradients arrive first and last."""
 
     keep_unsharded: bool = False
-    """Whether no other unit may take its buffer: the root, which is used all through a pass, and units that stay
-    gathered until their backward."""
+    """Whether no other unit may take the buffer. True for the root, which is used throughout a pass, and for units that
+    stay gathered until their backward."""
 
     phase: Weights = field(init=False, default=Weights.SHARDED)
     users: int = field(init=False, default=0)
@@ -95,7 +97,7 @@ class Unit:
     """Buffer of the full weights at stage 3."""
 
     overwritten: set[Flat] = field(init=False, default_factory=set)
-    """Flats that were stepped in the running backward and whose old weights no buffer holds any more."""
+    """Flats that were stepped in the running backward, and whose weights from before the step are lost."""
 
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(init=False, default_factory=list)
     """Buffers of this unit that tensors outside the library still view."""
@@ -104,19 +106,19 @@ class Unit:
     """Bytes of a buffer for the full weights."""
 
     needs_gather: bool = field(init=False)
-    """Whether full weights must be made from shards: by a gather, a cast or a copy."""
+    """Whether full weights are made from shards by a gather, a cast or a copy."""
 
     copied: bool = field(init=False)
-    """Whether some full weights are other memory than the shards."""
+    """Whether some full weights do not share the memory of the shards."""
 
     _stepped: set[Flat] = field(init=False, default_factory=set)
-    """Flats that were stepped in the running backward: only a buffer still has their old weights."""
+    """Flats that were stepped in the running backward. Only a buffer that was gathered before has their old weights."""
 
     _touched: bool = field(init=False, default=False)
-    """Whether `.data` of a full weight was handed out, so that a write may not be counted."""
+    """Whether `.data` of a full weight was returned to the program. The version counter misses writes through it."""
 
     gathered_version: int = field(init=False, default=-1)
-    """Version of the shards that the full weights were gathered from."""
+    """Version of the shards from which the full weights were gathered."""
 
     work: Work | None = field(init=False, default=None)
     """The gather in flight."""
@@ -128,10 +130,10 @@ class Unit:
     """Whether the full weights may have been written to since the latest gather."""
 
     _latest: Work | None = field(init=False, default=None)
-    """The latest gather, which may be over."""
+    """The latest gather, in flight or complete."""
 
     _streams: set[torch.cuda.Stream] = field(init=False, default_factory=set)
-    """Streams other than the home stream that read what the latest gather has made."""
+    """Streams other than the home stream that read the full weights of the latest gather."""
 
     def __post_init__(self) -> None:
         self._params = tuple(param for flat in self.flats for param in flat.params)
@@ -153,18 +155,18 @@ class Unit:
         self.work = self._latest = work
 
     def landed(self) -> None:
-        """Record that the gather in flight was waited for."""
+        """Record that the gather in flight is complete."""
         self.work = None
         self._move(Weights.FULL)
 
     def use(self) -> None:
-        """Begin a use of the full weights. Uses nest."""
+        """Begin a use of the full weights. Uses may nest."""
         if self.phase is Weights.IDLE:
             self._move(Weights.FULL)
         self.users += 1
 
     def end_use(self) -> bool:
-        """End a use. Return whether it was the last one."""
+        """End a use. Return whether it was the last use."""
         self.users -= 1
         return self.users == 0
 
@@ -199,49 +201,49 @@ class Unit:
         self._move(Weights.IDLE)
 
     def evict(self) -> Buffer:
-        """Give up the full weights. Return their buffer."""
+        """Drop the full weights and return their buffer."""
         assert self.buffer is not None
         buffer, self.buffer = self.buffer, None
-        if self.phase is not Weights.SHARDED:  # else its gather could not be queued
+        if self.phase is not Weights.SHARDED:  # it is SHARDED if an exception prevented the gather
             self._move(Weights.SHARDED)
         return buffer
 
     def expire(self) -> None:
         """Turn the parameters into placeholders, because the shards have changed."""
         self._unbind()
-        torch.autograd.graph.increment_version(self._params)  # what autograd has saved would read as NaN
+        torch.autograd.graph.increment_version(self._params)  # tensors that autograd has saved would read as NaN
         self._move(Weights.SHARDED)
 
     def share(self, stream: torch.cuda.Stream) -> None:
-        """Let another stream than the home stream read the full weights, behind their gather."""
+        """Let a stream other than the home stream read the full weights, stream-ordered after their gather."""
         if self._latest is not None:
             self._latest.wait()
             self._streams.add(stream)
 
     def take_streams(self) -> set[torch.cuda.Stream]:
-        """Return the other streams that have read the full weights, and forget them."""
+        """Return the other streams that have read the full weights, and clear the record."""
         streams, self._streams = self._streams, set()
         return streams
 
     def invalidate(self) -> None:
-        """Gather anew at the next use, because the full weights may have been written to."""
+        """Require a gather at the next use, because the full weights may have been written to."""
         self._invalid = True
 
     def validate(self) -> None:
-        """Count the full weights as gathered from the current shards: both were written alike."""
+        """Mark the full weights as gathered from the current shards, because the same values were written to both."""
         self.gathered_version = self.version()
 
     def touch(self) -> None:
-        """Record that `.data` of a full weight was handed out."""
+        """Record that `.data` of a full weight was returned to the program."""
         self._touched = True
 
     def was_touched(self) -> bool:
-        """Return whether `touch` was called since the last call of this method."""
+        """Return whether `touch` was called since the last `was_touched`."""
         touched, self._touched = self._touched, False
         return touched
 
     def begin_backward(self) -> None:
-        """Forget the steps of the backward before."""
+        """Clear the records of the previous backward's steps."""
         self._stepped.clear()
         self.overwritten.clear()
 
@@ -250,7 +252,7 @@ class Unit:
         self._stepped.add(flat)
 
     def reclaimed(self, buffer: Buffer) -> None:
-        """Record that no tensor outside the library views `buffer` any more."""
+        """Record that tensors outside the library have stopped viewing `buffer`."""
         self.escapes = [each for each in self.escapes if each() is not buffer.bytes.untyped_storage()]
 
     def _move(self, to: Weights) -> None:
@@ -265,23 +267,24 @@ class Unit:
     def _outdate_hidden(self) -> None:
         """Increment versions, so that autograd's in-place check refuses parameters that were saved around our hooks.
 
-        Not while a view of them lives: autograd would take the view for modified and derive its gradient from the
-        strides of the placeholder, without an error. The view itself is right, because it keeps its buffer.
+        Versions are not incremented while a view of the parameters is alive. Autograd would consider the view modified
+        and silently derive its gradient from the strides of the placeholder. The view itself is valid, because it keeps
+        its buffer alive.
         """
         self.escapes = [each for each in self.escapes if each() is not None]
         if not self.escapes:
             torch.autograd.graph.increment_version(self._params)
 
-    # ---- what it holds ----------------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the full weights are there, or being gathered, at the current version."""
+        """Whether the full weights are valid or in flight, at the current version of the shards."""
         return self.phase is not Weights.SHARDED and self.gathered_version == self.version() and not self._invalid
 
     @property
     def trainable(self) -> list[Flat]:
-        """The flats that have gradients now."""
+        """Flats that currently have gradients."""
         return [flat for flat in self.flats if flat.trainable_slots]
 
     def params(self) -> Sequence[nn.Parameter]:
@@ -289,12 +292,12 @@ class Unit:
         return self._params
 
     def writes(self) -> int:
-        """Return a number that grows with every counted write into the full parameters."""
+        """Return the sum of the full parameters' version counters, which grows with every write that they count."""
         with as_they_are():
             return sum(map(_version_of, self._params))
 
     def version(self) -> int:
-        """Return a number that grows with every change of this rank's shards."""
+        """Return the sum of the shards' version counters, which grows with every change of this rank's shards."""
         return sum(map(_local_version_of, self.flats))
 
     def fulls(self) -> list[Tensor]:
@@ -306,7 +309,7 @@ class Unit:
         return fulls
 
     def _cut_fulls(self, memory: Tensor) -> list[Tensor]:
-        """View bytes [nbytes] as one full tensor [W*S] per flat."""
+        """Return a view of `memory` [nbytes] for each flat, [W*S]."""
         return [
             memory[start : start + flat.full_nbytes].view(flat.compute)
             for flat, start in zip(self.flats, self._starts, strict=True)
@@ -318,25 +321,25 @@ class Unit:
         return self.buffer.escaped(len(self._params) if self.bound else 0)
 
     def check_not_overwritten(self, offset: int) -> None:
-        """Check that the full weights at this byte of the buffer are those from before the backward's own steps.
+        """Check that the full weights at byte `offset` of the buffer were gathered before the backward stepped them.
 
         Raises:
-            RuntimeError: they are not, in the words of PyTorch's own error.
+            RuntimeError: they were gathered afterwards. The message begins like PyTorch's own.
         """
         for flat, start in zip(self.flats, self._starts, strict=True):
             if flat in self.overwritten and start <= offset < start + flat.full_nbytes:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} whose gradients were complete, "
-                    "and this backward uses them once more (a use that brings no gradient, as of `weight.detach()`). "
-                    "Use AdamW without in_backward"
+                    f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} when their gradients were "
+                    "complete, but this backward needs them once more, for a use without a gradient such as "
+                    "`weight.detach()`. Use AdamW without in_backward"
                 )
 
     def check_memory(self) -> None:
-        """Check that the module's parameters still have the memory that they were given.
+        """Check that the memory of the module's parameters was not replaced.
 
         Raises:
-            LayoutError: a parameter was given other memory.
+            LayoutError: a parameter has other memory.
         """
         with as_they_are():
             addresses = [[param.data_ptr() for param in flat.params] for flat in self.flats]
@@ -348,6 +351,7 @@ class Unit:
                 home = address - slot.start * flat.compute.itemsize
                 if address != placeholder and home not in (full, lent) and slot.numel:
                     raise LayoutError(
-                        f"parameter {slot.name!r} was given other memory (`.data = ...`, `.half()`, `.to(...)`), so it "
-                        "is no longer the sharded one. Write into it inside `gathered()`, and convert before wrapping"
+                        f"the memory of parameter {slot.name!r} was replaced (`.data = ...`, `.half()`, `.to(...)`), "
+                        "so it is no longer sharded. Write to parameters inside `gathered()`, and convert the model "
+                        "before wrapping it"
                     )

@@ -1,7 +1,8 @@
-"""Full weights while a module needs them.
+"""Unshard and reshard the parameters of modules.
 
-In: units, and when they are used. Out: the module's parameters as views of gathered buffers, or placeholders. All ranks
-gather in one order, whatever branches each of them takes. Read `unshard.py` first.
+In: units, and the begin and end of each use. Out: the module's parameters as views of gathered buffers, or as
+placeholders. All ranks gather in the same order, even if their forwards take different branches. Read `unshard.py`
+first.
 """
 
 from shardlite.weights.all_gather import differs, take_over, take_over_all

@@ -1,12 +1,12 @@
 """Gather a flat's full weights from the shards of all ranks.
 
     plain       shard [S] -> cast into its place in the full weights [W*S] -> all-gather
-    quantized   shard [S] -> codes into its row of a payload [W*R] -> all-gather -> full weights [W*S]
+    quantized   shard [S] -> encoded into its row of a payload [W*R] -> all-gather -> decoded into full weights [W*S]
 
     row   | S codes | S/32 scales | padding |     R bytes, a multiple of 16
 
-Blocks of 32 lie within one parameter and within one shard, so the codes of a weight do not depend on `W`. A rank
-decodes its own weights too, so all ranks compute with the same values. The shard itself stays exact.
+Each block of 32 elements lies within one parameter and one shard, so the codes of a weight do not depend on `W`. A rank
+decodes its own codes too, so all ranks compute with the same values. The shard itself stays exact.
 
 A shard that is a part of the full weights is not copied. A single rank gathers nothing.
 
@@ -16,7 +16,7 @@ Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import cast, dequantize, quantize
@@ -31,22 +31,8 @@ TAKE_PART = "take part"
 """The purpose of a gather that only other ranks need."""
 
 
-def pack(flat: Flat, empty: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-    """Return a payload [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
-    assert flat.rank is not None, "who has all weights gathers none"
-    payload = empty(flat.layout.world_size * flat.layout.codes_nbytes, torch.uint8)
-    codes, scales = _columns(flat, payload)
-    quantize(codes[flat.rank], scales[flat.rank], flat.local)
-    return payload
-
-
-def unpack(flat: Flat, payload: Tensor, full: Tensor) -> None:
-    """Fill the full weights [W*S] with what the codes of all ranks mean."""
-    dequantize(full, *_columns(flat, payload))
-
-
 def own_as_gathered(flat: Flat) -> Tensor:
-    """Return what a gather makes of this rank's shard, [S] in the dtype of the full weights."""
+    """Return this rank's part of the full weights as a gather would write it, [S]."""
     if not flat.quantized:
         return flat.local.to(flat.compute)
     numel = flat.local.numel()
@@ -59,7 +45,7 @@ def own_as_gathered(flat: Flat) -> Tensor:
 
 
 def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """View the codes [W, S] and scales [W, S/32] in a payload."""
+    """Return views of the codes [W, S] and scales [W, S/32] in a payload."""
     shard = flat.layout.shard_numel
     rows = payload.view(flat.layout.world_size, flat.layout.codes_nbytes)
     return rows[:, :shard].view(torch.int8), rows[:, shard : shard + shard // ALIGN]
@@ -68,24 +54,23 @@ def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
 _CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-@dataclass
-class Gather:
-    """One gather of a unit, run on a queue: into the unit's memory, or into memory that is dropped."""
+class Gather(NamedTuple):
+    """One gather of a unit, which runs on a queue. It fills the unit's memory, or temporary memory."""
 
     context: Context
     unit: Unit
     fulls: deque[Tensor]
-    """The unit's memory, one tensor [W*S] per flat; empty if only other ranks need the gather."""
+    """The unit's memory, one tensor [W*S] per flat. Empty if only other ranks need the gather."""
 
     purpose: str
     during: str
-    """Kind of the pass, for errors."""
+    """Kind of the pass, for error messages."""
 
     by_hosts: bool
-    """Whether messages go through the memory of the hosts, because other gathers may be in flight."""
+    """Whether messages go through host memory, because other gathers may be in flight."""
 
     def execute(self) -> None:
-        """Gather flat by flat. A flat that every rank has is not gathered."""
+        """Gather flat by flat. Skip flats that every rank keeps whole."""
         context, unit = self.context, self.unit
         if self.purpose == TAKE_PART:
             context.trace.emit(TAKE_PART, unit.name)
@@ -101,18 +86,21 @@ class Gather:
                     else:
                         all_gather(sent, context.transport, operation=operation)
             if flat.quantized and full is not None:
-                unpack(flat, sent, full)
-            del full, sent  # or they would view the unit's memory when the work is done
+                dequantize(full, *_columns(flat, sent))
+            del full, sent  # no view of the unit's memory may outlive the gather
 
     def _name(self, flat: int) -> Operation:
-        """Name the gather of one flat. A negotiated gather is not named by the step: ranks have compared that."""
+        """Name the gather of one flat. The name of a negotiated gather omits the step, which ranks have compared."""
         what = f"{'negotiated ' * self.by_hosts}all-gather of unit {self.unit.name!r}, flat {flat}"
         return self.context.operation(what, self.purpose, self.unit.name, at_any_step=self.by_hosts, during=self.during)
 
     def _own_part(self, flat: Flat, full: Tensor | None) -> Tensor:
-        """Return the buffer to be gathered, with this rank's part in it."""
+        """Return the buffer to gather, in which this rank's part is filled."""
         if flat.quantized:
-            payload = pack(flat, self.context.empty)
+            assert flat.rank is not None, "a rank that keeps all weights gathers none"
+            payload = self.context.empty(flat.layout.world_size * flat.layout.codes_nbytes, torch.uint8)
+            codes, scales = _columns(flat, payload)
+            quantize(codes[flat.rank], scales[flat.rank], flat.local)
             self.context.ledger.track("staging", payload)
             return payload
         if full is None:
@@ -128,7 +116,7 @@ class Gather:
 
 
 def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -> None:
-    """Fill `full` through the memory of the hosts, whose messages have tags: other gathers may be in flight."""
+    """Fill `full` through host memory, by messages with tags, because other gathers may be in flight."""
     hosts, _ = context.hosts
     if not full.is_cuda:
         all_gather(full, hosts, operation=operation)
@@ -140,44 +128,42 @@ def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -
 
 
 class GatherQueue:
-    """Runs gathers one after the other on their own queue, overlapping the computation.
+    """Runs gathers one after the other on a separate queue, overlapping the computation.
 
-    With `by_hosts` it has a thread, and messages go through the memory of the hosts.
+    With `by_hosts` the queue has its own thread, and messages go through host memory.
     """
 
     def __init__(self, context: Context, *, by_hosts: bool = False) -> None:
         self._context = context
         self._by_hosts = by_hosts
-        self._last: Work | None = None  # until it was waited for
-        self._queue: StreamQueue | None = None  # made when needed: where weights are never gathered it never is
+        self._last: Work | None = None  # until `drain` waits for it
+        self._queue: StreamQueue | None = None  # created on first use: some models never gather
 
     def gather(self, unit: Unit, *before: Callable[[], None], during: str = "") -> None:
         """Start a gather of the unit's current weights into its memory, after the steps `before`."""
         self._context.trace.emit("gather", unit.name)
         gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
-        self._context.progress.asks()
-        self._last = self._made().submit(*before, gather.execute, self._context.progress.served)
-        unit.begin_gather(self._last)
+        unit.begin_gather(self.submit(*before, gather.execute))
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
         """Return a gather that only other ranks need."""
         return Gather(self._context, unit, deque(), TAKE_PART, during, self._by_hosts)
 
     def submit(self, *steps: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Run `steps` in order after all that was submitted before.
+        """Run `steps` in order after everything submitted before.
 
-        They are behind the program's computation so far, or up to the moment `behind`.
+        They are stream-ordered after the program's computation until now or, if given, until the moment `behind`.
         """
         self._context.progress.asks()
         self._last = self._made().submit(*steps, self._context.progress.served, behind=behind)
         return self._last
 
     def moment(self) -> Moment | None:
-        """Return this moment of the program's computation."""
+        """Return the current moment of the program's computation."""
         return self._made().moment()
 
     def drain(self) -> None:
-        """Wait for all that was submitted."""
+        """Wait for everything submitted."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -188,7 +174,7 @@ class GatherQueue:
         return self._queue
 
     def wait(self, unit: Unit) -> None:
-        """Wait for the gather of a unit that is in flight."""
+        """Wait for a unit's gather, which is in flight."""
         assert unit.work is not None
         self._context.trace.emit("wait", unit.name)
         with self._context.traffic.waiting("gather", unit.name):
@@ -197,17 +183,17 @@ class GatherQueue:
 
 
 def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[object]:
-    """Isolate the library's own tensor operations from modes that the program has entered.
+    """Return a context that isolates the library's tensor operations from modes that the program has entered.
 
-    - They do not unshard placeholders.
-    - `inference_mode` is left, because a tensor that is made in it cannot be saved for a backward.
-    - Selective checkpointing does not see them, because it would replay them with the forward.
-    - With `streams`, they are on the home stream.
+    - Operations do not unshard placeholders.
+    - Inference mode is off, because tensors created in it cannot be saved for a backward.
+    - Selective checkpointing does not record the operations, because it would replay them with the forward.
+    - With `streams`, operations run on the home stream.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else None
     other = streams.other() if streams is not None and streams.on_gpu else None
     if modes is None and other is None and not torch.is_inference_mode_enabled():
-        return as_they_are()  # by far the most frequent case, which must be cheap
+        return as_they_are()  # the most frequent case by far, which must be cheap
     stack = ExitStack()
     if streams is not None and other is not None:
         stack.enter_context(streams.across(other))
@@ -218,13 +204,13 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
     return stack
 
 
-# ---- the way back ---------------------------------------------------------------------------------------------------
+# ---- from full weights to shards ------------------------------------------------------------------------------------
 
 
 def take_over_all(unit: Unit) -> None:
-    """Write the full weights of a unit in use back to its shards, and count them as gathered.
+    """Write the full weights of a unit in use back to its shards, and mark them as gathered from these shards.
 
-    Every rank writes the same values into full weights, so each rank takes its own part.
+    The program has written the same values on every rank, so each rank copies its own part.
     """
     with torch.no_grad():
         for flat, full in zip(unit.flats, unit.fulls(), strict=True):
@@ -234,17 +220,17 @@ def take_over_all(unit: Unit) -> None:
 
 
 def differs(flat: Flat, full: Tensor) -> bool:
-    """Return whether this rank's part of the full weights is not what a gather makes of its shard. The host waits."""
+    """Return whether this rank's part of the full weights differs from what a gather would write. The host waits."""
     return not flat.in_place and not bool(_unchanged(flat, full).all())
 
 
 def take_over(flat: Flat, full: Tensor) -> None:
-    """Write changed elements back to the shard. The others keep all their digits: full weights may have fewer."""
+    """Write changed elements back to the shard. Unchanged ones keep the shard's precision, which may be higher."""
     own = flat.own_part(full)
     flat.write(torch.where(_unchanged(flat, full), flat.weights(), own.to(flat.master)))
 
 
 def _unchanged(flat: Flat, full: Tensor) -> Tensor:
-    """Return which elements of this rank's part of the full weights are as they were gathered, [S], bool."""
+    """Return a mask [S] of the elements of this rank's part of the full weights that are unchanged since the gather."""
     own, gathered = flat.own_part(full), own_as_gathered(flat)
     return (own == gathered) | ((own != own) & (gathered != gathered))  # NaN differs from itself

@@ -1,17 +1,18 @@
-"""The order in which all ranks gather units in a pass: recorded in one pass, replayed and merged in the next.
+"""The gather order: the order in which all ranks gather units in a pass. It is recorded in one pass and then replayed.
 
-A gather needs all ranks, and not every rank uses every unit in every pass. So the ranks agree on a list of gathers.
-Each rank goes through its own copy: before it gathers a unit, it takes part in the gathers that come before, and at the
-end of the pass in those that are left. The list of a pass merges what ranks have needed in the last one of its kind.
+A gather needs all ranks, but not every rank uses every unit in every pass. So the ranks agree on a list of gathers, and
+each rank goes through its own copy. Before a rank gathers a unit, it takes part in the earlier gathers of the list. At
+the end of the pass it takes part in the remaining ones. If ranks needed more gathers, they are merged into the list
+that the next pass of this kind uses.
 
     order    blocks.0   blocks.1   blocks.2   head
     rank 0   needs      needs      needs      needs
     rank 1   needs      takes part takes part needs      (its forward skipped two blocks)
 
-Beside the gathers a rank records its own path: the units that it uses, including those that are gathered already. It
-decides by its path what to gather ahead and what to evict.
+A rank also records its path: the sequence of units that it uses, including units that are already gathered. The path
+decides which units are gathered ahead and which are evicted.
 
-Integers and names only.
+This file knows integers and names only.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,15 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 MEMORY = 8
-"""Number of passes of one kind after which a gather that no rank has needed in any of them leaves the order."""
+"""Number of passes of one kind after which a gather that no rank has needed in them is removed from the order."""
 
 
 @dataclass
 class _Kind:
-    """What is known of passes of one kind (training forward, backward, evaluation, ...)."""
+    """Records of passes of one kind (training forward, backward, evaluation, ...)."""
 
     gathers: list[int] = field(default_factory=list)
-    """Units that all ranks gather. Copies on all ranks are equal, because they change by what all ranks know."""
+    """Units that all ranks gather, in order. Equal on all ranks, because every change uses data of all ranks."""
 
     needed: set[int] = field(default_factory=set)
     """Places in `gathers` that this rank has needed since the last revision."""
@@ -37,24 +38,24 @@ class _Kind:
     """Units that this rank is expected to use."""
 
     left_path: bool = False
-    """Whether the last pass used other units than `path`."""
+    """Whether the last pass left `path`."""
 
 
 class GatherOrder:
-    """One rank's copy of the order, how far it is in it, and its own path through it."""
+    """One rank's copy of the gather order, its current place in the order, and its path."""
 
     def __init__(self) -> None:
         self.uses: list[int] = []
         """Units that this rank has used in this pass."""
 
         self.wanted: list[int] = []
-        """Those of `uses` for which this pass has made a gather."""
+        """Units of `uses` that were gathered in this pass."""
 
         self._kinds: dict[str, _Kind] = {}
         self._now = _Kind()
         self._place = 0  # of the next gather
-        self._unused: dict[int, int | None] = {}  # units that were gathered, by place, and not used yet
-        self._records = False  # whether this pass is expected to be like the last one of its kind
+        self._unused: dict[int, int | None] = {}  # units gathered in this pass and not used yet, with their places
+        self._records = False  # whether this pass is expected to repeat the last one of its kind
         self._on_path = False
         self._final = False
 
@@ -62,9 +63,9 @@ class GatherOrder:
         """Start a pass.
 
         Args:
-            kind: passes of one kind are expected to use the same units.
-            final: whether the weights change after it, because it is the backward before a step.
-            repeats: whether anything is expected of the pass. If not, it has no path.
+            kind: name of the kind. Passes of one kind are expected to use the same units.
+            final: whether the weights change after the pass, because it is the backward before a step.
+            repeats: whether this rank is expected to use the same units as in the last pass of this kind.
         """
         self.end_path()
         self._now = now = self._kinds.setdefault(kind, _Kind())
@@ -74,7 +75,7 @@ class GatherOrder:
         self._on_path = repeats and now.path is not None
 
     def use(self, unit: int) -> None:
-        """Record that this rank uses a unit from now on."""
+        """Record that this rank begins to use a unit."""
         if self._on_path:
             self._on_path = self.upcoming(1) == [unit]
         self.uses.append(unit)
@@ -87,16 +88,16 @@ class GatherOrder:
     # ---- the gathers of all ranks -----------------------------------------------------------------------------------
 
     def knows(self, kind: str) -> bool:
-        """Return whether a pass of that kind has begun before."""
+        """Return whether a pass of this kind has begun before."""
         return kind in self._kinds
 
     def next_gather(self) -> int | None:
-        """Return the unit that is gathered next, if the order has one left."""
+        """Return the next unit in the order, or `None` at its end."""
         gathers = self._now.gathers
         return gathers[self._place] if self._place < len(gathers) else None
 
     def turn(self, unit: int) -> list[int] | None:
-        """Advance past the gather of `unit` and return those before it. Return `None` if the order has none left."""
+        """Advance past the next gather of `unit`. Return the gathers before it, or `None` if the order has none."""
         gathers, start = self._now.gathers, self._place
         if unit not in gathers[start:]:
             return None
@@ -105,7 +106,7 @@ class GatherOrder:
         return gathers[start:place]
 
     def rest(self) -> list[int]:
-        """Advance to the end and return the gathers that are left."""
+        """Advance to the end and return the remaining gathers."""
         start, self._place = self._place, len(self._now.gathers)
         return self._now.gathers[start:]
 
@@ -114,24 +115,24 @@ class GatherOrder:
         self._unused[unit] = None
 
     def needed(self) -> list[int]:
-        """Return for each gather 1 if this rank has needed it since the last revision, else 0."""
+        """Return for each gather of the order 1 if this rank has needed it since the last revision, else 0."""
         return [int(place in self._now.needed) for place in range(len(self._now.gathers))]
 
     def is_due(self) -> bool:
-        """Count the pass that ends, and return whether gathers that no rank needs should be removed."""
+        """Count the ending pass. Return whether to remove gathers that no rank has needed."""
         self._now.passes += 1
         return self._now.passes % MEMORY == 0
 
     def shorten(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
-        """Remove what was not `needed()` on any rank."""
+        """Remove gathers that no rank has needed, given `needed()` of every rank."""
         needed = [any(flags) for flags in zip(*ranks, strict=True)]
         gathers = self._kinds[kind].gathers
         self._replace(kind, [unit for unit, keep in zip(gathers, needed, strict=True) if keep])
 
     def extend(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
-        """Add all that any rank `wanted`, after a pass that needed more than the order had.
+        """Merge `wanted` of every rank into the order, after a pass that needed more than the order had.
 
-        If that would more than double the order, replace it: the program does something else now.
+        If less than half of the merged order was wanted, replace the order, because the program has changed.
         """
         wanted: Sequence[int] = []
         for theirs in ranks:
@@ -146,7 +147,10 @@ class GatherOrder:
     # ---- this rank's path -------------------------------------------------------------------------------------------
 
     def end_path(self) -> None:
-        """Expect no more of the pass. One pass that left the path is ignored; after two in a row the path is theirs."""
+        """End the path of this pass.
+
+        If one pass leaves the expected path, the path stays. After a second one in a row, the path is replaced.
+        """
         now = self._now
         if self._records and self.uses:
             leaves = now.path is not None and self.uses != now.path
@@ -157,7 +161,7 @@ class GatherOrder:
         self._records = self._on_path = False
 
     def upcoming(self, count: int) -> list[int]:
-        """Return the next `count` units that this rank is expected to use: none after it has left the path."""
+        """Return the next `count` units that this rank is expected to use, or none if it has left the path."""
         if not self._on_path or self._now.path is None:
             return []
         place = len(self.uses)
@@ -168,12 +172,12 @@ class GatherOrder:
         return self.upcoming(len(self._now.path or ()))
 
     def is_last_use(self, unit: int) -> bool:
-        """Return whether the current weights of `unit` will not be used again before they change."""
+        """Return whether the weights of `unit` will change before their next use."""
         return self._final and self._on_path and unit not in self.expected()
 
 
 def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
-    """Return a sequence that has both as subsequences, with what they have in common only once."""
+    """Return a sequence that has both as subsequences, and contains their common elements once."""
     if first == second:
         return first
     out: list[int] = []

@@ -1,48 +1,46 @@
-"""Policy of the buffers for full weights: which units are gathered ahead, and whose buffer serves the next gather.
+"""Policy of the buffers for full weights: which units are gathered ahead, and which buffer the next gather fills.
 
-    acquire -> [gather, compute] -> idle -> evict -> acquire again: by the unit that had the buffer last, if possible
+    acquire -> [gather, compute] -> idle -> evict -> acquire again, if possible by the unit that had the buffer last
 
-A model of any depth needs `1 + prefetch` buffers and one for the root, and more while more units are in use at once.
+A model of any depth needs `1 + prefetch` buffers and one for the root. It needs more only while more units are in use
+at once.
 
-On a GPU a pool keeps these buffers for the life of the model. A unit then finds its weights at the same addresses in
-every step, which a CUDA graph needs, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
+On a GPU a pool keeps these buffers for the life of the model. A unit then has its weights at the same addresses in
+every step, which a CUDA graph requires, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
 transport reuses the pages.
 
-Units are numbers here. `unshard.py` follows the policy with memory, `build/timeline.py` with buffers on the meta
-device, to predict what a model will need.
+Units are numbers in this file. `unshard.py` applies the policy to real memory, and `build/timeline.py` to buffers on
+the meta device, to predict the memory of a model.
 """
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from shardlite.params import Buffer
 from shardlite.weights.gather_order import GatherOrder
 
-_nbytes_of = attrgetter("nbytes")
-
 
 class BufferPool:
-    """Buffers of which up to `most` are kept. Further ones are freed when they are given back.
+    """A pool that keeps up to `most` buffers. Further buffers are freed when they are returned.
 
-    A pool orders no streams: who gives a buffer back has put the home stream behind all streams that use it, and who
-    takes one writes to it behind the home stream.
+    A pool synchronizes no streams. Before a buffer is returned, the home stream must wait for all streams that use the
+    buffer. After a buffer is acquired, writes to it must be stream-ordered after the home stream.
     """
 
     def __init__(self, make: Callable[[int, bool], Buffer], most: int) -> None:
-        """`make(nbytes, kept)` allocates a buffer."""
+        """Create an empty pool that keeps up to `most` buffers. `make(nbytes, kept)` allocates a buffer."""
         self._make = make
         self._most = most
         self._free: list[Buffer] = []
-        self._kept: weakref.WeakSet[Buffer] = weakref.WeakSet()  # the free ones, and those in use that will be
+        self._kept: weakref.WeakSet[Buffer] = weakref.WeakSet()  # free, or in use until they are returned
         self._last: dict[Hashable, weakref.ref[Buffer]] = {}
 
     def acquire(self, owner: Hashable, nbytes: int) -> Buffer:
         """Return a buffer of at least `nbytes`.
 
-        It is the one that `owner` had last, else the smallest free one that is large enough, else a new one, for which
-        the smallest free one is given up if no more may be kept.
+        The choice is the buffer that `owner` had last, else the smallest free buffer that is large enough, else a new
+        one. If the pool is full, a new buffer replaces the smallest free one.
         """
         buffer = self._find(owner, nbytes) or self._allocate(nbytes)
         if buffer.kept:
@@ -50,21 +48,21 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Make a buffer that is kept free for the next `acquire`."""
+        """Return a buffer to the pool. If it is kept, the next `acquire` may return it."""
         if buffer.kept:
             self._free.append(buffer)
 
     def last(self, owner: Hashable) -> Buffer | None:
-        """Return the kept buffer that `owner` had last."""
+        """Return the kept buffer that `owner` had last, or `None` if it is gone."""
         last = self._last.get(owner)
         return None if last is None else last()
 
     def fits(self, buffer: Buffer, nbytes: int) -> bool:
-        """Return whether a buffer can serve for `nbytes`. One that is not kept must have exactly that size."""
+        """Return whether a gather of `nbytes` can use a buffer. If the buffer is not kept, the sizes must be equal."""
         return buffer.nbytes >= nbytes if buffer.kept else buffer.nbytes == nbytes
 
     def is_surplus(self, buffer: Buffer) -> bool:
-        """Return whether a buffer is one more than those that are kept."""
+        """Return whether a buffer exceeds those that the pool keeps."""
         return self._most > 0 and not buffer.kept
 
     def spare(self) -> Sequence[Buffer]:
@@ -76,13 +74,15 @@ class BufferPool:
         if not fitting:
             return None
         last = self.last(owner)
-        found = last if last in fitting else min(fitting, key=_nbytes_of)
+        found = last if last in fitting else min(fitting, key=lambda buffer: buffer.nbytes)
         self._free.remove(found)
         return found
 
     def _allocate(self, nbytes: int) -> Buffer:
         if self._free and len(self._kept) >= self._most:
-            self._free.remove(min(self._free, key=_nbytes_of))  # before, not after, there is another one
+            self._free.remove(
+                min(self._free, key=lambda buffer: buffer.nbytes)
+            )  # free it before the new one is allocated
         keeps = len(self._kept) < self._most
         buffer = self._make(nbytes, keeps)
         if keeps:
@@ -91,7 +91,7 @@ class BufferPool:
 
 
 class UnitSize(NamedTuple):
-    """A unit, as the policy sees it."""
+    """Properties of a unit that the policy needs."""
 
     nbytes: int
     """Bytes of a buffer for its full weights."""
@@ -101,7 +101,7 @@ class UnitSize(NamedTuple):
 
 
 class BufferPolicy:
-    """Decides which units are gathered ahead and which are evicted, by the order in which units are used."""
+    """Decides which units are gathered ahead and which are evicted, from the order in which units are used."""
 
     def __init__(
         self,
@@ -112,7 +112,15 @@ class BufferPolicy:
         prefetch: int,
         keeps: bool,
     ) -> None:
-        """`keeps` says whether buffers are kept from step to step."""
+        """Create empty pools.
+
+        Args:
+            units: all units.
+            order: the gather order, which knows the path of this rank.
+            make: function `make(nbytes, kept)` that allocates a buffer.
+            prefetch: number of units to gather ahead.
+            keeps: whether buffers are kept from step to step.
+        """
         self.buffers: dict[int, Buffer] = {}
         """The buffer of each unit that has one."""
 
@@ -123,9 +131,9 @@ class BufferPolicy:
         self._limited = [not unit.keep_unsharded for unit in units]  # whether its buffer counts against `prefetch`
         self._order = order
         self._prefetch = prefetch
-        self._ahead = prefetch  # in the pass in progress
-        # The root has a pool of its own. No buffers are kept for other units that stay gathered until their backward,
-        # nor for a model of one unit: they would be the full weights of the model.
+        self._ahead = prefetch  # in the current pass
+        # The root has a separate pool. No buffers are kept for other units that stay gathered until their backward,
+        # nor for a model of one unit: these buffers would hold the full weights of the whole model.
         shared, root = BufferPool(make, keeps * (1 + prefetch)), BufferPool(make, int(keeps))
         none = BufferPool(make, 0)
         self._pools = [root if unit.is_root else none if unit.keep_unsharded else shared for unit in units]
@@ -135,22 +143,22 @@ class BufferPolicy:
         self._ahead = self._prefetch
 
     def stop_prefetching(self) -> Iterator[int]:
-        """Gather nothing ahead in the rest of this pass. Yield the units to evict, so that one idle unit is left."""
+        """Stop prefetching for the rest of this pass. Yield the units to evict, so that one buffer is left."""
         self._ahead = 0
         while self._held() > 1 and (idle := self._evictable()):
             yield idle[0]
 
     def acquire(self, unit: int, freed: Buffer | None = None) -> Buffer:
-        """Give a unit a buffer: the one that was `freed` for it, if it fits, else one of its pool."""
+        """Return a buffer for a unit: the one that was `freed` for it if it fits, else one of its pool."""
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
         if freed is None or not pool.fits(freed, nbytes):
-            del freed  # before, not after, there is another one
+            del freed  # before another one is allocated
             freed = pool.acquire(unit, nbytes)
         self.buffers[unit] = freed
         return freed
 
     def begin_use(self, unit: int) -> None:
-        """Record that a unit is used from now on."""
+        """Record that a use of a unit begins."""
         self.idle.pop(unit, None)
         self._order.use(unit)
 
@@ -169,11 +177,11 @@ class BufferPolicy:
         """Return whether this backward will use neither a unit nor its buffer again."""
         if not self._order.is_last_use(unit):
             return False
-        # An idle buffer serves units that the pass will need and that have none yet.
+        # Units that the pass still needs may take an idle buffer if they have none.
         return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
 
     def victim_for(self, unit: int) -> int | None:
-        """Return the unit to evict before `unit` takes a buffer: itself if it has a stale one, or an idle unit."""
+        """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, it is `unit`."""
         if unit in self.buffers:
             return unit
         if self._units[unit].keep_unsharded or self._held() <= self._ahead:
@@ -181,14 +189,14 @@ class BufferPolicy:
         return self._victim(unit)
 
     def next_gathers(self, is_ready: Callable[[int], bool], may_start: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the units to gather ahead now: those that are expected next, while buffers last without evicting them.
+        """Yield the units to gather ahead now: the next units in the path, as far as buffers are available.
 
         Args:
-            is_ready: whether a unit has full weights, or is being gathered.
-            may_start: whether all ranks gather a unit next. The first one for which this is false ends the search.
+            is_ready: returns whether a unit's full weights are valid or in flight.
+            may_start: returns whether a unit is the next one that all ranks gather. If not, the search ends there.
         """
         upcoming = self._order.upcoming(self._ahead)
-        for unit in upcoming:  # those that are there already are evicted last
+        for unit in upcoming:  # idle units that are used soon are evicted last
             if unit in self.idle:
                 del self.idle[unit]
                 self.idle[unit] = None
@@ -201,16 +209,16 @@ class BufferPolicy:
                 yield unit
 
     def evict(self, unit: int) -> Buffer:
-        """Take a unit's buffer away and return it."""
+        """Remove a unit's buffer and return it."""
         self.idle.pop(unit, None)
         return self.buffers.pop(unit)
 
     def give_back(self, unit: int, buffer: Buffer) -> None:
-        """Return a buffer of a unit to its pool, which may keep it."""
+        """Return a unit's buffer to its pool, which may keep it."""
         self._pools[unit].give_back(buffer)
 
     def spare(self) -> Iterator[Buffer]:
-        """Yield the buffers that are kept and free."""
+        """Yield the free buffers of all pools."""
         for pool in set(self._pools):
             yield from pool.spare()
 
@@ -221,9 +229,9 @@ class BufferPolicy:
         return list(filter(self._limited.__getitem__, self.idle))
 
     def _victim(self, unit: int) -> int | None:
-        """Return the idle unit to evict: one whose buffer fits, if possible.
+        """Return the idle unit to evict for `unit`, if possible one whose buffer fits.
 
-        The buffer that `unit` had last is preferred, unless it holds what is used next.
+        The buffer that `unit` had last is preferred, unless a unit that is used soon has it.
         """
         candidates = self._evictable()
         if len(candidates) < 2:

@@ -2,10 +2,10 @@
 
     FULL, used -> IDLE -> [step] -> SHARDED, placeholders -> [gather] -> FULL
 
-After a step each rank has new weights in its own shard only. The next pass starts all gathers at once, in the order of
-registration, whatever it is going to use, and each unit waits for its own. So they overlap the computation, and
-ranks whose forwards take different branches still gather the same units. At stage 0, where every rank steps everything,
-nothing is gathered; weights are cast if the master weights have another dtype.
+After a step each rank has new weights in its own shard only. The next pass starts the gathers of all units at once, in
+the order of registration, and each unit waits for its own gather. So gathers overlap the computation, and all ranks
+gather the same units even if their forwards take different branches. At stage 0 every rank steps all weights, so
+nothing is gathered, but weights are cast if the master weights have another dtype.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,12 +29,12 @@ class ResidentWeights:
         self._queue = GatherQueue(context)
         self._trace = context.trace
         self._streams = context.streams
-        self._writes: dict[Unit, int] = {}  # into copies of shards, counted when their last use ended
+        self._writes: dict[Unit, int] = {}  # `Unit.writes()` when the last use of each copied unit ended
 
     def unshard(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `reshard`. Calls nest."""
+        """Make the unit's full weights readable until `reshard`. Calls may nest."""
         if unit.needs_gather and unit.users == 0:
-            # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
+            # Views that are created inside a `torch.func` transform would be the transform's tensors, and outlive it.
             self._take_over(unit)
             with isolated(self._streams), torch._C._DisableFuncTorch():
                 if self._is_due(unit):
@@ -43,8 +43,8 @@ class ResidentWeights:
                     self._land(unit)
         elif unit.needs_gather and not unit.is_fresh:
             raise PhaseError(
-                f"unit {unit.name!r}: its shards were changed while its full weights were in use (for example by a "
-                "step inside `gathered()`), so these mix old and new values. Step outside"
+                f"unit {unit.name!r}: shards were changed while the full weights were in use (for example by a step "
+                "inside `gathered()`), so the full weights mix old and new values. Step outside of `gathered()`"
             )
         unit.use()
 
@@ -55,14 +55,14 @@ class ResidentWeights:
             self._rest(unit)
 
     def begin_forward(self, kind: str) -> None:
-        """Start all gathers that are due: every pass needs all units."""
+        """Start the gathers of all stale units."""
         del kind
         for unit in self._units:
             if unit.users == 0 and self._is_due(unit):
                 self._queue.gather(unit)
 
     def settle(self) -> None:
-        """Finish all gathers, also of units that no forward has used: other ranks may wait for this rank's part."""
+        """Finish all gathers, including those of unused units, because other ranks may wait for this rank's part."""
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
                 self._land(unit)
@@ -70,52 +70,52 @@ class ResidentWeights:
             self._take_over(unit)
 
     def expire(self) -> None:
-        """Make parameters whose shards have changed read as NaN until they are gathered, not as a mixture."""
+        """Turn parameters whose shards have changed into placeholders, so that no code reads a mixture of values."""
         for unit in self._units:
             if unit.phase is Weights.IDLE and not unit.is_fresh:
                 with isolated():
                     unit.expire()
 
     def forget(self, units: Sequence[Unit]) -> None:
-        """Gather each unit again at its next use, because its full weights may have been written to."""
+        """Require a gather of each unit at its next use, because its full weights may have been written to."""
         for unit in units:
             unit.invalidate()
         self.expire()
 
-    # ---- what only a `Gatherer` has to do: here every rank gathers every unit, and full weights stay -----------------
+    # ---- work of a `Gatherer` only: here every rank gathers every unit, and full weights stay ------------------------
 
     def begin_backward(self, *, final: bool) -> None:
-        """Gather nothing: the weights of the forward are still there."""
+        """Do nothing, because the full weights of the forward are still valid."""
 
     def after_backward(self, *, final: bool) -> None:
-        """Keep the weights until the step."""
+        """Do nothing, because full weights stay until the step."""
 
     def stop_prefetching(self) -> None:
-        """Gather nothing ahead, as always."""
+        """Do nothing, because no unit is gathered ahead."""
 
     def end_pass(self) -> None:
-        """Wait for nothing: no other rank may need more gathers."""
+        """Do nothing, because no rank needs further gathers."""
 
     def inside_pass(self, kind: str) -> AbstractContextManager[None]:
-        """Unshard without a pass."""
+        """Return a context that does nothing, because gathers need no pass."""
         return nullcontext()
 
     def confirm_ends(self) -> None:
-        """Confirm nothing: no pass has an end."""
+        """Do nothing, because the end of a pass needs no other rank."""
 
     def in_step(self) -> bool:
-        """Return `True`: all ranks gather the same units."""
+        """Return `True`, because all ranks gather the same units."""
         return True
 
     def spare(self) -> Iterable[Tensor]:
-        """Return no memory."""
+        """Return an empty tuple, because no memory is kept for later gathers."""
         return ()
 
     def _is_due(self, unit: Unit) -> bool:
-        """Return whether a unit must be gathered, and prepare it."""
+        """Return whether a unit must be gathered. If so, prepare it."""
         if unit.is_fresh:
             return False
-        if unit.phase is Weights.GATHERING:  # the weights were changed once more
+        if unit.phase is Weights.GATHERING:  # the weights have changed again since that gather started
             self._land(unit)
             self._rest(unit)
         if unit.phase is Weights.IDLE:
@@ -134,11 +134,11 @@ class ResidentWeights:
             self._writes[unit] = unit.writes()
 
     def _take_over(self, unit: Unit) -> None:
-        """Take over into shards what every rank has written into its copies since the last use."""
+        """Copy changed elements to the shards, if the program has written to full weights since their last use."""
         if unit.copied and unit.phase is Weights.IDLE and unit.writes() != self._writes.get(unit):
             take_over_all(unit)
             self._writes[unit] = unit.writes()
 
 
 Gathering = Gatherer | ResidentWeights
-"""Provides full weights while they are used."""
+"""Provides full weights while modules use them."""

@@ -1,16 +1,17 @@
-"""Handles: what the autograd graph holds in place of a gathered weight.
+"""Handles, which the autograd graph saves in place of gathered weights.
 
-A view of a full buffer must not be saved for backward, because the buffer will be another unit's by then. Saved-tensor
-hooks replace it by a `Handle`, from which the same view can be made again. The handles of one forward call of a unit
-belong to a `Call`:
+A view of a full buffer must not be saved for backward, because another unit will use the buffer by then. Saved-tensor
+hooks replace the view by a `Handle`, from which the same view can be created again. The handles of one forward call of
+a unit belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
-    backward  unpack: Handle -> the call unshards its unit (which gathers it, if need be) -> view
+    backward  unpack: Handle -> the call unshards its unit, which gathers it if necessary -> view
               autograd drops the handle with its node; with the last handle the call reshards its unit
 
-So a unit is resharded when its last weight was used. That is not when its gradients are complete (with frozen weights
-they are complete too early), nor when its backward ran once (it may have been called twice). A compiled function drops
-its handles before it computes with the views. If a view is alive then, the unit is resharded at the next unshard.
+So a unit is resharded when its last weight has been used. Complete gradients would be a wrong signal: with frozen
+weights they are complete too early. The end of the unit's backward would be wrong too, because a unit may be called
+twice. A compiled function drops its handles before it computes with the views. If a view is alive when the last handle
+is dropped, the unit is resharded at the next unshard.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +25,9 @@ from shardlite.params import Unit, is_plain, storage_key
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
 
-Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""A pair of saved-tensor hooks, (pack, unpack)."""
-
 
 class Call:
-    """One forward call of a unit, as its backward sees it."""
+    """One forward call of a unit, with the handles that its backward uses."""
 
     __slots__ = ("calls", "handles", "unit", "uses", "version")
 
@@ -41,10 +39,10 @@ class Call:
         self.uses = False
 
     def unshard(self) -> None:
-        """Unshard the unit until the last handle is gone or the backward ends.
+        """Unshard the unit until the last handle is dropped or the backward ends.
 
         Raises:
-            RuntimeError: the weights have changed since the forward, in the words of PyTorch's own error.
+            RuntimeError: the weights have changed since the forward. The message begins like PyTorch's own.
         """
         if not self.uses:
             self.check_version()
@@ -54,7 +52,7 @@ class Call:
             self.calls.using.append(self)
 
     def check_version(self) -> None:
-        """Raise if a step, or anything else, has changed the weights since the forward."""
+        """Raise `RuntimeError` if the weights have changed since the forward, for example by a step."""
         now = self.unit.version()
         if now != self.version:
             raise RuntimeError(
@@ -64,7 +62,7 @@ class Call:
             )
 
     def release(self) -> None:
-        """End the use."""
+        """End the use, if there is one."""
         if self.uses:
             self.uses = False
             self.calls.gatherer.reshard(self.unit)
@@ -73,7 +71,7 @@ class Call:
         """Reshard the unit, because autograd has dropped the last handle."""
         unit = self.unit
         self.calls.live[unit].remove(self)
-        # Do other tensors than the module's parameters view the full weights, and is this their last use?
+        # Defer the release if this is the last use but other tensors than the module's parameters view the weights.
         if self.uses and unit.users == 1 and unit.escaped():
             self.calls.lingering.append(self)
         else:
@@ -81,7 +79,7 @@ class Call:
 
 
 class Handle:
-    """A description of one view of a unit's full weights, from which it can be made again."""
+    """A description of one view of a unit's full weights, from which the view can be created again."""
 
     __slots__ = ("call", "dtype", "offset", "size", "stride")
 
@@ -97,7 +95,7 @@ class Handle:
 
     def __del__(self) -> None:
         if not hasattr(self, "call"):
-            return  # the view had no storage
+            return  # `__init__` has failed: the view has no storage
         self.call.handles -= 1
         if self.call.handles == 0:
             self.call.forget_handles()
@@ -117,13 +115,13 @@ class Handle:
         if call.unit.overwritten:
             call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
-            # `create_graph=True`: this node is recorded too, and must save handles again. The hooks need no pop: the
-            # engine restores its thread's state, which includes them, after every node.
+            # `create_graph=True`: this node is recorded too, and must save handles again. The hooks are not popped,
+            # because the engine restores the state of its thread, including the hooks, after every node.
             push_hooks(call.calls)
         return self._of_buffer()
 
     def copy(self) -> Tensor:
-        """Return a copy of the view, for code that reads the graph outside a backward. Collective."""
+        """Return a copy of the view, for code that reads the graph outside of a backward. Collective."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
         with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
@@ -143,31 +141,23 @@ class Handle:
 
 @dataclass(slots=True)
 class Kept:
-    """Any other saved tensor, with the version that it must still have in the backward.
+    """A saved tensor that is no weight, with the version that it must still have in the backward.
 
     PyTorch does not check versions if there are hooks. The tensor is detached, because a graph that packs the tensor
-    itself references itself and is never freed.
+    itself would reference itself and never be freed.
     """
 
     tensor: Tensor
     version: int
 
-    def error(self) -> RuntimeError:
-        """Return PyTorch's error for a tensor that was modified in place since it was saved."""
-        return RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
-            f"expected version {self.version} instead"
-        )
-
 
 class Calls:
-    """All calls of one wrapped model, and the hooks that make handles of weights."""
+    """The calls of all units of one wrapped model."""
 
     def __init__(self, gatherer: Gatherer, units: Sequence[Unit], *, on_use: Callable[[Unit], None]) -> None:
         self.gatherer = gatherer
         self.on_use = on_use
-        """Function that is called before a handle of a unit is used in a backward."""
+        """Function to call before a backward uses a unit's handle."""
 
         self._sizes = {unit.nbytes for unit in units}
         self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
@@ -177,16 +167,16 @@ class Calls:
         """Calls whose units this backward has unsharded."""
 
         self.lingering: list[Call] = []
-        """Those of `using` whose handles are gone although a view of the weights is alive."""
+        """Calls in `using` whose handles are dropped although a view of the weights is alive."""
 
         self.current: dict[Unit, Call] = {}
-        """The calls whose forward is running."""
+        """Calls whose forward is running."""
 
     def expect_backward(self, call: Call) -> None:
-        """Keep a unit that was recomputed inside a backward unsharded until the nodes that asked for it have run.
+        """Keep a unit that was recomputed inside a backward unsharded until the backward has used it.
 
-        These are the nodes of this call. Non-reentrant checkpointing throws the recomputed graph away; then they are
-        the nodes of the last earlier call, whose backward comes first.
+        With reentrant checkpointing, the nodes of this call use the unit. Non-reentrant checkpointing discards the
+        recomputed graph, so the nodes of the last earlier call use it, whose backward runs first.
         """
         if call.handles:
             call.unshard()
@@ -195,7 +185,7 @@ class Calls:
             earlier[-1].unshard()
 
     def settle(self) -> None:
-        """Reshard units whose release was deferred because a view was alive. Call it before a unit is unsharded."""
+        """Reshard units whose release was deferred because a view was alive. Call this before a unit is unsharded."""
         lingering, self.lingering = self.lingering, []
         for call in lingering:
             call.release()
@@ -208,7 +198,7 @@ class Calls:
         self.lingering.clear()
 
     def has_given_up(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` views a buffer that was given up because a view of it was kept."""
+        """Return whether `tensor` views a buffer that was dropped because the program kept a view of it."""
         if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
@@ -218,53 +208,57 @@ class Calls:
 class SavedTensorHooks:
     """Saved-tensor hooks that replace weights, and pass every other tensor to the hooks that were active before.
 
-    Those must get the same tensors whenever a forward is run, because checkpoints count what a recomputation saves. So
-    they do not get a weight that a program has kept elsewhere either.
+    The other hooks must get the same tensors each time a forward runs, because checkpoints count the tensors that a
+    recomputation saves. So they never get a weight, not even one in a dropped buffer that the program still views.
     """
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
-        self._outer: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # (pack, unpack), or `None`
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what the graph keeps instead of `tensor`."""
+        """Return the object that the graph saves instead of `tensor`."""
         calls = self.calls
-        # Sparse tensors and many subclasses have no storage. Gathered weights are neither.
+        # Sparse tensors and many subclasses have no storage. Gathered weights always have one.
         has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
         if has_storage:
-            unit = calls.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
+            unit = calls.gatherer.owners.get(tensor.untyped_storage()._cdata)  # the `storage_key`, without a call
             if unit is not None:
-                # A view that is saved outside of any forward is a call by itself.
+                # A view that is saved outside of any forward gets a new call.
                 return Handle(calls.current.get(unit) or Call(unit, calls), tensor)
         if self._outer is not None and not (has_storage and calls.has_given_up(tensor)):
             return self._outer[0](tensor)
         return Kept(tensor.detach(), tensor._version)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return what was packed.
+        """Return the tensor that `pack` has replaced.
 
         Raises:
-            RuntimeError: it has changed since.
+            RuntimeError: the tensor was modified in place after it was saved. The message is PyTorch's own.
         """
         if isinstance(packed, Kept):
-            if packed.tensor._version != packed.version:
-                raise packed.error()
-            return packed.tensor
+            tensor, version = packed.tensor, packed.version
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                    f"expected version {version} instead"
+                )
+            return tensor
         if isinstance(packed, Handle):
             return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
-        assert self._outer is not None
-        return self._outer[1](packed)
+        return self._outer[1](packed)  # type: ignore[no-any-return]
 
 
 def are_innermost(calls: Calls) -> bool:
-    """Return whether the library's saved-tensor hooks are the innermost ones."""
+    """Return whether the saved-tensor hooks of `calls` are the innermost ones."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     innermost = getattr(top[0], "__self__", None) if top is not None else None
     return isinstance(innermost, SavedTensorHooks) and innermost.calls is calls
 
 
 def push_hooks(calls: Calls) -> bool:
-    """Make the library's saved-tensor hooks the innermost ones. Return whether `pop_hooks` must be called."""
+    """Make the saved-tensor hooks of `calls` the innermost ones. Return whether `pop_hooks` must be called."""
     if are_innermost(calls):
         return False
     ours = SavedTensorHooks(calls)

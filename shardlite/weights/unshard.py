@@ -1,10 +1,10 @@
 """Unshard and reshard units (stage 3).
 
-    unshard -> [gather] -> FULL, used -> reshard -> IDLE -> unshard again: nothing to do
-                                                 -> evicted: the buffer serves another unit
+    unshard -> [gather] -> FULL, used -> reshard -> IDLE -> unshard again, without a gather
+                                                 -> evicted, so that another unit may use the buffer
 
-Buffers are a cache: an idle unit keeps its buffer until another unit needs it. `policy.py` decides which unit that is,
-and what is gathered ahead. `negotiation.py` makes all ranks gather the same units in one order.
+Buffers are a cache: an idle unit keeps its buffer until another unit needs it. `policy.py` decides which unit is
+evicted and which units are gathered ahead. `negotiation.py` makes all ranks gather the same units in the same order.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
 """
@@ -26,12 +26,12 @@ from shardlite.weights.policy import BufferPolicy, UnitSize
 
 
 class Gatherer(Passes):
-    """Gathers the units of one wrapped model, and knows which buffer belongs to which unit."""
+    """Unshards and reshards the units of one wrapped model."""
 
     def __init__(self, units: Sequence[Unit], context: Context, *, prefetch: int) -> None:
         super().__init__(units, context)
         self.owners: dict[int, Unit] = {}
-        """The unit whose full weights a buffer holds, by the buffer's storage key."""
+        """The unit that each buffer belongs to, by the buffer's storage key."""
 
         self._policy = BufferPolicy(
             [UnitSize(unit.nbytes, unit.is_root, unit.keep_unsharded) for unit in units],
@@ -48,12 +48,12 @@ class Gatherer(Passes):
         self._warned = False
 
     def unshard(self, unit: Unit, *, binds: bool = True) -> None:
-        """Make the unit's full weights readable until `reshard`. Calls nest. Call it within a pass.
+        """Make a unit's full weights readable until `reshard`. Calls may nest, and must be made within a pass.
 
-        Unless it `binds`, the module's parameters may stay placeholders, until code reads one (`bind`).
+        If `binds` is false, the module's parameters may stay placeholders until code reads one of them (`bind`).
 
         Raises:
-            CommError: a peer failed, timed out or does something else.
+            CommError: a peer failed, timed out or called another operation.
         """
         if unit.users == 0:
             with isolated(self._streams):
@@ -73,13 +73,13 @@ class Gatherer(Passes):
         unit.use()
 
     def bind(self, unit: Unit) -> None:
-        """Turn the module's parameters into views of full weights that are in use, if they are not."""
+        """Turn the module's parameters into views of the full weights, which are in use, if they are placeholders."""
         if not unit.bound:
             with isolated(self._streams):
                 unit.bind()
 
     def follow(self, unit: Unit) -> None:
-        """Let the current stream use a unit, behind its gather: another stream may have waited for that."""
+        """Let the current stream use a unit, and wait for its gather unless it is the home stream."""
         if self._streams.on_gpu and (other := self._streams.other()) is not None:
             unit.share(other)
 
@@ -93,27 +93,27 @@ class Gatherer(Passes):
                 self._make_idle(unit)
 
     def begin_forward(self, kind: str) -> None:
-        """Start a forward pass; those of one kind are expected to need the same units."""
+        """Start a forward pass. Passes of one kind are expected to need the same units."""
         self._backwards = 0
         self._begin(kind)
 
     def begin_backward(self, *, final: bool) -> None:
-        """Start the pass of a backward. A `final` one is followed by a step, after which all weights are stale.
+        """Start the pass of a backward. A step follows a `final` backward and makes all weights stale.
 
-        Several in a row (a graph that is retained) are of different kinds.
+        Successive backwards without a forward in between (of a retained graph) are passes of different kinds.
         """
         self._backwards += 1
         self._begin(f"backward {self._backwards}{' before a step' if final else ''}", backwards=True, final=final)
 
     def _begin(self, kind: str, *, backwards: bool = False, final: bool = False) -> None:
         if all(unit.users for unit in self._units):
-            return  # inside `gathered()`: nothing is to be gathered, and ranks may run as many passes as they like
+            return  # inside `gathered()` nothing is gathered, so ranks may run different numbers of passes
         self._policy.begin_pass()
         self.begin_pass(kind, backwards=backwards, final=final, repeats=True)
         self.finish_prefetched()
 
     def after_backward(self, *, final: bool) -> None:
-        """Expect nothing more of a backward. After a `final` one drop all idle weights: they are stale on all ranks."""
+        """End a backward. After a `final` one, drop all idle weights, because a step makes them stale on all ranks."""
         self.order.end_path()
         if final:
             self.diverged = False
@@ -121,26 +121,26 @@ class Gatherer(Passes):
                 self._evict(self._units[index])
 
     def forget(self, units: Sequence[Unit]) -> None:
-        """Gather each unit again at its next use, because its full weights may have been written to."""
+        """Require a gather of each unit at its next use, because its full weights may have been written to."""
         for unit in units:
             unit.invalidate()
 
     def expire(self) -> None:
-        """Record that shards have changed: units notice by their versions."""
+        """Do nothing when shards have changed, because each unit compares versions at its next use."""
 
     def spare(self) -> Iterator[Tensor]:
-        """Yield memory that is kept for later gathers."""
+        """Yield the memory that is kept for later gathers."""
         for buffer in self._policy.spare():
             yield buffer.bytes
 
     def stop_prefetching(self) -> None:
-        """Gather nothing ahead in the rest of this pass, and keep at most one idle unit."""
+        """Stop prefetching for the rest of this pass, and keep at most one idle unit."""
         for index in self._policy.stop_prefetching():
             self._evict(self._units[index])
         self._trim(keep=0)
 
     def finish_prefetched(self) -> None:
-        """Finish what was gathered ahead and never needed, so that it counts as idle."""
+        """Wait for gathers that were prefetched and not used, and mark their units as idle."""
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
                 with isolated():
@@ -160,7 +160,7 @@ class Gatherer(Passes):
         return unit.is_fresh or unit.users > 0
 
     def _land(self, unit: Unit) -> None:
-        """Wait for the weights."""
+        """Wait for a unit's gather."""
         try:
             self._queue.wait(unit)
         except CommError:
@@ -169,28 +169,28 @@ class Gatherer(Passes):
             raise
 
     def _take_buffer(self, unit: Unit) -> None:
-        """Give a unit that has to be gathered a buffer."""
-        if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
+        """Acquire a buffer for a unit that is about to be gathered."""
+        if unit.phase is Weights.GATHERING:  # the weights have changed since the prefetch
             self._land(unit)
             unit.hide()
         victim = self._policy.victim_for(unit.index)
         freed = None if victim is None else self._evict(self._units[victim])
         buffer = self._policy.acquire(unit.index, freed)
-        self._ledger.track("gather buffers", buffer.bytes)  # again: its user may have counted it for something else
+        self._ledger.track("gather buffers", buffer.bytes)  # the ledger may have this memory for another purpose
         self.owners[buffer.key] = unit
         unit.take_buffer(buffer)
 
     def _make_idle(self, unit: Unit) -> None:
-        """Keep an idle unit's weights for the next use, if there is memory, and a next use before they change."""
+        """Make a unit idle. Evict units if the policy allows no more buffers, or if weights will not be used again."""
         unit.hide()
         is_done = self._policy.is_done(unit.index)
         for index in self._policy.end_use(unit.index, is_done=is_done):
             self._evict(self._units[index])
         if is_done:
-            self._trim(keep=SPARE)  # gradients grow from here to the end of the backward, where a step peaks
+            self._trim(keep=SPARE)  # gradients grow until the end of the backward, where the memory of a step peaks
 
     def _evict(self, unit: Unit) -> Buffer | None:
-        """Take an idle unit's buffer away. Return it if no other tensor views it, and no pool keeps it."""
+        """Evict an idle unit. Return its buffer if no other tensor views the buffer and no pool keeps it."""
         self._policy.evict(unit.index)
         buffer = unit.evict()
         self._trace.emit("evict", unit.name)
@@ -210,17 +210,17 @@ class Gatherer(Passes):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"unit {unit.name!r}: a view of its gathered weights outlived their use, so the buffer was given up "
-                "instead of reused. Something keeps a weight, or a view of one, outside autograd's saved tensors "
-                "(`ctx.save_for_backward` is fine, an attribute is not). Results are right as long as that view is "
-                "only read; it costs memory, and it does not follow later steps. Reported once.",
+                f"unit {unit.name!r}: a view of the gathered weights outlived their use, so the buffer cannot be "
+                "reused. The program keeps a weight, or a view of a weight, outside of autograd's saved tensors "
+                "(`ctx.save_for_backward` is fine, an attribute is not). Results are correct if the view is only "
+                "read, but it costs memory and its values become stale after a step. This is reported once.",
                 EscapedViewWarning,
                 stacklevel=2,
             )
 
 
 def _allocate(context: Context, nbytes: int, kept: bool) -> Buffer:
-    """Return a new buffer. One that is kept is memory of the transport that sends it."""
+    """Return a new buffer. If it is kept, it is memory of the transport that sends it."""
     if kept:
         return Buffer(context.transport.empty_persistent(nbytes, context.device), kept=True)
     return Buffer(context.empty(nbytes, torch.uint8))

@@ -89,7 +89,7 @@ def wraps(group: Any, name: str, init: Callable[[nn.Module], None] | None) -> No
 @pytest.mark.parametrize(
     ("init", "message"),
     [
-        (weights_only, "left buffer 'model.rotary_emb.inv_freq' uninitialized"),
+        (weights_only, "left buffer 'model.rotary_emb.inv_freq' with"),
         (None, "{first} has no reset_parameters() to initialize it: pass init="),
     ],
 )

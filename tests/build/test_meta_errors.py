@@ -117,25 +117,29 @@ def ignore_body(group):
 @pytest.mark.parametrize(
     ("body", "arguments", "words"),
     [
-        (wrap_body, (Bare, None, {}), "parameter 'weight' is on meta, and Bare has no reset_parameters() to"),
-        (wrap_body, (Forgetful, None, {}), "left buffer 'inverse' uninitialized, 5 of 5 elements of it"),
+        (wrap_body, (Bare, None, {}), "parameter 'weight' is on the meta device, and Bare has no reset_parameters()"),
+        (wrap_body, (Forgetful, None, {}), "left buffer 'inverse' with 5 of 5 elements uninitialized"),
         (wrap_body, (Forgetful, None, {"stage": 0}), "reset_parameters() of module '(the model itself)' (Forgetful)"),
-        (wrap_body, (Two, None, {}), "of module '0' (Forgetful) left buffer '0.inverse' uninitialized"),
-        (wrap_body, (Counting, None, {}), "left buffer 'inverse' uninitialized, 5 of 5 elements of it"),
-        (wrap_body, (Attribute, None, {}), "'speeds' is on meta and neither a parameter nor a buffer of Attribute"),
-        (wrap_body, (Bare, write_half, {}), "left parameter 'weight' uninitialized, 8 of 16 elements of it"),
+        (wrap_body, (Two, None, {}), "of module '0' (Forgetful) left buffer '0.inverse' with 5 of 5 elements"),
+        (wrap_body, (Counting, None, {}), "left buffer 'inverse' with 5 of 5 elements uninitialized"),
+        (wrap_body, (Attribute, None, {}), "'speeds' is on the meta device but neither a parameter nor a buffer"),
+        (wrap_body, (Bare, write_half, {}), "left parameter 'weight' with 8 of 16 elements uninitialized"),
         (wrap_body, (Bare, fail, {}), "(Bare) failed: OSError: no such file"),
         (wrap_body, (Bare, other_shape, {}), "'weight' as [3, 4] torch.float32, it was [4, 4] torch.float32"),
         (wrap_body, (Bare, other_dtype, {}), "'weight' as [4, 4] torch.float16, it was [4, 4] torch.float32"),
-        (wrap_body, (Bare, still_on_meta, {}), "left parameter 'weight' on meta"),
+        (wrap_body, (Bare, still_on_meta, {}), "left parameter 'weight' on the meta device"),
         (wrap_body, (Bare, add_buffer, {}), "from ['parameter weight'] to ['parameter weight', 'buffer extra']"),
         (wrap_body, (Bare, remove, {}), "from ['parameter weight'] to []"),
         (wrap_body, (Forgetful, save_buffer, {}), "buffer inverse (not saved)"),
-        (wrap_body, (Nest, reach_inside, {}), "wrote to parameter '0.bias', whose values had been sent"),
+        (
+            wrap_body,
+            (Nest, reach_inside, {}),
+            "parameter '0.bias' was initialized again by a module outside of its unit",
+        ),
         (wrap_body, (Nest, draw_inside, {}), "init of module '(the model itself)' (Nest) failed: RuntimeError"),
         (wrap_body, (Forgetful, None, {"device": "meta"}), "device=meta: only the CPU and CUDA are supported"),
-        (hook_body, (), "parameter 'weight' is on meta and has a hook"),
-        (ignore_body, (), "parameter '1.weight' is on meta and ignored"),
+        (hook_body, (), "parameter 'weight' is on the meta device and has a hook"),
+        (ignore_body, (), "parameter '1.weight' is on the meta device and ignored"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
@@ -150,7 +154,7 @@ def again_body(group):
     model = on_meta(Forgetful)
     with pytest.raises(LayoutError, match="uninitialized"):
         ShardLite(model, group=group)
-    with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
+    with pytest.raises(LayoutError, match="belongs or belonged to another wrapped model"):
         ShardLite(model, group=group)
 
 

@@ -65,7 +65,7 @@ def test_policies():
     assert unit_names(model, Block) == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert unit_names(model, (Block, nn.LayerNorm)) == ["", "blocks.0", "blocks.1", "blocks.2", "norm"]
     assert unit_names(model, lambda name, module: name == "blocks.1") == ["", "blocks.1"]
-    with pytest.raises(LayoutError, match="no module of this class"):
+    with pytest.raises(LayoutError, match="contains no module of this class"):
         partition_module(model, nn.LSTM)
     with pytest.raises(LayoutError, match="must be a module class"):
         partition_module(model, "Block")

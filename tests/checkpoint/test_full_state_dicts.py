@@ -166,7 +166,7 @@ def stored_body(group: Any, stage: int) -> None:
         states.clear()  # views of gathered weights do not outlive their use
         del state
     if stage > 0:
-        with pytest.raises(LayoutError, match=r"untyped_storage\(\) of a tensor of which this rank has a part only"):
+        with pytest.raises(LayoutError, match=r"untyped_storage\(\): this rank has only a part of the tensor"):
             model.state_dict()["0.weight"].untyped_storage()
 
 
@@ -324,7 +324,7 @@ def refused_body(group: Any) -> None:
         get_model_state_dict(model, submodules={model.module[0]})
     with pytest.raises(LayoutError, match="by names"):
         set_model_state_dict(model, {model.module[0]: {}})
-    with pytest.raises(LayoutError, match=r"full_tensor\(\): this is a snapshot"):
+    with pytest.raises(LayoutError, match=r"full_tensor\(\): cannot gather a snapshot"):
         model.state_dict()["0.weight"].snapshot(torch.clone).full_tensor()
 
 

@@ -137,7 +137,7 @@ def accumulating_body(group):
     with model.no_sync():
         model(batch(0, 0)).sum().backward()
     module[1].requires_grad_(False)
-    with pytest.raises(PhaseError, match=r"requires_grad was changed while gradients of unit '.*' are accumulated"):
+    with pytest.raises(PhaseError, match=r"requires_grad was changed while accumulated gradients of unit"):
         model(batch(0, 0))
     model.zero_grad()
     model(batch(0, 0)).sum().backward()
@@ -155,7 +155,7 @@ def narrow_body(group):
     assert model.module[0][0].weight.dtype == torch.bfloat16
     module[0].requires_grad_(True)
     with pytest.raises(
-        LayoutError, match=r"'0.0.weight' was frozen when it was wrapped, and so is kept in torch.bfloat16"
+        LayoutError, match=r"'0.0.weight' was frozen when it was wrapped, so it is stored in torch.bfloat16"
     ):
         model(batch(0, 0).bfloat16())
 

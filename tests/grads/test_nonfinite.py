@@ -219,7 +219,7 @@ def limit_body(group: Any, stage: int) -> None:
     for _ in range(LIMIT - 1):
         step(POISONS[1])
     before = state_of(model, optimizer)
-    with pytest.raises(NonFiniteError, match="20 steps in a row were left out"):
+    with pytest.raises(NonFiniteError, match="20 steps in a row were skipped"):
         step(POISONS[1])
     assert_same("after the error", state_of(model, optimizer), before)
     assert model.skipped_steps == 3 * (LIMIT - 1) + 1
@@ -396,7 +396,7 @@ def first_body(group: Any, stage: int) -> None:
     step = partial(stepped, model, OPTIMIZERS["ours"](model.parameters()), group)
     assert warned(step) == []
     (message,) = warned(lambda: step(POISONS[0]))
-    assert message.startswith(f"rank {dist.get_rank(group)}: step 2 since the model was wrapped was left out")
+    assert message.startswith(f"rank {dist.get_rank(group)}: step 2 since the model was wrapped was skipped")
     assert "diagnose=True" in message
     assert "skipped_steps" in message
     assert warned(lambda: step(POISONS[0])) == []
@@ -497,7 +497,7 @@ def two_layers() -> nn.Sequential:
 
 
 def finite_after_step(model: ShardLite) -> tuple[bool, int]:
-    """Step, and return whether all weights are still finite, and how many steps were left out."""
+    """Step, and return whether all weights are still finite, and how many steps were skipped."""
     optim.SGD(model.parameters(), lr=0.1).step()
     return all(bool(shard.isfinite().all()) for shard in model.parameters()), model.skipped_steps
 

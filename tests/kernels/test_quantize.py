@@ -115,9 +115,9 @@ X, Q, S = torch.zeros(64), torch.zeros(64, dtype=torch.int8), torch.zeros(2, dty
 @pytest.mark.parametrize(
     ("floats", "codes", "scales", "message"),
     [
-        (torch.zeros(33), Q[:33], S, "a multiple of 32 with a scale for each 32, got .33. codes and .2. scales"),
+        (torch.zeros(33), Q[:33], S, "a multiple of 32, with one scale per 32 codes, got .33. codes and .2. scales"),
         (X, Q, S[:1], "got .64. codes and .1. scales"),
-        (X[:32], Q, S, "has 32 elements, there are 64 codes"),
+        (X[:32], Q, S, "has 32 elements, but there are 64 codes"),
         (X.view(2, 32), Q, S, "must be 1-D and contiguous"),
         (X.double(), Q, S, "must be fp32, bf16 or fp16, got torch.float64"),
         (X, Q.int(), S, "codes must be int8 and scales uint8, got torch.int32 and torch.uint8"),

@@ -88,7 +88,11 @@ X = torch.zeros(8)
     ("x", "rows", "message"),
     [
         (X.view(2, 4), new_stats(X), "x must be 1-D and contiguous"),
-        (X, torch.zeros(2, 2), r"statistics of 8 elements of torch.float32 are a contiguous \[1, 2\] of torch.float32"),
+        (
+            X,
+            torch.zeros(2, 2),
+            r"statistics of 8 elements of torch.float32 must be a contiguous \[1, 2\] of torch.float32",
+        ),
         (X, torch.zeros(1, 2).double(), r"got \[1, 2\] of torch.float64"),
         (X, torch.zeros(1, 4)[:, ::2], "a contiguous"),
         (X.double(), torch.zeros(1, 2), "of torch.float64, got"),

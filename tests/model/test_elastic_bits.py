@@ -301,7 +301,7 @@ def test_a_nan_in_any_part_leaves_the_step_out(group: Any) -> None:
     before = run.model.full_state_dict()
     for part in run.model.parts():
         (loss_of(run.model, part) * (float("nan") if part == 2 else 1.0)).backward()
-    with pytest.warns(NonFiniteWarning, match="was left out on all ranks"):
+    with pytest.warns(NonFiniteWarning, match="was skipped on all ranks"):
         run.optimizer.step()
     assert run.model.skipped_steps == 1
     assert_equal("a step that was left out", run.model.full_state_dict(), before)
@@ -456,7 +456,7 @@ def test_options_that_do_not_go_with_it(group: Any) -> None:
 
 @pytest.mark.ranks(3)
 def test_ranks_must_be_a_power_of_two(group: Any) -> None:
-    with pytest.raises(LayoutError, match="order='tree' requires a power of two of ranks, got 3"):
+    with pytest.raises(LayoutError, match="order='tree' requires that the number of ranks is a power of two, got 3"):
         tiny(group)
     with pytest.raises(LayoutError, match="algorithm='halving' requires a power of two of ranks, got 3"):
         tiny(group, order="ring", parts=None, algorithm="halving")

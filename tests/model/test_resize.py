@@ -76,7 +76,7 @@ def resize_and_run(model: Any, loss_of: Any) -> None:
     loss_of(model, Turn(1, 0, 1))
 
 
-INSTEAD = r"load `full_state_dict\(\)` into a new model that is not wrapped, change that"
+INSTEAD = r"load `full_state_dict\(\)` into a new, unwrapped model, change its shapes"
 
 
 @pytest.mark.stages(1, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlite.params.layout import ALIGN, Layout, allocate_arenas, lay_out, zeros_on
+from shardlite.params.layout import ALIGN, Layout, allocate_arenas, lay_out
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
@@ -45,7 +45,7 @@ def test_cuts_are_handed_on_where_shards_differ_only():
 
 def test_arenas_are_shared_by_kind_and_do_not_overlap():
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
-    parts = allocate_arenas(kinds, [64] * 4, zeros_on(torch.device("cpu")))
+    parts = allocate_arenas(kinds, [64] * 4, torch.device("cpu"))
     addresses = [part.untyped_storage().data_ptr() for part in parts]
     assert addresses[0] == addresses[2]
     assert len(set(addresses)) == 3

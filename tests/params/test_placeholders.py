@@ -172,10 +172,10 @@ def refused(group: Any, stage: int) -> None:
     assert [name for name, each in model.named_parameters() if hasattr(each, "_no_weight_decay")] == ["1.inner.bias"]
     shard = next(model.parameters())
     before = shard.detach().clone()
-    with pytest.raises(LayoutError, match=r"data of shape \[7, 7, 7\], but its shards keep their place: load"):
+    with pytest.raises(LayoutError, match=r"data of shape \[7, 7, 7\], but the size of its shards is fixed: load"):
         shard.data = torch.zeros(7, 7, 7)
     row = shard.data[:1]
-    with pytest.raises(LayoutError, match=r"view of its former `\.data`, or a computation with it, is kept somewhere"):
+    with pytest.raises(LayoutError, match=r"view of its former `\.data`, or a graph that saved it, is alive"):
         shard.data = torch.zeros_like(before)
     assert torch.equal(shard.detach(), before)
     del row
@@ -239,7 +239,7 @@ class Outside(nn.Module):
 
 def one_script(group: Any, how: str, stage: int) -> None:
     if stage > 0:
-        with pytest.raises(LayoutError, match=r"the model is one TorchScript module, .* script its blocks instead"):
+        with pytest.raises(LayoutError, match=r"a TorchScript module does not run: script the model's blocks instead"):
             ShardLite(Outside(how).inner, group=group, stage=stage)
     else:
         trained(lambda: Outside(how).inner, on_width, group, stage=stage)
@@ -335,7 +335,7 @@ def by_loop(model: ShardLite) -> None:
 
 def drops(group: Any, drop: Any, stage: int) -> None:
     model = ShardLite(net(), group=group, stage=stage)
-    with pytest.raises(LayoutError, match=r"give the gradient to the shard"):  # nothing steps by it
+    with pytest.raises(LayoutError, match=r"assign the gradient to the shard"):  # nothing steps by it
         next(model.module.parameters()).grad = torch.zeros(WIDTH, WIDTH)
     for accumulated in (False, True):
         with model.no_sync() if accumulated else nullcontext():

@@ -300,7 +300,7 @@ def test_a_capture_that_needs_another_order_is_refused():
     gpu = Gpu()
     with gpu.ranks(WORLD_SIZE):
         training = Training()
-        with gpu.capturing(), pytest.raises(PhaseError, match="take three steps like the one to capture before"):
+        with gpu.capturing(), pytest.raises(PhaseError, match="run three steps like the captured one"):
             training.step()
 
 

@@ -82,9 +82,9 @@ def test_a_rank_that_never_comes_is_an_error_on_all_others_and_nothing_hangs(wor
     assert said[-1] == (None, None, None)
     assert max(epochs) == 2
     # The rank before the absent one could send nothing.
-    assert said[world - 2][1] == "epoch 2, step 0: the rank after made no room"
+    assert said[world - 2][1] == "epoch 2, step 0: the next rank freed no slot"
     if world > 2:  # the one after it could, but got nothing
-        assert said[0][1] == "epoch 2, step 1: nothing came from the rank before"
+        assert said[0][1] == "epoch 2, step 1: no message arrived from the previous rank"
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def written(slots):
 def test_nothing_is_written_before_the_rank_after_has_begun(alone):
     peers, slots, _ = alone
     launch(peers)
-    assert ring_failure(peers.error) == "epoch 1, step 0: the rank after made no room"
+    assert ring_failure(peers.error) == "epoch 1, step 0: the next rank freed no slot"
     assert written(slots) == [False, False, False]
 
 
@@ -123,7 +123,7 @@ def test_a_slot_is_not_written_again_before_it_was_read(alone, read, in_slots):
     numel = 4 * 16384
     numbers = torch.arange(4).repeat_interleave(16384).float()  # of messages
     ring_reduce_scatter(torch.empty(numel), torch.cat([torch.zeros(numel), numbers]), peers, epoch=1)
-    expected = "epoch 1, step 0: the rank after made no room" if read == 0 else None
+    expected = "epoch 1, step 0: the next rank freed no slot" if read == 0 else None
     assert ring_failure(peers.error) == expected
     assert slots.view(torch.float32)[:, 0].tolist() == in_slots
 
@@ -141,7 +141,7 @@ def test_flags_of_earlier_launches_are_no_news(alone):
     peers, slots, flags = alone
     flags[[0, 16]] = (5 << 32) + 1000
     launch(peers, epoch=6)
-    assert ring_failure(peers.error) == "epoch 6, step 0: the rank after made no room"
+    assert ring_failure(peers.error) == "epoch 6, step 0: the next rank freed no slot"
     assert written(slots) == [False, False, False]
 
 
@@ -150,7 +150,7 @@ def test_the_first_error_stays_and_nothing_is_done_any_more(alone):
     launch(peers)
     flags[[0, 16]] = (2 << 32) + 4
     launch(peers, epoch=2)
-    assert ring_failure(peers.error) == "epoch 1, step 0: the rank after made no room"
+    assert ring_failure(peers.error) == "epoch 1, step 0: the next rank freed no slot"
     assert written(slots) == [False, False, False]
 
 
@@ -160,7 +160,7 @@ def test_a_step_that_failed_changes_no_state(alone):
     state = random_state(("whole", "fp32"), 1000, seed=0)
     before = state.clone()
     ring_reduce_adamw(state, torch.ones(2000), mixed_table(1000), peers, epoch=1)
-    assert ring_failure(peers.error) == "epoch 1, step 1: nothing came from the rank before"
+    assert ring_failure(peers.error) == "epoch 1, step 1: no message arrived from the previous rank"
     assert all(torch.equal(new, old) for new, old in zip(state.tensors(), before.tensors(), strict=True))
 
 
@@ -173,7 +173,7 @@ def test_of_nothing_nothing_is_told(alone):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"world_size": 1}, "a ring takes 2 ranks or more, got rank 0 of 1"),
+        ({"world_size": 1}, "a ring needs at least 2 ranks, got rank 0 of 1"),
         ({"rank": 2}, "got rank 2 of 2"),
         ({"programs": 0}, "programs must be from 1 to 65536, got 0"),
         ({"depth": 1}, "depth must be from 2 to 1024, got 1"),
@@ -182,7 +182,7 @@ def test_of_nothing_nothing_is_told(alone):
         ({"slot_nbytes": 1 << 15}, "a slot of 32768 bytes is too small for 16384 elements of 4 bytes"),
         ({"slots": torch.zeros(3, dtype=torch.int64)}, "slots must have 2 elements on cpu, got 3"),
         ({"flags": torch.zeros(2)}, "flags must be int64, got torch.float32"),
-        ({"error": torch.zeros((), dtype=torch.int64)}, "error must be 1-D and contiguous, got ()"),
+        ({"error": torch.zeros((), dtype=torch.int64)}, "error must be 1-D and contiguous, got shape ()"),
     ],
 )
 def test_peers_that_do_not_go_together(alone, changed, said):
