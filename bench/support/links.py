@@ -106,9 +106,7 @@ ALONE = Arrangement(
     reduce=nothing,
     state=COMPACT,
 )
-ONE_NODE = Arrangement(
-    take="the default", why="all other transports give the same bits", gather=ring, reduce=exchange
-)
+ONE_NODE = Arrangement(take="the default", why="all other transports give the same bits", gather=ring, reduce=exchange)
 FLAT = replace(ONE_NODE, why="bits do not depend on the number of nodes")
 LEVELS = Arrangement(
     take='`Route(algorithm="hierarchical")`', why="exact, and the least state", gather=ring, reduce=two_levels
@@ -155,11 +153,11 @@ def table() -> str:
     block, numel = numel_of(PRESETS[MODEL])
     lines = [
         f"{MODEL}: {numel:,} parameters, {block:,} of them in a block; nodes of {NODE} GPUs; "
-        "`Precision(compute=torch.bfloat16)`, sums in fp32. *state* is held by each GPU; the other bytes are sent by each "
-        "GPU in a step. GB are 10^9 bytes.",
+        "`Precision(compute=torch.bfloat16)`, sums in fp32. *state* is held by each GPU; the other bytes are sent by "
+        "each GPU in a step. GB are 10^9 bytes.",
         "",
-        "| GPUs | choice | reason | state, GB | NVLink, GB | network card, GB | network card, for the gradients of a block, "
-        "MB |",
+        "| GPUs | choice | reason | state, GB | NVLink, GB | network card, GB | network card, for the gradients of a "
+        "block, MB |",
         "| ---: | --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for ranks, arrangements in ROWS:

@@ -263,7 +263,7 @@ def compiled(workload: Workload, **options: Any) -> Workload:
             block.compile(**options)
         return model
 
-    words = f"{workload.words}, each block by torch.compile"
+    words = workload.words.replace(", batch", ", each compiled by torch.compile, batch")
     return replace(workload, name=f"{workload.name}-compiled", words=words, make=make)
 
 
