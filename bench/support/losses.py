@@ -17,7 +17,7 @@ from shardlite.apps.report.rows import bench_of, by_bench, by_setting, read_rows
 Where = Mapping[str, str]
 
 _SAME = ("ranks", "nbytes")
-"""Keys in which two rows of a run must agree to be compared."""
+"""Two rows of a run are compared only if they have the same values of these keys."""
 
 
 class Loss(NamedTuple):
