@@ -80,7 +80,7 @@ class Sleeps:
     """Replacement of collectives by sleeps."""
 
     def __init__(self, world_size: int, device: torch.device, cycles: float | None = None) -> None:
-        """Create the replacement. `cycles` is the number of cycles per second of the GPU's sleep; `None` measures it."""
+        """Create the replacement. `cycles` is the number of cycles per second of the GPU's sleep, or `None`."""
         self.world_size = world_size
         self.awake = False
         """If true, collectives do not sleep. A target is still filled when it is seen for the first time."""
