@@ -251,7 +251,7 @@ _COLUMNS: dict[str, Callable[[Row, Row], str]] = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """One table of rows that were measured together, headed by what was measured and where, in Markdown."""
+    """Return a Markdown table of the rows of one run, with a heading that names models, training and machine."""
     base = next((row for row in rows if row["system"] == BASE), {"parameters": None})
     rule = ["---", *["---:"] * (len(_COLUMNS) - 1)]
     lines = [list(_COLUMNS), rule, *(_cells(row, base) for row in rows)]
