@@ -1,1 +1,1 @@
-"""Measurements. Each verifies a result, then times it, and writes rows that name the machine under `bench/results/`."""
+"""Benches. Each verifies results before it measures time, and writes rows that name the machine to `bench/results/`."""

@@ -5,8 +5,8 @@
     python -m bench --regenerate        only the tables and pictures, from existing rows
     python -m bench --dry --out FOLDER  each bench at toy size; changes no page
 
-Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench fails or does not
-start within the budget.
+Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench fails or does not start within the
+budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.regenerate:
         return regenerate()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running bench ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running bench also ends
     chosen = [part for part in suite.parts() if part.name in (options.only or [part.name])]
     file = options.out / suite.file_name()
     ended = suite.run(chosen, file, options.budget, dry=options.dry)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 def regenerate() -> int:
     """Regenerate the pictures and tables of the pages from the rows. Return 1 if a command fails."""
     paths = os.pathsep.join(filter(None, (str(suite.ROOT / "kernels"), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths}  # nothing need be installed
+    environment = {**os.environ, "PYTHONPATH": paths}  # so that no package must be installed
     statuses = [
         subprocess.run([sys.executable, *command], cwd=suite.ROOT, env=environment, check=False).returncode
         for command in _PAGES

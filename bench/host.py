@@ -1,30 +1,30 @@
-"""Measure the host's work per unit and step: the time of a model of many tiny blocks, and Python calls.
+"""Measure the host's work per unit and step: the step time of a model of many tiny blocks, and Python calls.
 
     python -m bench.host --ranks 2
 
-starts its ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object per system.
+starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object per system.
 
     python -m bench.host --fake 8 64 512
 
-measures rank 0 of fake groups of these sizes instead (`bench.support.fake_group`), where only the host's work is left.
-It also reduces the gradients of a block of Llama 3 8B in slices; each slice has as few elements as possible, because
-moving them is the GPU's work. The rows go to `bench/results/host-fake.jsonl`.
+measures rank 0 of fake groups of these sizes instead (`bench.support.fake_group`), in which only the host works. It
+also reduces the gradients of a block of Llama 3 8B in slices. Each slice has as few elements as possible, because
+moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`.
 
 | key | meaning |
 |---|---|
-| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of a step per block, on the slowest rank, waits included |
-| `main_us_per_unit_p50` | microseconds that the main thread works for a step, per block |
-| `calls_per_step` | Python functions that the main thread enters in a step |
+| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of a step per block, on the slowest rank, including waits |
+| `main_us_per_unit_p50` | microseconds of CPU time of the main thread in a step, per block |
+| `calls_per_step` | number of Python functions that the main thread enters in a step |
 | `us_vs_fsdp2` | `us_per_unit_p50` divided by FSDP2's |
 | `cpu_us_per_unit_p20`, `_p50`, `_p80` | microseconds of CPU time of a step per block, on a fake group |
-| `launches_per_unit` | kernels, copies and collectives of a step per block, of the model and the optimizer, too |
+| `launches_per_unit` | kernels, copies and collectives of a step per block, including those of model and optimizer |
 | `cpu_vs_fsdp2` | `cpu_us_per_unit_p50` divided by FSDP2's |
 | `cpu_us_p20`, `_p50`, `_p80` | microseconds of CPU time of one reduction of the block |
-| `launches` | kernels, copies and collectives of one such reduction |
-| `staging_bytes` | what its staging buffer has on a GPU |
+| `launches` | kernels, copies and collectives of one reduction of the block |
+| `staging_bytes` | size of the reduction's staging buffer on a GPU |
 
-`many` has 48 blocks so small that computing them costs next to nothing, so a step is what the library does around
-them. Systems take steps in turn, and their results are compared before (`bench.support.check`).
+`many` has 48 blocks that take almost no time to compute, so a step consists of the library's work around them. Systems
+take steps in turn, and their results are compared first (`bench.support.check`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from shardlite.config import Route
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
 CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)
 COUNTED = 5
-"""Steps over which Python calls are averaged."""
+"""Number of steps over which Python calls are averaged."""
 
 _FP32 = 4  # bytes
 _GRAIN = 1024  # elements of a block of statistics on a GPU
@@ -91,7 +91,7 @@ _BLOCK: Columns = {
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time the systems on one workload; return a row for each. Must be called by every rank."""
+    """Verify and time the systems on one workload, and return a row for each. Collective."""
     systems = {name: SYSTEMS[name] for name in CHOSEN}
     verify(workload, systems, group)
     trainers = {name: build(workload, group) for name, build in systems.items()}
@@ -114,7 +114,7 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
 
 
 def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Row]:
-    """Count and time the work of rank 0 of a fake group; return a row for each system."""
+    """Count launches and measure CPU time on rank 0 of a fake group. Return a row for each system."""
     with fake_group(world_size) as group, as_over_nccl():
         trainers = {name: {**SYSTEMS, **TRANSPORTS}[name](workload, group) for name in CHOSEN_ON_FAKE}
         ddp = trainers["ddp"].model
@@ -143,7 +143,7 @@ def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Ro
 
 
 def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
-    """Count and time reductions of a block's gradients on rank 0 of a fake group; return a row for each kind."""
+    """Measure reductions of a block's gradients on rank 0 of a fake group. Return a row for each kind of reduction."""
     shard = -(-LLAMA_BLOCK_NUMEL // world_size)
     shape = shard, world_size, _FP32, _GRAIN
     slices, staged = slices_in(*shape), rows_numel(*shape)
@@ -152,7 +152,7 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
         for reduce in ("exact", "fast"):
             transport = connect_as_over_nccl(group, Route(transport="collectives", reduce=reduce))
             assert isinstance(transport, NcclCollectives)
-            transport.slice_nbytes = 1  # as many slices, of as few elements as can be
+            transport.slice_nbytes = 1  # the real number of slices, each with as few elements as possible
             full, out = torch.zeros(world_size * len(slices) * SHORTEST), torch.zeros(len(slices) * SHORTEST)
             staging = torch.zeros(staging_numel(len(full), transport, full.dtype))
             call = partial(reduce_scatter, full, transport, last=StoreMean(out, world_size), staging=staging)
@@ -176,7 +176,7 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
 
 
 def _beside_fsdp2(rows: Sequence[Row], key: str, ratio: str) -> list[Row]:
-    """Add to each row its `key` divided by FSDP2's, as `ratio`."""
+    """Return the rows with an additional key `ratio`: the value of `key` divided by FSDP2's."""
     fsdp2 = next(row for row in rows if row["system"] == "fsdp2")
     return [{**row, ratio: round(row[key] / fsdp2[key], 3)} for row in rows]
 
@@ -187,13 +187,13 @@ def _units(trainer: Trainer, workload: Workload) -> int:
 
 
 def _setting(bench: str, workload: Workload, units: int, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Return what rows of one run have in common."""
+    """Return the keys that all rows of a run share."""
     told = {"units": units, "optimizer": OPTIMIZER, "threads": torch.get_num_threads(), "rounds": rounds}
     return workload.row(bench, group.size(), **told)
 
 
 def calls_per_step(trainer: Trainer, batch: Batch) -> float:
-    """Return how many Python functions the main thread enters in a step, on average."""
+    """Return the average number of Python functions that the main thread enters in a step."""
     entered = 0
 
     def count(_: FrameType, event: str, __: Any) -> None:
@@ -210,22 +210,24 @@ def calls_per_step(trainer: Trainer, batch: Batch) -> float:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for each kind of rows: of real ranks, of fake groups, and of a block's reduction."""
+    """Return a table for each kind of rows: real ranks, fake groups, and reductions of a block."""
     kinds = {"host": _REAL, "host-fake": _FAKE, "host-block": _BLOCK}
     found = {kind: [row for row in rows if row["bench"] == kind] for kind in kinds}
     return "\n\n".join(markdown_table(cells_of(kinds[kind], some)) for kind, some in found.items() if some)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     parser = options_of_ranks("bench.host", "what the host does per unit and step")
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["many", "mlp"], help="(many mlp)")
-    parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups of `many`, instead")
+    parser.add_argument(
+        "--fake", type=int, nargs="+", metavar="RANKS", help="measure `many` on fake groups of these sizes"
+    )
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
     options = parser.parse_args(arguments)
     if options.fake:
         torch.set_num_threads(1)
-        torch.set_flush_denormal(True)  # weights mean nothing there
+        torch.set_flush_denormal(True)  # values of weights are meaningless on a fake group
         every = [row for ranks in options.fake for row in measure_on_fake(WORKLOADS["many"], options.steps, ranks)]
         every += [row for ranks in options.fake for row in measure_block_on_fake(10 * options.steps, ranks)]
         report(every, options.out / "host-fake.jsonl", render)

@@ -3,24 +3,24 @@
     python -m bench.step --ranks 1 2 4 --model all
     python -m bench.step --model small --precision fp32 bf16 --accumulation 1 4 --clip none 1.0
 
-starts its ranks: two, or one for each GPU. All combinations of precision, accumulation and clipping are
-measured, each with all systems that support it (`bench.support.matrix`), or with those of `--systems floor ddp`.
-Results are compared before anything is timed (`bench.support.check`). Each model's rows go to
-`bench/results/step-MODEL-Nranks.jsonl`, with `-transports` where `p2p` or `collectives` is among the systems, `-tree`
-where that is, and `-cuda` on GPUs, one JSON object per system and combination:
+starts two ranks, or one rank per GPU. It measures all combinations of precision, accumulation and clipping, each with
+all systems that support it (`bench.support.matrix`), or with the systems that `--systems` names. Results are compared
+before the measurement (`bench.support.check`). Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`. The
+name has the suffix `-transports` if `p2p` or `collectives` is among the systems, `-tree` if `tree` is, and `-cuda` on
+GPUs. There is one JSON object per system and combination:
 
 | key | meaning |
 |---|---|
-| `precision`, `accumulation`, `clip` | of computation; micro-batches in a step; norm that gradients are clipped to |
-| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank; on GPUs by events |
-| `per_second`, `item` | tokens or samples of all ranks in a second, by `ms_p50` |
-| `cpu_ms_p50` | milliseconds of work in all threads of a process: other programs hardly affect it |
-| `ms_above_floor` | `ms_p50` less the floor's: what communication and sharding cost |
-| `above_floor_vs_fsdp2`, `ms_vs_ddp` | that as a part of FSDP2's; `ms_p50` as a part of DDP's |
-| `peak_bytes` | the most bytes in tensors during a step, on the rank that holds most; the floor's means nothing |
-| `activation_bytes` | what the forward of the plain model leaves for its backward, of a micro-batch |
-| `held_vs_fsdp2` | `peak_bytes - activation_bytes` as a part of FSDP2's |
-| `tolerance_used` | the largest difference found by `bench.support.check`, 1 is as much as is allowed |
+| `precision`, `accumulation`, `clip` | dtype of computation; micro-batches per step; norm for clipping |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank; on GPUs measured with events |
+| `per_second`, `item` | tokens or samples of all ranks per second, at `ms_p50` |
+| `cpu_ms_p50` | milliseconds of CPU time of all threads of a process; other programs hardly affect it |
+| `ms_above_floor` | `ms_p50` minus the floor's: the time of communication and sharding |
+| `above_floor_vs_fsdp2`, `ms_vs_ddp` | `ms_above_floor` divided by FSDP2's; `ms_p50` divided by DDP's |
+| `peak_bytes` | peak of bytes in tensors during a step, on the rank with the highest peak; meaningless for the floor |
+| `activation_bytes` | bytes that the forward of the plain model saves for its backward, for a micro-batch |
+| `held_vs_fsdp2` | `peak_bytes - activation_bytes` divided by FSDP2's |
+| `tolerance_used` | largest difference found by `bench.support.check`, divided by the allowed one |
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shardlite.apps.launch import default_ranks
 from shardlite.comm.transport.select import choose
 
 PEERS = ("floor", "fsdp2", "ddp")
-"""Systems with which the others are compared."""
+"""Systems with which the other systems are compared."""
 
 DEFAULT = tuple(name for name in NAMES if name not in (*TRANSPORTS, *ORDERS))
 
@@ -59,17 +59,17 @@ def measure(
     group: dist.ProcessGroup,
     setting: Setting = Setting(),  # noqa: B008 (frozen)
 ) -> list[Row]:
-    """Verify, meter and time all systems on one workload; return a row for each. Must be called by every rank.
+    """Verify all systems on one workload, measure their memory and time, and return a row for each. Collective.
 
     Args:
-        workload: its batch is one micro-batch.
-        systems: built in `setting`, including `ddp`.
-        rounds: timed steps of each.
+        workload: the model and batches; a batch is one micro-batch.
+        systems: systems to build in `setting`, including `ddp`.
+        rounds: number of timed steps of each system.
         group: process group of all ranks.
         setting: precision, accumulation and clipping.
 
     Raises:
-        ResultError: a result differs from DDP's; nothing is timed.
+        ResultError: If a result differs from DDP's. Nothing is measured then.
     """
     whole = setting.workload(workload)
     checked = verify(whole, systems, group, setting)
@@ -88,14 +88,14 @@ def measure(
 
 
 def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: Setting) -> Row:
-    """Return what all rows of a run have in common."""
+    """Return the keys that all rows of a run share."""
     told = {"units": "one per block, one for the rest", "optimizer": setting.optimizer, **setting.row()}
     told |= {"parameters": workload.parameters(), "threads": torch.get_num_threads(), "rounds": rounds}
     return workload.row("step", group.size(), **told)
 
 
 def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torch.device) -> str:
-    """Return the transports: that of the process group, and the one that ShardLite selects."""
+    """Return the transport of the process group and the transport that ShardLite selects, in words."""
     if not TRANSPORTS.keys().isdisjoint(systems):
         return str(dist.get_backend(group))
     choice = choose(group, device, timedelta(minutes=1), route=Route())
@@ -108,7 +108,7 @@ def _throughput(workload: Workload, times: Times, ranks: int) -> Row:
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """Add the comparison with the floor, FSDP2 and DDP to each row, if these were measured."""
+    """Add comparisons with the floor, FSDP2 and DDP to each row, if these systems were measured."""
     floor, fsdp2, ddp = (next((row for row in rows if row["system"] == name), None) for name in PEERS)
     for row in rows:
         if floor:
@@ -123,7 +123,7 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def _held(row: Row) -> int:
-    """Return the peak without activations."""
+    """Return the peak minus activations."""
     held: int = row["peak_bytes"] - row["activation_bytes"]
     return held
 
@@ -156,7 +156,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
                 left_out = [each for each in options.systems if each not in systems]
                 _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
             rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
-            if group.rank() == 0:  # after each setting, because a run of many may be ended early
+            if group.rank() == 0:  # after each setting, because a long run may be stopped early
                 file = _file(rows, options.out, device)
                 write_rows(rows, file)
         if group.rank() == 0:
@@ -164,7 +164,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def _say(words: str, left_out: Sequence[str]) -> None:
-    """Print the setting that is being measured, and which of the chosen systems do not support it."""
+    """Print the measured setting, and the chosen systems that do not support it."""
     without = f" (not supported by: {', '.join(left_out)})" if left_out else ""
     print(f"step: {words}{without}", file=sys.stderr, flush=True)
 
@@ -176,16 +176,18 @@ def _norm(text: str) -> float | None:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = options_of_ranks("bench.step", "step time and peak memory, side by side", [default_ranks()])
     parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
-    parser.add_argument("--systems", nargs="+", choices=NAMES, default=DEFAULT, help="(all but transports and orders)")
+    parser.add_argument(
+        "--systems", nargs="+", choices=NAMES, default=DEFAULT, help="(all except transports and orders)"
+    )
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(%(default)s)")
-    parser.add_argument("--accumulation", type=int, nargs="+", default=[1], help="micro-batches a step (%(default)s)")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1], help="micro-batches per step (%(default)s)")
     parser.add_argument(
         "--clip", type=_norm, nargs="+", default=[None], metavar="NORM", help="norms of gradients, or none (none)"
     )
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
     options = parser.parse_args(arguments)
     if "ddp" not in options.systems:
-        parser.error("--systems needs ddp: the others are verified against it")
+        parser.error("--systems must include ddp, because the other systems are verified against it")
     if min(*options.ranks, *options.accumulation, options.steps) < 1:
         parser.error("--ranks, --accumulation and --steps must be at least 1")
     if any(norm is not None and norm <= 0 for norm in options.clip):
@@ -194,7 +196,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     options = _options(arguments)
     return on_ranks("bench.step", options.ranks, arguments, partial(_run_rank, options))
 

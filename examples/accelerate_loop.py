@@ -1,8 +1,9 @@
-"""A loop with Accelerate: it joins ranks and splits data as ever, and ShardLite takes the place of its model wrapper.
+"""A training loop with Accelerate, in which ShardLite replaces Accelerate's model wrapper.
 
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --epochs 3
 
-`prepare` gets loaders and optimizer, not the model. Mixed precision is that of `ShardLite(..., precision=...)`.
+Accelerate initializes the process group and splits the data. Pass loaders and optimizer to `prepare`, but not the
+model. Set mixed precision with `ShardLite(..., precision=...)`.
 """
 
 import argparse
@@ -23,7 +24,7 @@ BATCH, ACCUMULATE = 8, 2
 
 
 def main() -> None:
-    """Train on every rank that the launcher has started."""
+    """Train the model. Every rank calls this function."""
     options = parse()
     set_seed(options.seed)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=ACCUMULATE)
@@ -37,16 +38,16 @@ def main() -> None:
 
     for epoch in range(options.epochs):
         for x, y in train:
-            with accelerator.accumulate(model):  # it finds no_sync() of the model
+            with accelerator.accumulate(model):  # calls no_sync() of the model
                 loss = model(x, y)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)  # by the norm over all ranks
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)  # uses the norm over all ranks
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.print(f"epoch {epoch + 1}  validation {validate(accelerator, model, validation):.4f}", flush=True)
 
-    weights = model.full_state_dict(rank=0)  # in the place of get_state_dict and save_model: all ranks give
+    weights = model.full_state_dict(rank=0)  # replaces get_state_dict and save_model; every rank calls it
     if accelerator.is_main_process:
         options.out.mkdir(parents=True, exist_ok=True)
         torch.save(weights, options.out / "model.pt")
@@ -55,7 +56,7 @@ def main() -> None:
 
 @torch.no_grad()
 def validate(accelerator: Accelerator, model: ShardLite, batches: DataLoader[tuple[Tensor, ...]]) -> float:
-    """Return the mean loss over all ranks. Every rank takes part: each forward gathers weights."""
+    """Return the mean loss over all ranks. Every rank must call this, because each forward gathers weights."""
     model.eval()
     losses = torch.stack([model(x, y) for x, y in batches])
     model.train()
@@ -63,14 +64,14 @@ def validate(accelerator: Accelerator, model: ShardLite, batches: DataLoader[tup
 
 
 def windows(text: Bytes, count: int) -> TensorDataset:
-    """Return random places of a text, and what follows each byte."""
+    """Return random windows of a text, with the next byte of each position as target."""
     return TensorDataset(*draw_batch(text, shape=(count, CONFIG.context), key=(0,)))
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="of 20 steps on 2 ranks")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs, each of 20 steps on 2 ranks (%(default)s)")
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/accelerate"), help="folder for the model")

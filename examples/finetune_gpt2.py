@@ -1,9 +1,9 @@
-"""Fine-tune a Hugging Face GPT-2 on bytes of text, let it write, and save it as `from_pretrained` reads it.
+"""Fine-tune a Hugging Face GPT-2 on bytes of text, generate text, and save the model for `from_pretrained`.
 
     torchrun --nproc-per-node 2 examples/finetune_gpt2.py --steps 100
     torchrun --nproc-per-node 2 examples/finetune_gpt2.py --model runs/gpt2 --checkpointing
 
-Embedding and head share one matrix, and there is nothing to say about it.
+The tied weights of embedding and head need no special code.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CONTEXT, BATCH = 64, 8
 
 
 def main() -> None:
-    """Fine-tune on every rank that the launcher has started."""
+    """Fine-tune the model. Every rank calls this function."""
     options = parse()
     text = read_corpus(None, context=CONTEXT, limit=1 << 20)
     with process_group() as device:
@@ -30,9 +30,9 @@ def main() -> None:
 
 
 def finetune(options: argparse.Namespace, train: Bytes, validation: Bytes, device: torch.device) -> None:
-    """Tell the story from the first weights to the last."""
+    """Load, train, validate, generate and save."""
     rank = dist.get_rank()
-    torch.manual_seed(options.seed + rank)  # each rank has its own dropout; the weights are rank 0's
+    torch.manual_seed(options.seed + rank)  # dropout differs between ranks; the weights are rank 0's
     net = make_model(options.model, reads=rank == 0)
     if options.checkpointing:
         enable = getattr(net, "activation_checkpointing_enable", None)  # older versions have another name
@@ -57,11 +57,11 @@ def finetune(options: argparse.Namespace, train: Bytes, validation: Bytes, devic
         total = model(input_ids=x.to(device), labels=x.to(device)).loss
     dist.all_reduce(total)
 
-    # Each rank continues a text of its own. `synced_gpus` lets a rank that is done go on until all are: every forward
-    # gathers weights, so all ranks must run as many.
+    # Each rank continues a different text. With `synced_gpus`, a rank that has finished runs further forwards until all
+    # ranks have finished: every forward gathers weights, so all ranks must run the same number of forwards.
     written = model.generate(x[:1, :16].to(device), max_new_tokens=48, do_sample=True, synced_gpus=True)
 
-    weights = model.full_state_dict(rank=0)  # all ranks give, rank 0 gets
+    weights = model.full_state_dict(rank=0)  # every rank calls it, rank 0 gets the result
     if rank == 0:
         model.save_pretrained(options.out, state_dict=weights)
         print(f"validation {total.item() / dist.get_world_size():.4f}, saved in {options.out}")
@@ -69,7 +69,7 @@ def finetune(options: argparse.Namespace, train: Bytes, validation: Bytes, devic
 
 
 def make_model(folder: Path | None, *, reads: bool) -> GPT2LMHeadModel:
-    """Read a model from a folder, or make a small new one. Ranks that need not read it get one without memory."""
+    """Return a model from a folder, or a small new one. If `reads` is False, the model is on the meta device."""
     shape = {"vocab_size": 256, "n_positions": CONTEXT, "n_embd": 128, "n_layer": 4, "n_head": 4}
     small = GPT2Config(**shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     if not reads:
@@ -79,9 +79,9 @@ def make_model(folder: Path | None, *, reads: bool) -> GPT2LMHeadModel:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder with a GPT-2 that reads bytes; a small new one by default")
+    parser.add_argument("--model", type=Path, help="folder of a byte-level GPT-2; by default a small new model")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--seed", type=int, default=0)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_rings.py
 
-FSDP2 accepts a custom all-gather and reduce-scatter for each of its modules. Everything else stays FSDP2's: layout,
+FSDP2 accepts a custom all-gather and reduce-scatter for each of its modules. The rest of FSDP2 does not change: layout,
 schedule, streams, casts, the all-reduce of hybrid sharding, and the norm of DTensors. The script trains a small GPT
 with FSDP2's own collectives and with the rings. On two ranks both give the same bits.
 
@@ -39,34 +39,34 @@ from shardlite.comm import (
 
 
 def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timedelta(minutes=10)) -> list[str]:  # noqa: B008
-    """Gather and reduce every module in `model` that `fully_shard` has sharded by ShardLite's rings. Collective.
+    """Use ShardLite's rings in every module of `model` that `fully_shard` has sharded. Collective.
 
     Results differ from FSDP2's only in the order of additions: shard `k` is summed in the order `k+1, k+2, ..., k`, and
-    a mean is that sum divided once. On two ranks the bits are equal.
+    a mean is this sum divided once. On two ranks the bits are equal.
 
     Args:
-        model: a module that `fully_shard` was called on, or one with such modules inside.
-        route: transport and algorithm. All algorithms but `"ring"` and `"direct"` add in other orders.
-        timeout: how long a rank waits for a message. Over NCCL the timeout of the group applies.
+        model: a module on which `fully_shard` was called, or a module that contains such modules.
+        route: transport and algorithm. Algorithms other than `"ring"` and `"direct"` add in other orders.
+        timeout: maximum time to wait for a message. Over NCCL the timeout of the group applies.
 
     Returns:
         The names of the modules, in their order in the model.
 
     Raises:
-        LayoutError: `fully_shard` was not called; a module is only replicated, shards its parameters over several
-            meshes, or has gradients of a dtype that a ring cannot sum; the route is not available.
+        LayoutError: If `fully_shard` was not called; if a module is only replicated, shards its parameters over several
+            meshes, or has gradients of a dtype that a ring cannot sum; or if the route is not available.
     """
     found: dict[int, tuple[str, FSDPModule, Any]] = {}
     for name, module in model.named_modules():
         for params in _parameter_group(name or "(root)", module):
-            found.setdefault(id(params), (name or "(root)", module, params))  # modules may be sharded together
+            found.setdefault(id(params), (name or "(root)", module, params))  # a group may have several modules
     if not found:
         raise LayoutError(
             f"{type(model).__name__} has no parameters that fully_shard has sharded: call "
             "torch.distributed.fsdp.fully_shard on its blocks and on itself, then install(model)"
         )
     gathers, reductions = Connections(route, timeout), Connections(route, timeout, reduces=True)
-    for _, _, params in found.values():  # before anything is changed
+    for _, _, params in found.values():  # first connect everything, so that an error changes nothing
         for connections in (gathers, reductions):
             connections.connect(params.mesh_info.shard_process_group, params.device)
     for name, module, params in found.values():
@@ -77,7 +77,7 @@ def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timed
 
 
 class Connections:
-    """A transport per process group, and a queue per device: FSDP2 passes the group in each call."""
+    """A transport per process group, because FSDP2 passes the group in each call, and a queue per device."""
 
     def __init__(self, route: Route, timeout: timedelta, *, reduces: bool = False) -> None:
         self._route, self._timeout, self._reduces = route, timeout, reduces
@@ -94,7 +94,7 @@ class Connections:
     def run(
         self, operation: Callable[[], None], transport: Transport, device: torch.device, *, async_op: bool
     ) -> "RingWork | None":
-        """Run an operation on the current stream, or start it on a stream of its own and return its work."""
+        """Run an operation on the current stream, or start it on a separate stream and return its work."""
         if not async_op:
             operation()
             return None
@@ -105,20 +105,20 @@ class Connections:
 
 
 class RingWork(dist.Work):
-    """An operation in flight as a `dist.Work`, the only type that FSDP2 waits for."""
+    """An operation in flight, as a `dist.Work`, because FSDP2 waits only for this type."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
         self._work = work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the results, or raise the operation's error. The transport's own timeout applies."""
+        """Wait for the results, or raise the operation's error. The transport's timeout applies, not `timeout`."""
         self._work.wait()
         return True
 
 
 class _RingCollective:
-    """What both collectives of one module have."""
+    """Base class of the two collectives of a module."""
 
     kind: str
 
@@ -129,7 +129,7 @@ class _RingCollective:
         self._sequence = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer, in memory from which the transport sends without a copy."""
+        """Return a new buffer in memory from which the transport sends without a copy."""
         nbytes = prod(size) * dtype.itemsize
         return self._connections.connect(self._group, device).empty(nbytes, device).view(dtype)
 
@@ -172,7 +172,7 @@ class RingReduceScatter(_RingCollective):
         `input_tensor` is overwritten with partial sums. FSDP2 keeps it only until the stream has finished with it.
 
         Raises:
-            LayoutError: a ring cannot compute `op`.
+            LayoutError: If a ring cannot compute `op`.
         """
         transport = self._connections.connect(group, input_tensor.device)
         factor, divisor = _scales(op, transport.world_size)
@@ -189,8 +189,9 @@ class RingReduceScatter(_RingCollective):
 def _scales(op: Any, world_size: int) -> tuple[float, int]:
     """Return the factor for each rank's summand, and the divisor of the sum.
 
-    FSDP2 requests a mean; a sum, if it divides itself; or, with a user's divisor, a sum of parts multiplied by its
-    reciprocal. If that is 1/n for an integer n, the sum is divided by n instead: once, and correctly rounded.
+    FSDP2 requests a mean, or a sum if FSDP2 itself divides. With a user's divisor, FSDP2 requests a sum of terms that
+    are multiplied by a factor. If this factor is 1/n for an integer n, the sum is divided by n instead, so that it is
+    rounded once and correctly.
     """
     kinds: Any = dist.ReduceOp.RedOpType
     asked: Any = dist.ReduceOp(op) if isinstance(op, kinds) else op
@@ -206,7 +207,7 @@ def _scales(op: Any, world_size: int) -> tuple[float, int]:
 
 
 def _parameter_group(name: str, module: nn.Module) -> list[Any]:
-    """Return FSDP2's group of parameters of a module, or an empty list, after checking that a ring can serve it."""
+    """Return FSDP2's parameter group of a module, or an empty list, after checking that a ring supports it."""
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()  # PyTorch versions have one group per module, or a list

@@ -1,12 +1,13 @@
-"""Find the largest GPT that trains within a budget of memory, with FSDP2 and with what ShardLite has to save memory.
+"""Find the largest GPT that trains within a memory budget, with FSDP2 and with ShardLite's memory-saving options.
 
     python examples/largest_model.py --gigabytes 1
     python examples/largest_model.py --gigabytes 1 --ranks 2 --out bench/results
 
-On a GPU the budget is the card if nothing else is said: a model fits if three steps end without an out-of-memory error
-of CUDA. On a CPU it is the most bytes in tensors at any time, building the model included. Each trial runs in processes
-of its own, one per rank, so nothing of an earlier one is left. All systems get the same models, batch, dtypes and
-checkpointing, and a trial counts only if its loss falls. A system that raises stands in the table with its error.
+On a GPU the default budget is the free memory of the card, and a model fits if three steps finish without an
+out-of-memory error of CUDA. On a CPU the budget limits the bytes in tensors at any time, also while the model is
+built. Each trial runs in new processes, one per rank, so earlier trials leave no memory behind. All systems get the
+same models, batch, dtypes and checkpointing. A trial counts only if its loss decreases. If a system raises, the table
+shows its error.
 """
 
 import argparse
@@ -43,7 +44,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """One system with the model of about `size` parameters, on ranks that may have `budget` bytes each."""
+    """One system with a model of about `size` parameters, on ranks with a budget of `budget` bytes each."""
 
     system: str
     size: int
@@ -52,7 +53,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial: the peak in bytes and the loss of each step, or what went wrong if not memory ran out."""
+    """Result of a trial: the peak in bytes and the loss of each step, or an error other than running out of memory."""
 
     fits: bool = False
     peak: int = 0
@@ -61,22 +62,22 @@ class Outcome:
 
 
 class TooMuch(MemoryError):  # noqa: N818 (an answer)
-    """More bytes than the budget are in tensors."""
+    """Raised if tensors have more bytes than the budget."""
 
 
 def run_rank(trial: Trial, folder: Path) -> None:
-    """Be one of the ranks, and leave the outcome in `folder`."""
+    """Run a trial as one of its ranks, and write the outcome to `folder`."""
     with process_group() as device:
         outcome = attempt(trial, device)
         unfinished = folder / f"{dist.get_rank()}"
         unfinished.write_text(json.dumps(asdict(outcome)))
         unfinished.rename(unfinished.with_suffix(".json"))
         if not outcome.fits:
-            os._exit(1)  # at once, for peers may wait for messages that will not come
+            os._exit(1)  # at once, because peers may wait for messages from this rank
 
 
 def attempt(trial: Trial, device: torch.device) -> Outcome:
-    """Train, and say what became of it, whatever that is."""
+    """Train, and return the outcome. Exceptions become outcomes."""
     try:
         measure = on_gpu if device.type == "cuda" else on_cpu
         losses, peak = measure(trial, device)
@@ -86,8 +87,8 @@ def attempt(trial: Trial, device: torch.device) -> Outcome:
 
 
 def train(trial: Trial, device: torch.device) -> list[float]:
-    """Build, and take a few steps on one batch; returns the loss before each."""
-    torch.manual_seed(dist.get_rank())  # FSDP2's ranks draw their own shards
+    """Build the model and take `STEPS` steps on one batch. Return the loss before each step."""
+    torch.manual_seed(dist.get_rank())  # each FSDP2 rank draws its own shards
     model, optimizer = SYSTEMS[trial.system](Shape.near(trial.size).on_meta(), device)
     chance = torch.Generator().manual_seed(1 + dist.get_rank())
     text = torch.randint(BYTE_VALUES, (BATCH, CONTEXT + 1), generator=chance).to(device)
@@ -102,14 +103,14 @@ def train(trial: Trial, device: torch.device) -> list[float]:
 
 
 def on_gpu(trial: Trial, device: torch.device) -> tuple[list[float], int]:
-    """Losses and the most bytes that PyTorch allocated; it may not take more than the budget."""
+    """Return the losses and the peak of bytes that PyTorch allocated, with the budget as PyTorch's limit."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, trial.budget / total), device)
     return train(trial, device), torch.cuda.max_memory_allocated(device)
 
 
 def on_cpu(trial: Trial, device: torch.device) -> tuple[list[float], int]:
-    """Losses and the most bytes in tensors; ends as soon as there are too many."""
+    """Return the losses and the peak of bytes in tensors. Stop as soon as the peak exceeds the budget."""
 
     def check() -> None:
         if meter.peak > trial.budget:
@@ -121,14 +122,14 @@ def on_cpu(trial: Trial, device: torch.device) -> tuple[list[float], int]:
 
 
 def judged(losses: Sequence[float], peak: int) -> Outcome:
-    """A trial in which nothing was learnt says nothing about memory."""
+    """Return the outcome of a trial. A trial whose loss does not decrease is an error."""
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         return Outcome(peak=peak, error=f"the loss does not fall: {', '.join(f'{loss:.4f}' for loss in losses)}")
     return Outcome(fits=True, peak=peak, losses=losses)
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Whether memory was what failed, also inside another error raised from it (NCCL has one of its own)."""
+    """Return whether the error, or one of its causes, is that memory ran out. NCCL has a separate exception."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | TooMuch) or "out of memory" in str(error):
             return True
@@ -137,7 +138,7 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 def described(error: Exception) -> str:
-    """The error in one line."""
+    """Return the error in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
@@ -145,13 +146,14 @@ def described(error: Exception) -> str:
 
 
 def bisect(fits: Callable[[int], bool], first: int, most: int, within: float) -> tuple[int, int]:
-    """Return the largest size that was found to fit, and the smallest that was not, the next one or `within` of it.
+    """Return the largest size that was found to fit, and the smallest size that was found not to fit.
 
-    Starts at `first`, or at less if that does not fit; `most` is known to be too much. Each trial then takes the root
-    of the ratio of the two.
+    The second size is the next integer, or at most `1 + within` times the first. The search starts at `first`, or at a
+    smaller size if `first` does not fit. `most` is known not to fit. Each further trial has the geometric mean of the
+    two sizes.
 
     Raises:
-        ValueError: nothing fits.
+        ValueError: If no size fits.
     """
     low, high = first, most
     while not fits(low):
@@ -165,7 +167,7 @@ def bisect(fits: Callable[[int], bool], first: int, most: int, within: float) ->
 
 
 def largest(system: str, budget: int, ranks: int, within: float, run: Callable[[Trial, int], Outcome]) -> Row:
-    """Search for one system; an error in a trial ends the search and stands in the row."""
+    """Search for the largest model of one system, and return its row. An error in a trial ends the search."""
     outcomes: dict[int, Outcome] = {}
 
     def fits(size: int) -> bool:
@@ -175,7 +177,7 @@ def largest(system: str, budget: int, ranks: int, within: float, run: Callable[[
         return outcome.fits
 
     try:
-        # Weights, gradients and two moments in fp32 take 16 bytes, and weights in bf16 alone 2.
+        # Weights, gradients and two moments in fp32 take 16 bytes per parameter; weights in bf16 alone take 2.
         low, high = bisect(fits, first=ranks * budget // 32, most=ranks * budget // 2, within=within)
     except (RuntimeError, ValueError) as error:
         return {"system": system, "parameters": None, "trials": len(outcomes), "error": str(error)}
@@ -194,12 +196,12 @@ def largest(system: str, budget: int, ranks: int, within: float, run: Callable[[
 
 
 def run_trial(trial: Trial, ranks: int) -> Outcome:
-    """Run a trial in fresh processes. If one of them ends badly, those that wait for it are ended, too."""
+    """Run a trial in new processes. If one of them fails, end the other processes, which may wait for it."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--trial", json.dumps(asdict(trial)), "--out", folder]
         shared = environment_for(ranks) | _meeting_point(ranks)
-        shared.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a full card has no room for gaps
-        shared.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores that other programs have
+        shared.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # avoids fragmentation of a full card
+        shared.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take cores from other processes
         processes = [
             subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(ranks)
@@ -216,7 +218,7 @@ def run_trial(trial: Trial, ranks: int) -> Outcome:
 
 
 def _worst(outcomes: Sequence[Outcome], ended: Sequence[int]) -> Outcome:
-    """Return one outcome for all ranks: that of a rank that ran out of memory, from which other errors follow."""
+    """Return one outcome for all ranks. Running out of memory has precedence, because it causes other errors."""
     bad = [outcome for outcome in outcomes if not outcome.fits]
     if bad:
         return min(bad, key=lambda outcome: outcome.error is not None)
@@ -226,7 +228,7 @@ def _worst(outcomes: Sequence[Outcome], ended: Sequence[int]) -> Outcome:
 
 
 def _meeting_point(ranks: int) -> dict[str, str]:
-    """What a launcher tells all ranks."""
+    """Return the environment variables that a launcher sets on all ranks."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     return {
@@ -249,7 +251,7 @@ _COLUMNS: dict[str, Callable[[Row, Row], str]] = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """One table of rows that were measured together, headed by what was measured and where, in Markdown."""
+    """Return a Markdown table of the rows of one run, with a heading that names models, training and machine."""
     base = next((row for row in rows if row["system"] == BASE), {"parameters": None})
     rule = ["---", *["---:"] * (len(_COLUMNS) - 1)]
     lines = [list(_COLUMNS), rule, *(_cells(row, base) for row in rows)]
@@ -275,7 +277,7 @@ def _heading(row: Row) -> str:
 
 
 def common(options: argparse.Namespace, budget: int, device: str) -> Row:
-    """What all rows of a run share."""
+    """Return the keys that all rows of a run share."""
     return {
         "bench": "largest",
         "words": FAMILY,
@@ -292,7 +294,7 @@ def common(options: argparse.Namespace, budget: int, device: str) -> Row:
 
 
 def machine() -> str:
-    """What a CPU's rows name: Linux knows it best."""
+    """Return the name of the CPU, from Linux if possible, and its number of cores."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -301,10 +303,10 @@ def machine() -> str:
 
 
 def card(ranks: int) -> tuple[str, int]:
-    """The name of the GPUs and the bytes that are free on each, asked in a process that leaves nothing on them.
+    """Return the name of the GPUs and the smallest number of free bytes, from a process that leaves no CUDA context.
 
     Raises:
-        ValueError: ranks would share a GPU.
+        ValueError: If ranks would share a GPU.
     """
     if torch.cuda.device_count() < ranks:
         raise ValueError(f"each rank fills a GPU: got {ranks} ranks and {torch.cuda.device_count()} GPUs")
@@ -314,7 +316,7 @@ def card(ranks: int) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Search for each system in turn, or be one rank of a trial."""
+    """Search with each system in turn, or run as one rank of a trial."""
     options = parse()
     if options.trial is not None:
         run_rank(options.trial, options.out)
@@ -334,7 +336,7 @@ def main() -> None:
 
 
 def told(trial: Trial, ranks: int) -> Outcome:
-    """Run a trial and say how it went."""
+    """Run a trial, print its result, and return its outcome."""
     start = time.perf_counter()
     outcome = run_trial(trial, ranks)
     result = outcome.error or (f"fits, {outcome.peak / 1e9:.3f} GB at the peak" if outcome.fits else "does not fit")
@@ -344,11 +346,13 @@ def told(trial: Trial, ranks: int) -> Outcome:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, help="of 1e9 bytes, the budget of a rank; by default its whole GPU")
+    parser.add_argument(
+        "--gigabytes", type=float, help="budget per rank in 1e9 bytes; by default the free memory of its GPU"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="processes on this machine (%(default)s)")
-    parser.add_argument("--within", type=float, default=0.02, help="how near to the limit to go (%(default)s)")
+    parser.add_argument("--within", type=float, default=0.02, help="relative precision of the size (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the rows, as JSON lines")
     parser.add_argument("--trial", type=lambda text: Trial(**json.loads(text)), help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,7 +1,7 @@
-"""What `largest_model.py` compares: a family of GPTs that grows in small steps, and the systems that train them.
+"""The models and systems of `largest_model.py`: GPTs whose size grows in small steps, and systems that train them.
 
 All systems get models on the meta device, and the same optimizer, dtypes and checkpointing. On one rank they draw the
-same first weights.
+same initial weights.
 
 Legend: `b` sequences, `t` bytes in a sequence, `c` width, `f` width inside the perceptron.
 """
@@ -46,31 +46,31 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Grows with the depth, so that one block is always about `1/depth` of the model."""
+        """Width of the model, proportional to the depth, so that one block is about `1/depth` of the model."""
         return HEAD * self.depth
 
     @classmethod
     def near(cls, size: int) -> "Shape":
-        """The member whose blocks have about `size` parameters, `depth (4 c^2 + 2 c f)`.
+        """Return the member whose blocks have about `size` parameters, `depth (4 c^2 + 2 c f)`.
 
-        The depth decides coarsely, `f = 3 c` being the least, and `f` takes up the rest in steps of 8.
+        The depth is the largest for which `f >= 3 c`. Then `f` is adjusted in steps of 8.
         """
         depth = max(1, math.floor((size / (10 * HEAD**2)) ** (1 / 3) + 1e-9))
         width = HEAD * depth
         return cls(depth, 8 * max(1, round((size / depth / width - 4 * width) / 16)))
 
     def parameters(self) -> int:
-        """Elements in all parameters."""
+        """Return the number of elements in all parameters."""
         return sum(param.numel() for param in self.on_meta().parameters())
 
     def on_meta(self) -> "GPT":
-        """The model with shapes and no memory."""
+        """Return the model on the meta device."""
         with torch.device("meta"):
             return GPT(self)
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in; the backward computes all of it again."""
+    """Residual attention and residual perceptron, both recomputed in the backward."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. Embedding and head are small beside the blocks."""
+    """Predicts the next byte. Embedding and head are small compared with the blocks."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(shape.width, BYTE_VALUES, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """How wrong the prediction of `y` [b t] from `x` [b t] is, in nats per byte."""
+        """Return the cross entropy of predicting `y` [b t] from `x` [b t], in nats per byte."""
         hidden = self.embedding(x)
         for block in self.blocks:
             hidden = block(hidden)
@@ -112,7 +112,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialise(module: nn.Module) -> None:
-    """Give a module's own parameters their first values: for a matrix normal(0.02)."""
+    """Initialize a module's own parameters: normal(0.02) for matrices, 1 for weights of norms, and 0 for biases."""
     for name, param in module.named_parameters(recurse=False):
         local = param.to_local() if isinstance(param, DTensor) else param
         if param.ndim >= 2:
@@ -127,7 +127,7 @@ Trainer = tuple[nn.Module, Optimizer]
 
 
 def fsdp2(model: GPT, device: torch.device) -> Trainer:
-    """PyTorch's own full sharding: each block is gathered by itself, and the rest together."""
+    """Shard with PyTorch's FSDP2: one unit per block, and one for the other parameters."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (*model.blocks, model):
@@ -137,19 +137,19 @@ def fsdp2(model: GPT, device: torch.device) -> Trainer:
 
 
 def standard(model: GPT, device: torch.device) -> Trainer:
-    """ShardLite as it is: it finds the same units."""
+    """Shard with ShardLite's defaults, which find the same units."""
     sharded = _shard(model, device, Precision(compute=torch.bfloat16))
     return sharded, AdamW(sharded.parameters(), **OPTIONS)
 
 
 def in_backward(model: GPT, device: torch.device) -> Trainer:
-    """Each unit is stepped as soon as its gradients are there, so that those of all units are never there together."""
+    """Step each unit as soon as its gradients are reduced, so that gradients of all units never exist together."""
     sharded = _shard(model, device, Precision(compute=torch.bfloat16))
     return sharded, AdamW(sharded.parameters(), **OPTIONS, in_backward=True)
 
 
 def compact(model: GPT, device: torch.device) -> Trainer:
-    """In the backward, too, with weights of 24 bits and an optimizer state of 8."""
+    """Also step in the backward, with 24-bit weights and 8-bit optimizer state."""
     sharded = _shard(model, device, Precision(compute=torch.bfloat16, master="split24"))
     return sharded, AdamW(sharded.parameters(), **OPTIONS, in_backward=True, state="int8")
 
@@ -165,4 +165,4 @@ SYSTEMS: dict[str, Callable[[GPT, torch.device], Trainer]] = {
     "ShardLite, in_backward": in_backward,
     "ShardLite, in_backward, split24, int8": compact,
 }
-"""By their names in the table, which compares all with `BASE`."""
+"""Systems by their names in the table, which compares all of them with `BASE`."""

@@ -1,9 +1,9 @@
-"""An ordinary `LightningModule`, trained by ShardLite through the strategy in `lightning_strategy.py`.
+"""An ordinary `LightningModule`, trained with ShardLite through the strategy in `lightning_strategy.py`.
 
     torchrun --nproc-per-node 2 examples/lightning_fit.py --epochs 3
     torchrun --nproc-per-node 2 examples/lightning_fit.py --epochs 6 --resume runs/lightning/last.ckpt
 
-One line of it says that there is a strategy. Nothing else is about sharding.
+The script passes the strategy to the `Trainer`. No other line is specific to sharding.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BATCH, ACCUMULATE = 8, 2
 
 
 class Writer(LightningModule):
-    """A GPT that reads bytes, and knows nothing of sharding."""
+    """A byte-level GPT without code for sharding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Writer(LightningModule):
         self.log("validation", self.gpt(*batch), sync_dist=True, prog_bar=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Warm up over ten steps. Any elementwise optimizer will do."""
+        """Return an optimizer and a warm-up over ten steps. Any elementwise optimizer works."""
         optimizer = AdamW(self.parameters(), lr=2e-3)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Windows(Dataset[tuple[Tensor, ...]]):
-    """Random places of a text."""
+    """Random windows of a text."""
 
     def __init__(self, text: Bytes, count: int) -> None:
         self._text, self._count = text, count
@@ -64,7 +64,7 @@ class Windows(Dataset[tuple[Tensor, ...]]):
 
 
 def main() -> None:
-    """Train on every rank that the launcher has started."""
+    """Train the model. Every rank calls this function."""
     options = parse()
     seed_everything(options.seed)
     text = read_corpus(None, context=CONFIG.context, limit=1 << 20)
@@ -78,23 +78,25 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    train = DataLoader(Windows(text.train, 640), BATCH, shuffle=True)  # Lightning lets each rank read its own part
+    train = DataLoader(Windows(text.train, 640), BATCH, shuffle=True)  # Lightning adds a sampler for each rank's part
     validation = DataLoader(Windows(text.validation, 64), BATCH)
     trainer.fit(Writer(), train, validation, ckpt_path=options.resume)
-    trainer.save_checkpoint(options.out / "last.ckpt")  # all ranks give, rank 0 writes
+    trainer.save_checkpoint(options.out / "last.ckpt")  # every rank calls it, rank 0 writes
     if trainer.is_global_zero:
         print(f"validation {trainer.callback_metrics['validation']:.4f}, saved in {options.out}", flush=True)
     dist.destroy_process_group()
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="of 20 steps on 2 ranks; with those before --resume")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="last epoch, also with --resume; 20 steps each on 2 ranks"
+    )
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/lightning"), help="folder for the checkpoint")
-    parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""A strategy by which Lightning's Trainer trains a `LightningModule`, as it is, with ShardLite: a file to copy.
+"""A strategy for Lightning's Trainer that trains an unchanged `LightningModule` with ShardLite. Copy this file.
 
     Trainer(strategy=ShardLiteStrategy(stage=3), ...)    # takes the options of ShardLite
 
-Clipping, accumulation, schedulers, validation and callbacks are the Trainer's own. A checkpoint holds the weights as an
-unsharded module has them, and what each rank's optimizer keeps: training goes on at the same world size and stage.
-`lightning_fit.py` uses it.
+The Trainer handles clipping, accumulation, schedulers, validation and callbacks. A checkpoint contains the unsharded
+weights, and the optimizer state of each rank. So training resumes only with the same world size and stage.
+`lightning_fit.py` uses this strategy.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from shardlite import ShardLite
 
 
 class ShardLiteStrategy(DDPStrategy):
-    """Starts and joins ranks as DDP does, but shards the module instead of copying it."""
+    """Start ranks as `DDPStrategy` does, but shard the module instead of replicating it."""
 
-    restore_checkpoint_after_setup = True  # weights go into the sharded model
+    restore_checkpoint_after_setup = True  # weights are loaded into the sharded model
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class ShardLiteStrategy(DDPStrategy):
         self._sharded: ShardLite | None = None
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the module: once, whatever the Trainer does with it one after the other."""
+        """Wrap the module, unless an earlier call of the Trainer has wrapped it."""
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)  # with the module's own parameters, which still are ordinary ones
+            self.setup_optimizers(trainer)  # before wrapping, so from the module's own parameters
         if self._sharded is None or self._sharded.module is not module:
             if not any(param.is_meta for param in module.parameters()):
                 self.model_to_device()
@@ -47,14 +47,14 @@ class ShardLiteStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _hand_over_shards(self) -> None:
-        """Let optimizers step shards instead of whole parameters. ShardLite's AdamW has done so by itself."""
+        """Replace full parameters in the optimizers by shards. ShardLite's AdamW already has shards."""
         shards = dict(zip(self.model.module.parameters(), self.model.parameters(), strict=True))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [shards.get(param, param) for param in group["params"]]
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Accumulate: for all batches but the last one before a step."""
+        """Return a context that accumulates gradients; the Trainer enters it for all batches but the last of a step."""
         return self.model.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
@@ -62,25 +62,25 @@ class ShardLiteStrategy(DDPStrategy):
         return self.model.full_state_dict(rank=0)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over rank 0's weights."""
+        """Load rank 0's weights."""
         self.model.load_full_state_dict(checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Optimizer) -> list[Any] | None:
-        """Return what the optimizers of all ranks keep, on rank 0."""
+        """Return the optimizer states of all ranks on rank 0, and `None` on other ranks."""
         own = tree_map_only(Tensor, _copy, super().optimizer_state(optimizer))
         states = [None] * self.world_size if self.is_global_zero else None
         dist.gather_object(own, states)
         return states
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's part."""
+        """Load this rank's optimizer states."""
         for optimizer, states in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if len(states) != self.world_size:
                 raise ValueError(f"the checkpoint is of {len(states)} ranks, these are {self.world_size}")
             optimizer.load_state_dict(states[self.global_rank])
 
     def teardown(self) -> None:
-        """Leave the model where it is: a sharded one cannot be moved."""
+        """Tear down without moving the model to the CPU, because a sharded model cannot be moved."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -88,5 +88,5 @@ class ShardLiteStrategy(DDPStrategy):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy what is seen only: a view is sent and written with all of the memory that it is a view of."""
+    """Return a copy on the CPU. A view would be pickled together with its whole storage."""
     return tensor.to("cpu", copy=True)

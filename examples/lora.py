@@ -1,9 +1,9 @@
-"""Train LoRA adapters of a Hugging Face Llama with peft, and save them as peft reads them.
+"""Train LoRA adapters of a Hugging Face Llama with PEFT, and save them in PEFT's format.
 
     torchrun --nproc-per-node 2 examples/lora.py --steps 100
     torchrun --nproc-per-node 2 examples/lora.py --model runs/llama --out runs/adapters
 
-The frozen base is sharded like everything else, and takes no memory for gradients and optimizer state.
+The frozen base model is sharded too, and takes no memory for gradients and optimizer state.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CA
 
 
 def main() -> None:
-    """Train on every rank that the launcher has started."""
+    """Train the adapters. Every rank calls this function."""
     options = parse()
     text = read_corpus(None, context=CONTEXT, limit=1 << 20)
     with process_group() as device:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def train_adapters(options: argparse.Namespace, train: Bytes, validation: Bytes, device: torch.device) -> None:
-    """Tell the story from the base to the saved adapters."""
+    """Add adapters to a base model, train, validate, and save the adapters."""
     rank = dist.get_rank()
     torch.manual_seed(options.seed)
     net = get_peft_model(make_base(options.model), LORA)  # freezes the base, adds adapters
@@ -57,14 +57,14 @@ def train_adapters(options: argparse.Namespace, train: Bytes, validation: Bytes,
         total = model(input_ids=x.to(device), labels=x.to(device)).loss
     dist.all_reduce(total)
 
-    weights = model.full_state_dict(rank=0)  # all ranks give, rank 0 gets
+    weights = model.full_state_dict(rank=0)  # every rank calls it, rank 0 gets the result
     if rank == 0:
-        model.save_pretrained(options.out, state_dict=weights)  # peft picks the adapters out
+        model.save_pretrained(options.out, state_dict=weights)  # PEFT saves only the adapters
         print(f"validation {total.item() / dist.get_world_size():.4f}, adapters saved in {options.out}", flush=True)
 
 
 def report(model: ShardLite) -> None:
-    """Tell what this rank holds after a step, and for how many parameters."""
+    """Print the number of trained parameters, and the bytes that this rank holds after a step."""
     whole = sum(p.numel() for p in model.module.parameters())
     trained = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
     with_gradient = sorted(name for name, p in model.named_parameters() if p.grad is not None)
@@ -76,7 +76,7 @@ def report(model: ShardLite) -> None:
 
 
 def make_base(folder: Path | None) -> LlamaForCausalLM:
-    """Read a model from a folder, or make a small new one."""
+    """Return a model from a folder, or a small new one."""
     if folder is not None:
         return LlamaForCausalLM.from_pretrained(folder)
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -84,9 +84,9 @@ def make_base(folder: Path | None) -> LlamaForCausalLM:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder with a Llama that reads bytes; a small new one by default")
+    parser.add_argument("--model", type=Path, help="folder of a byte-level Llama; by default a small new model")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--seed", type=int, default=0)

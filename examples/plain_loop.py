@@ -1,9 +1,9 @@
-"""A whole training script: join the other ranks, wrap, train, validate, save, and go on from what was saved.
+"""A complete training script: initialize the process group, wrap, train, validate, save, and resume.
 
     torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100
     torchrun --nproc-per-node 2 examples/plain_loop.py --steps 200 --resume runs/plain
 
-Model and loop are ordinary ones. Comments say where sharding asks for something.
+The model and the loop are ordinary PyTorch. Comments mark the lines that differ because of sharding.
 """
 
 import argparse
@@ -26,20 +26,20 @@ WARMUP, MAX_NORM = 10, 1.0
 
 
 def main() -> None:
-    """Train on every rank that the launcher has started."""
+    """Train the model. Every rank calls this function."""
     options = parse()
     device = join_ranks()
     text = read_corpus(None, context=CONFIG.context, limit=1 << 20)
 
     torch.manual_seed(options.seed)
-    model = ShardLite(GPT(CONFIG), stage=options.stage, device=device)  # rank 0's weights count
-    decayed = [p for p in model.parameters() if p.ndim >= 2]  # a shard has as many dimensions as its parameter
+    model = ShardLite(GPT(CONFIG), stage=options.stage, device=device)  # all ranks start from rank 0's weights
+    decayed = [p for p in model.parameters() if p.ndim >= 2]  # a shard has the `ndim` of its parameter
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / WARMUP, 1 - step / (options.steps + 1)))
     if options.resume:
-        load(options.resume, model, optimizer, {"schedule": schedule})  # saved by any number of ranks, at any stage
+        load(options.resume, model, optimizer, {"schedule": schedule})  # from any number of ranks and any stage
 
     for step in range(schedule.last_epoch, options.steps):
         train_loss = take_step(model, optimizer, text.train, device, key=(options.seed, step))
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def join_ranks() -> torch.device:
-    """Find the other processes, over NCCL where each has a GPU; returns where this one computes."""
+    """Initialize the process group, with NCCL on GPUs, and return the device of this rank."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -64,16 +64,16 @@ def join_ranks() -> torch.device:
 
 
 def take_step(model: ShardLite, optimizer: AdamW, text: Bytes, device: torch.device, key: tuple[int, int]) -> float:
-    """Take one step on batches of this rank's own; returns the mean loss of all ranks."""
+    """Take one step on this rank's batches, and return the mean loss of all ranks."""
     total = torch.zeros((), device=device)
     for micro in range(ACCUMULATE):
         x, y = draw_batch(text, shape=(BATCH, CONFIG.context), key=(*key, dist.get_rank(), micro))
         is_last = micro == ACCUMULATE - 1
-        with nullcontext() if is_last else model.no_sync():  # gradients stay on this rank until the last backward
+        with nullcontext() if is_last else model.no_sync():  # only the last backward reduces gradients
             loss = model(x.to(device), y.to(device)) / ACCUMULATE
             loss.backward()
         total += loss.detach()
-    model.clip_grad_norm_(MAX_NORM)  # by the norm over all ranks
+    model.clip_grad_norm_(MAX_NORM)  # uses the norm over all ranks
     optimizer.step()
     optimizer.zero_grad()
     return mean_over_ranks(total)
@@ -81,7 +81,7 @@ def take_step(model: ShardLite, optimizer: AdamW, text: Bytes, device: torch.dev
 
 @torch.no_grad()
 def validate(model: ShardLite, text: Bytes, device: torch.device, batches: int = 4) -> float:
-    """Return the mean loss over text that is not trained on. Every rank takes part: each forward gathers weights."""
+    """Return the mean loss over validation text. Every rank must call this, because each forward gathers weights."""
     model.eval()
     total = torch.zeros((), device=device)
     for i in range(batches):
@@ -92,20 +92,22 @@ def validate(model: ShardLite, text: Bytes, device: torch.device, batches: int =
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of a number that each rank has, [], on every rank."""
+    """Return the mean of `value`, [], over all ranks, on every rank."""
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=50, help="steps between two validations; each saves")
+    parser.add_argument(
+        "--every", type=int, default=50, help="steps between two validations, each followed by a checkpoint"
+    )
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/plain"), help="folder for what is saved")
-    parser.add_argument("--resume", type=Path, help="folder of a run to go on from, or of one of its steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/plain"), help="folder for checkpoints")
+    parser.add_argument("--resume", type=Path, help="folder of the run to resume, or of one of its checkpoints")
     return parser.parse_args()
 
 

@@ -1,17 +1,17 @@
 """A template for long runs: any number of ranks and hosts, gradient accumulation, a scaled learning rate, restarts.
 
     torchrun --nproc-per-node 2 examples/torchrun_template.py --out runs/template
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a store of its own for each restart
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # gives each restart a new store
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_template.py --out runs/template
 
-Copy it, and put your model and your data in the place of `GPT` and `Windows`. `docs/launch.md` starts it on several
-hosts, by Slurm and by Kubernetes.
+Copy this file, and replace `GPT` and `Windows` by your model and your data. `docs/launch.md` explains how to start it
+on several hosts, with Slurm and with Kubernetes.
 
-The run is counted in samples, not in steps. A checkpoint holds how many samples have been read. So a run that goes on
-with another number of ranks reads the next ones: none twice, and none is left out.
+The run counts samples, not steps, and a checkpoint stores the number of samples read so far. So if a run resumes with
+another number of ranks, it still reads each sample exactly once.
 
     samples   0 .. 15   16 .. 31   32 .. 39   40 .. 47      4 ranks x 4 sequences take two steps,
-    ranks     4         4          2          2             and 2 ranks go on
+    ranks     4         4          2          2             then 2 ranks continue
 """
 
 import argparse
@@ -35,11 +35,11 @@ from shardlite.checkpoint import latest
 
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)
 BASE_BATCH = 16
-"""Samples in a step for which `--lr` is meant."""
+"""Number of samples in a step at which the learning rate is `--lr`."""
 
 
 def main() -> None:
-    """Train until `--samples` samples are read, or the scheduler asks for the end."""
+    """Train until `--samples` samples are read, or SIGTERM requests the end."""
     options = parse()
     with notice_of_the_end() as asked, joined() as place:
         torch.manual_seed(options.seed)
@@ -52,7 +52,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is in the run."""
+    """Rank and device of this process."""
 
     rank: int
     world_size: int
@@ -61,7 +61,7 @@ class Place:
 
 @contextmanager
 def joined() -> Iterator[Place]:
-    """Join the other ranks: `torchrun` says where this process is, and finds the others."""
+    """Initialize the process group from the environment that `torchrun` sets, and destroy it on exit."""
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -74,7 +74,7 @@ def joined() -> Iterator[Place]:
 
 
 class Windows:
-    """Sample `n` of an endless run over a text: its windows in an order that is drawn anew for each epoch."""
+    """An endless sequence of samples: the windows of a text, in a new random order in each epoch."""
 
     def __init__(self, text: Bytes, seed: int, device: torch.device) -> None:
         self._text, self._seed, self._device = text, seed, device
@@ -96,7 +96,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same throughout the run."""
+    """Objects that do not change during the run."""
 
     model: ShardLite
     optimizer: AdamW
@@ -106,14 +106,14 @@ class Run:
 
 
 def shares(position: int, place: Place, batch: int, accumulate: int) -> list[range]:
-    """Return the samples that this rank reads in the step that begins at sample `position`, one range per forward."""
+    """Return this rank's samples of the step that begins at sample `position`, one range per forward."""
     forward = place.world_size * batch
     starts = [position + micro * forward + place.rank * batch for micro in range(accumulate)]
     return [range(start, start + batch) for start in starts]
 
 
 def train(run: Run, position: int, asked: Event) -> None:
-    """Take steps from sample `position` on until all are read; save now and then, and before the end."""
+    """Take steps from sample `position` on until all samples are read. Save every few steps, and before the end."""
     options, place = run.options, run.place
     taken = place.world_size * options.batch * options.accumulate
     if place.rank == 0:
@@ -131,7 +131,7 @@ def train(run: Run, position: int, asked: Event) -> None:
 
 
 def learning_rate(position: int, taken: int, options: argparse.Namespace) -> float:
-    """Return the rate of a step: proportional to its samples (Goyal et al., 2017), after a linear warm-up."""
+    """Return the learning rate of a step: proportional to its samples (Goyal et al., 2017), with a linear warm-up."""
     return options.lr * taken / BASE_BATCH * min(1.0, (position + taken) / options.warmup)
 
 
@@ -140,7 +140,7 @@ def take_step(run: Run, parts: list[range]) -> float:
     total = torch.zeros(())
     for part in parts:
         x, y = run.windows.batch(part)
-        with nullcontext() if part is parts[-1] else run.model.no_sync():  # gradients travel in the last backward
+        with nullcontext() if part is parts[-1] else run.model.no_sync():  # only the last backward reduces
             loss = run.model(x, y) / len(parts)
             loss.backward()
         total += loss.detach().cpu()
@@ -153,7 +153,7 @@ def take_step(run: Run, parts: list[range]) -> float:
 
 @contextmanager
 def notice_of_the_end() -> Iterator[Event]:
-    """Yield an event that SIGTERM sets, by which schedulers announce the end."""
+    """Yield an event that is set on SIGTERM, which schedulers send before they end a job."""
     asked = Event()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     try:
@@ -163,20 +163,20 @@ def notice_of_the_end() -> Iterator[Event]:
 
 
 def asked_on_any_rank(asked: Event) -> bool:
-    """Return whether any rank was asked to end: all must end after the same step."""
+    """Return whether any rank got SIGTERM. All ranks must end after the same step."""
     count = torch.tensor(int(asked.is_set()))
     dist.all_reduce(count)
     return bool(count)
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1600, help="samples of the whole run (%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="samples of a rank in a forward (%(default)s)")
-    parser.add_argument("--accumulate", type=int, default=2, help="forwards of a rank in a step (%(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="for a step of 16 samples (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=160, help="samples until the rate is reached (%(default)s)")
+    parser.add_argument("--samples", type=int, default=1600, help="samples in the whole run (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank and forward (%(default)s)")
+    parser.add_argument("--accumulate", type=int, default=2, help="forwards per step (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of a step of 16 samples (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=160, help="samples until the full learning rate (%(default)s)")
     parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/template"), help="folder of the checkpoints")

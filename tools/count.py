@@ -20,8 +20,8 @@ _BLANK = {
 
 
 def code_lines(source: str) -> int:
-    """Return how many lines of `source` have code."""
-    strings: set[int] = set()  # lines of docstrings, of attributes too
+    """Return the number of lines of `source` that have code."""
+    strings: set[int] = set()  # lines of docstrings, including those of attributes
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             strings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
@@ -33,7 +33,7 @@ def code_lines(source: str) -> int:
 
 
 def rooms(root: Path = ROOT) -> Counter[str]:
-    """Return the lines of code of each room, and of each file beside the rooms."""
+    """Return the lines of code of each room, and of the files outside of rooms."""
     counts: Counter[str] = Counter()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -43,7 +43,7 @@ def rooms(root: Path = ROOT) -> Counter[str]:
 
 
 def main() -> int:
-    """Print a line per room, the largest first, and their sum."""
+    """Print the lines of each room, the largest first, and the sum."""
     counts = rooms()
     for room, lines in counts.most_common():
         print(f"{lines:6} {room}")

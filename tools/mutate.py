@@ -1,18 +1,18 @@
-"""Seed bugs into the library, one by one, and report those that their test does not notice.
+"""Seed bugs into the library, one by one, and report bugs that their test does not detect.
 
-    python tools/mutate.py --check          # report the mutants that no longer fit the sources
+    python tools/mutate.py --check          # report the mutants that do not fit the sources
     python tools/mutate.py                  # run all mutants
     python tools/mutate.py --only 7 12-20   # run some of them, by number
 
-`tools/mutants.txt` lists the mutants. Each names a file, a piece of its text, the replacement, and the test that must
-fail. The text must occur exactly once in the file, where any white space matches any other; otherwise it is looked
-for in all sources, since code moves between files. A test is `"test_file"` or `"test_file::test_name"`, in
-whichever folder the file lies.
+`tools/mutants.txt` lists the mutants. Each mutant has a file, a piece of its text, the replacement, and the test that
+must fail. The text must occur exactly once in the file; any white space matches any other. If the file does not have
+the text, the script searches all sources, because code moves between files. A test is `"test_file"` or
+`"test_file::test_name"`, without the folder of the file.
 
 For each mutant the checkout is copied to a temporary folder (tracked and untracked files, but none that git ignores),
 the text is replaced, and pytest runs the test there. The mutant is killed if pytest fails or times out. Before the
-mutants all their tests run without a mutant; the script ends with status 2 if one of them fails. It ends with status 1
-if a mutant survives.
+mutants, all their tests run without a mutant; if one of them fails, the exit status is 2. If a mutant survives, the
+exit status is 1.
 """
 
 import argparse
@@ -46,13 +46,13 @@ class Mutant:
     new: str
     test: str
     why: str
-    """What goes wrong."""
+    """Effect of the bug."""
 
     def source(self, root: Path) -> tuple[Path, str]:
         """Return the file at `root` that has the text, and its mutated source.
 
         Raises:
-            ValueError: the text does not occur exactly once, neither in the file nor in all sources.
+            ValueError: If the text occurs exactly once neither in the file nor in all sources.
         """
         pattern = re.compile(r"\s+".join(map(re.escape, self.text.split())))
         named = [root / self.path] if (root / self.path).is_file() else []
@@ -66,10 +66,10 @@ class Mutant:
         raise ValueError(f"{self.path}: {self.text!r} must occur once; it is in {places}")
 
     def node(self, root: Path) -> str:
-        """Return the test as pytest takes it: `"tests/grads/test_flags.py::test_name"`.
+        """Return the node ID of the test for pytest, such as `"tests/grads/test_flags.py::test_name"`.
 
         Raises:
-            ValueError: there is no such test.
+            ValueError: If the test does not exist.
         """
         stem, _, name = self.test.partition("::")
         files = list((root / "tests").rglob(f"{stem}.py"))
@@ -79,10 +79,10 @@ class Mutant:
 
 
 def read_table(path: Path = TABLE) -> list[Mutant]:
-    """Return the mutants of a table: four lines each, of which the last three begin with `- `, `+ ` and `! `.
+    """Return the mutants of a table. Each has four lines, of which the last three begin with `- `, `+ ` and `! `.
 
     Raises:
-        ValueError: a mutant has other lines.
+        ValueError: If a mutant does not have this format.
     """
     entry = re.compile(r"(\S+): (.+)\n- (.+)\n\+ ?(.*)\n! (\S+)")
     mutants = []
@@ -96,7 +96,7 @@ def read_table(path: Path = TABLE) -> list[Mutant]:
 
 
 def check(mutants: Sequence[Mutant], root: Path) -> list[str]:
-    """Return what is wrong with each mutant that does not fit the sources, or whose test does not exist."""
+    """Return an error for each mutant that does not fit the sources, or whose test does not exist."""
     wrong = []
     for number, mutant in enumerate(mutants, 1):
         try:
@@ -149,7 +149,7 @@ def run(copy: Path, tests: Sequence[str], timeout: float) -> tuple[bool, str]:
     """Run tests in a copy of the checkout. Return whether they failed or timed out, and the output."""
     mark = uuid.uuid4().hex
     path = os.pathsep.join([str(copy), str(copy / "kernels")])
-    with tempfile.TemporaryFile() as output:  # a pipe would stay open in a process that outlives pytest
+    with tempfile.TemporaryFile() as output:  # a process that outlives pytest would keep a pipe open
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
             cwd=copy,
@@ -174,7 +174,7 @@ def end_tree(process: "subprocess.Popen[bytes]", mark: str) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for _ in range(100):  # what they have started meanwhile is found next time
+    for _ in range(100):  # processes that strays have started meanwhile are found in the next round
         strays = list(_marked(f"{_MARK}={mark}".encode()))
         if not strays:
             return
@@ -223,5 +223,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the commands end with the script
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `finally` ends the commands
     sys.exit(main())

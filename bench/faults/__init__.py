@@ -1,1 +1,1 @@
-"""Costs of faults and of the means against them: checkpoints, restarts, detection; and the behaviour of FSDP2."""
+"""Cost of checkpoints, restarts and failure detection, and the behaviour of FSDP2 in special cases."""

@@ -1,30 +1,30 @@
-"""Measure checkpoints: how long a step waits, and how fast bytes reach the disk.
+"""Measure checkpoints: the time that a step waits, and the rate at which bytes reach the disk.
 
     python -m bench.faults.checkpoint --ranks 2
 
-starts its ranks. Rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one JSON object per system.
+starts two ranks. Rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one JSON object per system.
 
 | system | each rank |
 |---|---|
-| `raw` | writes as many bytes as its shard and moments have, from memory, into a file of its own |
-| `raw, early` | the same, and asks the system to begin with each block while the next one is written, as `save` does |
-| `torch.save` | writes its shards and moments by `torch.save`, which no other number of ranks can load |
-| `fsdp2` | `torch.distributed.checkpoint.save` of an FSDP2 model and its optimizer |
-| `save` | `shardlite.save` |
-| `async_save` | `shardlite.async_save`, and waits for its result |
-| `save_in_memory` | `shardlite.save_in_memory`, which writes no file; only where `torchrun` has started the ranks |
+| `raw` | writes the same number of bytes as its shard and moments have, from memory to a separate file |
+| `raw, early` | the same, but lets the system flush each block while the next block is written, as `save` does |
+| `torch.save` | writes its shards and moments with `torch.save`; other numbers of ranks cannot load them |
+| `fsdp2` | calls `torch.distributed.checkpoint.save` with an FSDP2 model and its optimizer |
+| `save` | calls `shardlite.save` |
+| `async_save` | calls `shardlite.async_save`, and waits for its result |
+| `save_in_memory` | calls `shardlite.save_in_memory`, which writes no file; only if `torchrun` started the ranks |
 
-Every file is new, and on the disk (`fsync`) when a system is done. What `save` has written is loaded into another model
-first, and compared. Systems take turns.
+Every file is new. A system has finished when its files are on the disk (`fsync`). Before the measurement, a checkpoint
+of `save` is loaded into another model and compared. Systems take turns.
 
 | key | meaning |
 |---|---|
-| `bytes` | of weights and moments, of all ranks |
-| `seconds_p20`, `_p50`, `_p80` | until the checkpoint is on the disk, on the slowest rank |
+| `bytes` | bytes of weights and moments of all ranks |
+| `seconds_p20`, `_p50`, `_p80` | seconds until the checkpoint is on the disk, on the slowest rank |
 | `stall_p50` | seconds until the call returns, on the slowest rank |
-| `load_p50` | seconds until what was saved is loaded again, on the slowest rank; for `fsdp2` and `save` |
-| `mb_per_s` | `bytes` by `seconds_p50`, of all ranks together |
-| `vs_raw` | `mb_per_s` as a part of that of `raw` |
+| `load_p50` | seconds to load the checkpoint again, on the slowest rank; for `fsdp2` and `save` |
+| `mb_per_s` | `bytes` divided by `seconds_p50`, in 1e6 bytes per second of all ranks together |
+| `vs_raw` | `mb_per_s` divided by that of `raw` |
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.checkpoint import BLOCK, begin_writeback
 
 Save = Callable[[Path], "Future[Path] | None"]
-"""Saves to a new folder. The future completes when an asynchronous save is done."""
+"""Function that saves to a new folder. The future completes when an asynchronous save has finished."""
 
 WARM_UP = 1
 
 
 def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time the systems; return a row for each. Must be called by every rank, with the same folder."""
+    """Verify and time the systems, and return a row for each. Collective; all ranks pass the same folder."""
     ours, theirs = (SYSTEMS[name](workload, group) for name in ("stage3", "fsdp2"))
     for trainer in (ours, theirs):
         trainer.step(workload.batch(group.rank(), 0))
@@ -134,10 +134,10 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
 
 
 def verify(workload: Workload, model: ShardLite, optimizer: AdamW, path: Path, group: dist.ProcessGroup) -> None:
-    """Load the checkpoint into another model, and compare.
+    """Load the checkpoint into another model, and compare the two models.
 
     Raises:
-        AssertionError: a weight or a moment differs.
+        AssertionError: If a weight or a moment differs.
     """
     other = SYSTEMS["stage3"](workload, group)
     assert isinstance(other.model, ShardLite)
@@ -199,7 +199,7 @@ def _copy(path: Path, model: ShardLite, optimizer: AdamW, step: int) -> None:
 
 
 def _nothing(_: object) -> None:
-    """Discard the result of `save`, which is synchronous."""
+    """Discard the result of a synchronous save."""
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -211,7 +211,7 @@ def render(rows: Sequence[Row]) -> str:
         "/ raw": lambda row: f"{row['vs_raw']:.2f}",
         "the step waits, s": lambda row: f"{row['stall_p50']:.3f}",
     }
-    if any("load_p50" in row for row in rows):  # earlier rows lack it
+    if any("load_p50" in row for row in rows):  # some files of rows lack this key
         columns["load, s"] = lambda row: f"{row['load_p50']:.3f}" if "load_p50" in row else ""
     first = rows[0]
     nbytes = f"{first['bytes'] / 1e6:.0f} MB of weights and moments"
@@ -219,7 +219,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     parser = options_of_ranks("bench.faults.checkpoint", "saving a run, by system")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="saves of each system (%(default)s)")

@@ -1,17 +1,17 @@
-"""Measure the cost of the negotiation between ranks: steps at stage 3 with and without it, in turn.
+"""Measure the cost of the negotiation between ranks: steps at stage 3 with and without negotiation, in turn.
 
     python -m bench.faults.detection --ranks 2 --model mlp
 
-starts its ranks and writes `bench/results/detection-MODEL-Nranks.jsonl`, one JSON object:
+starts two ranks and writes `bench/results/detection-MODEL-Nranks.jsonl`, one JSON object:
 
 | key | meaning |
 |---|---|
-| `ms_p50`, `ms_p50_without` | milliseconds of a step, on the slowest rank |
-| `cpu_ms_p50`, `cpu_ms_p50_without` | CPU time of all threads of a process: other programs hardly affect it |
+| `ms_p50`, `ms_p50_without` | milliseconds of a step with and without negotiation, on the slowest rank |
+| `cpu_ms_p50`, `cpu_ms_p50_without` | CPU time of all threads of a process; other programs hardly affect it |
 | `talks_cpu_ms` | CPU time of the negotiation per step |
 | `talks_share` | `talks_cpu_ms` divided by `cpu_ms_p50_without` |
 
-Checking names and numbers of operations costs no time of its own: they are the tags of the messages.
+Checking names and numbers of operations takes no additional time, because they are the tags of messages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Clocked:
 
 
 class Silent(Trainer):
-    """A trainer without negotiation after the warm-up, from when on all ranks do the same."""
+    """A trainer without negotiation after the warm-up, when all ranks make the same calls."""
 
     steps = 0
 
@@ -72,7 +72,7 @@ def talks_of(trainer: Trainer) -> Negotiation:
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Time both, and check that both learnt the same bits. Must be called by every rank."""
+    """Time both trainers, and check that their weights have the same bits. Collective."""
     told, silent = (build_shardlite(workload, group, stage=3) for _ in range(2))
     trainers = {"with": told, "without": Silent(silent.model, silent.optimizer, silent.whole)}
     clock = Clocked(talks_of(told))
@@ -101,10 +101,10 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     parser = options_of_ranks("bench.faults.detection", "the cost of comparing ranks")
     parser.add_argument("--model", choices=[*WORKLOADS], default="mlp", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="timed steps of each (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="timed steps of each trainer (%(default)s)")
     options = parser.parse_args(arguments)
     return on_ranks("bench.faults.detection", options.ranks, arguments, partial(_run_rank, options))
 

@@ -1,17 +1,17 @@
-"""Measure how long it takes until all other ranks raise after one was killed, by transport.
+"""Measure the time from the kill of a rank until all other ranks raise, by transport.
 
     python -m bench.faults.notice --ranks 2
 
-starts its ranks, anew for each kill. Rows go to `bench/results/notice-MODEL-Nranks.jsonl`.
+starts new ranks for each kill. Rows go to `bench/results/notice-MODEL-Nranks.jsonl`.
 
 | key | meaning |
 |---|---|
-| `seconds_p20`, `_p50`, `_p80` | from the kill of the last rank to a `CommError` on the slowest of the others |
-| `kills` | how many ranks were killed, each in a run of its own |
+| `seconds_p20`, `_p50`, `_p80` | seconds from the kill of the last rank to a `CommError` on the slowest other rank |
+| `kills` | number of killed ranks, each in a separate run |
 
-`torchrun` notices the end of a rank within its `--monitor-interval`, 0.1 s by default, and sends SIGTERM to the other
-ranks of its host. Here they ignore it, because ranks of other hosts do not get it: they learn of the death from the
-library alone.
+`torchrun` detects the end of a rank within its `--monitor-interval`, 0.1 s by default, and sends SIGTERM to the other
+ranks of its host. In this measurement the ranks ignore SIGTERM, like ranks of other hosts, which do not get it and are
+informed only by the library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRANSPORTS = ("shared_memory", "p2p", "collectives")
 
 
 def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
-    """Train as a rank until the last one kills itself, and write the time of the error to `folder`."""
+    """Train as a rank until the last rank kills itself, and write the time of the error to `folder`."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with one_of_them() as group:
         rank, workload = group.rank(), WORKLOADS[options.model]
@@ -52,7 +52,7 @@ def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
                 trainer.step(workload.batch(rank, 0))
         except CommError:
             (folder / f"noticed-{rank}").write_text(str(time.time()))
-        os._exit(0)  # the connections of the group are closed for good
+        os._exit(0)  # the connections of the group cannot be used again
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
@@ -75,14 +75,14 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namespace) -> float:
-    """Start the ranks, of which the last one dies; return the seconds until the slowest of the others raises.
+    """Start ranks of which the last one dies, and return the seconds until the slowest other rank raises.
 
     Raises:
-        RuntimeError: a rank has not raised within 30 seconds, after which `torchrun` kills it.
+        RuntimeError: If a rank does not raise within 30 seconds, after which `torchrun` kills it.
     """
     folder.mkdir()
     settings = ["--model", options.model, "--way", transport, "--folder", str(folder)]
-    start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)  # one of them fails
+    start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)  # one of the ranks fails
     noticed = [float(each.read_text()) for each in folder.glob("noticed-*")]
     if len(noticed) != options.ranks - 1:
         raise RuntimeError(f"{transport}: {len(noticed)} of {options.ranks - 1} ranks noticed the death of their peer")
@@ -102,15 +102,15 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     parser = options_of_ranks("bench.faults.notice", "from a kill to an error")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
-    parser.add_argument("--kills", type=int, default=3, help="ranks killed by transport (%(default)s)")
+    parser.add_argument("--kills", type=int, default=3, help="kills per transport (%(default)s)")
     parser.add_argument("--way", choices=TRANSPORTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.ranks < 2 or options.kills < 1:
-        parser.error("--ranks must be at least 2, and --kills at least 1: one rank is killed, and another one notices")
+        parser.error("--ranks must be at least 2, and --kills at least 1: one rank is killed, another rank raises")
     if options.way:
         train(options.way, options.folder, options)
     else:

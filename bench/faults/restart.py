@@ -1,23 +1,23 @@
-"""Measure the time from the kill of a rank to the first new step after a restart, from memory and from the disk.
+"""Measure the time from the kill of a rank to the first new step after a restart, from memory and from disk.
 
     python -m bench.faults.restart --ranks 2
 
-starts its ranks with `torchrun --max-restarts 1`. Rows go to `bench/results/restart-MODEL-Nranks.jsonl`.
+starts two ranks with `torchrun --max-restarts 1`. Rows go to `bench/results/restart-MODEL-Nranks.jsonl`.
 
-| way | what is saved |
+| way | the program calls |
 |---|---|
 | `memory` | `shardlite.save_in_memory` after each step |
 | `disk` | `shardlite.save` after every `--save-every` steps |
 
-The last rank kills itself in step `--fatal`, so the restart from the disk repeats `--fatal` modulo `--save-every`
-steps. After the last step, the weights of all runs are compared with those of an uninterrupted run.
+The last rank kills itself in step `--fatal`, so the restart from disk repeats `--fatal` modulo `--save-every` steps.
+After the last step, the weights of all runs are compared with those of an uninterrupted run.
 
 | key | meaning |
 |---|---|
-| `resumed` | the step after which the run went on |
-| `lost` | steps that were repeated |
-| `seconds` | from the kill to the end of the first new step |
-| `started` | part of `seconds` until all ranks had restarted, before `load` |
+| `resumed` | last step before the resumed run continues |
+| `lost` | number of repeated steps |
+| `seconds` | seconds from the kill to the end of the first new step |
+| `started` | part of `seconds` before `load`, until all ranks have restarted |
 | `loaded` | part of `seconds` in `load` |
 """
 
@@ -46,7 +46,7 @@ from shardlite.apps.launch import OWN_STORE, torchrun
 
 WAYS = ("memory", "disk")
 AFTER = 2
-"""Steps after the fatal one."""
+"""Number of steps after the fatal step."""
 
 
 def train(way: str, folder: Path, options: argparse.Namespace) -> None:
@@ -81,7 +81,7 @@ def train(way: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Run both ways and an uninterrupted run, and compare the results."""
+    """Run both ways and an uninterrupted run, compare their weights, and return a row for each way."""
     times = {way: run(way, folder / way, options) for way in ("straight", *WAYS)}
     expected = torch.load(folder / "straight" / "weights.pt")
     rows: list[Row] = []
@@ -132,12 +132,12 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or train if `torchrun` started this process as a rank. Return the exit status."""
     parser = options_of_ranks("bench.faults.restart", "from a kill to the next step")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")
-    parser.add_argument("--save-every", type=int, default=20, help="steps, of the disk way (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="disk to write to (that of temporary files)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps between saves to disk (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to write to (that of temporary files)")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.way:

@@ -1,9 +1,9 @@
-"""Try what FSDP2 does where its documentation is silent: the cells of `docs/compared.md` that are marked *tried*.
+"""Try cases in which FSDP2's behaviour is not documented. `docs/compared.md` marks these cells with *tried*.
 
     python -m bench.faults.semantics
 
-runs each case on two new gloo ranks, since some end their process, and prints a line for each. All ranks have the
-same batch, so the gradients of a plain copy are expected.
+runs each case on two new gloo ranks, because some cases crash the process, and prints a line for each case. All ranks
+have the same batch, so they should have the gradients of a plain copy of the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.MultiheadAttention):
-    """Attention of a batch of one to itself."""
+    """Self-attention over a batch of one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, WIDTH] -> [T, WIDTH]."""
@@ -52,7 +52,7 @@ class Attention(nn.MultiheadAttention):
 
 
 class Query(nn.Module):
-    """Returns a view of its parameter, as learnt queries do."""
+    """A module that returns a view of its parameter, like learnt queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Query(nn.Module):
 
 
 class Keeps(torch.autograd.Function):
-    """x @ w.T that keeps `w` as an attribute of the context, as some quantized layers do."""
+    """The product `x @ w.T`, which keeps `w` as an attribute of the context, like some quantized layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Keeps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute both gradients."""
+        """Return the gradients of `x` and `w`."""
         (x,) = ctx.saved_tensors
         return grad @ ctx.kept.t(), grad.t() @ x
 
@@ -89,7 +89,7 @@ class Keeping(nn.Linear):
 
 
 class Viewed(Block):
-    """Returns a view."""
+    """A block that returns a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, WIDTH] -> [B, WIDTH]."""
@@ -97,7 +97,7 @@ class Viewed(Block):
 
 
 class InPlace(nn.Sequential):
-    """Changes the outputs of its blocks in place."""
+    """A model that changes the outputs of its blocks in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, WIDTH] -> [B, WIDTH]."""
@@ -108,7 +108,7 @@ class InPlace(nn.Sequential):
 
 
 class Twice(nn.Sequential):
-    """Calls each of its blocks twice, under reentrant checkpointing."""
+    """A model that calls each of its blocks twice, under reentrant checkpointing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, WIDTH] -> [B, WIDTH]."""
@@ -118,7 +118,7 @@ class Twice(nn.Sequential):
 
 
 class Failing(Block):
-    """Raises if `fails` is set."""
+    """A block that raises if `fails` is set."""
 
     fails = False
 
@@ -130,12 +130,12 @@ class Failing(Block):
 
 
 def blocks(layer: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> nn.Sequential:
-    """Make three blocks."""
+    """Return three blocks."""
     return nn.Sequential(*(Block(layer()) for _ in range(3)))
 
 
 def wrapped(module: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """Shard each child, then the rest."""
+    """Shard each child, then the other parameters."""
     for child in module:
         fully_shard(child, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -143,12 +143,12 @@ def wrapped(module: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def batch() -> Tensor:
-    """Draw the same rows each time, [B, WIDTH]."""
+    """Return the same random rows in each call, [B, WIDTH]."""
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
 def square(module: nn.Module) -> Tensor:
-    """Run a forward and make a loss, []."""
+    """Run a forward and return a loss, []."""
     return module(batch()).square().mean()
 
 
@@ -172,7 +172,7 @@ def offloaded(module: nn.Module) -> Tensor:
 
 
 def gradients(ours: nn.Module, plain: nn.Module) -> str:
-    """Describe how the gradients differ from those of the plain copy."""
+    """Return a description of the difference from the gradients of the plain copy."""
     pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), plain.parameters(), strict=True)]
     missing = sum(got is None and expected is not None for got, expected in pairs)
     kinds = {type(got).__name__ for got, _ in pairs if got is not None}
@@ -207,7 +207,7 @@ def retained(mesh: DeviceMesh) -> str:
 
 
 def stepped_between(mesh: DeviceMesh) -> str:
-    """Step between a forward and its backward, which is an error in plain PyTorch; compare with no step."""
+    """Step between a forward and its backward, which raises in plain PyTorch. Compare with gradients without a step."""
     plain = blocks()
     ours = wrapped(copy.deepcopy(plain), mesh)
     for each in (plain, ours):
@@ -220,7 +220,7 @@ def stepped_between(mesh: DeviceMesh) -> str:
 
 
 def after_an_error(mesh: DeviceMesh, *, reset: bool) -> str:
-    """Train on after a forward that raised."""
+    """Continue training after a forward that raised."""
     plain = nn.Sequential(Block(), Failing(), Block())
     ours: Any = wrapped(copy.deepcopy(plain), mesh)
     ours[1].fails = True
@@ -278,7 +278,7 @@ CASES: dict[str, Callable[[DeviceMesh], str]] = {
 
 
 def run_rank(rank: int, name: str, store: str, answer: str) -> None:
-    """Run one case on one of the two ranks; rank 0 writes the answer."""
+    """Run one case on one of the two ranks. Rank 0 writes the result."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     limit = timedelta(seconds=20)

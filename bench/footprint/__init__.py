@@ -1,4 +1,4 @@
-"""What a training step holds in memory, by system: `python -m bench.footprint` measures (`run.py`).
+"""Memory of a training step, by system: `python -m bench.footprint` (`run.py`).
 
-It measures with `shardlite/apps/memory/`, which `shardlite memory` runs on a user's own model.
+The measurement is in `shardlite/apps/memory/`, which `shardlite memory` runs on a user's model.
 """

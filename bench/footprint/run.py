@@ -1,17 +1,17 @@
-"""What a training step holds in memory, by system: ShardLite in all stages and formats, FSDP1, FSDP2, DDP, ZeRO, plain.
+"""Measure the memory of a training step: ShardLite in all stages and formats, FSDP1, FSDP2, DDP, ZeRO, plain PyTorch.
 
     python -m bench.footprint --model gpt2 --ranks 1 2 4
 
-measures what `shardlite memory --process` measures, on the models of the other benches. It starts new processes for
-each model, number of ranks and system. Rows go to `bench/results/footprint-MODEL-Nranks.jsonl`, one JSON object a
+makes the measurement of `shardlite memory --process` on the models of the other benches. It starts new processes for
+each model, number of ranks and system. Rows go to `bench/results/footprint-MODEL-Nranks.jsonl`, one JSON object per
 system; `shardlite/apps/memory/measure.py` describes their keys.
 
 By default `malloc` returns large blocks to the system as soon as they are freed (`MALLOC_MMAP_THRESHOLD_`), so that
-the results are what systems hold, and not how `malloc` divides it. `--malloc default` leaves it as it is. `--busy N`
-runs N endless loops at the same time.
+results do not depend on fragmentation by `malloc`. `--malloc default` does not change `malloc`. `--busy N` runs N
+endless loops at the same time.
 
-DeepSpeed is optional, and left out if it is not installed. DeepSpeed 0.19.8 runs ZeRO-1 to 3 on CPU ranks over gloo
-with PyTorch 2.13. It needs a C++ compiler: it builds its communication over shared memory when it is first used.
+DeepSpeed is optional, and skipped if it is not installed. DeepSpeed 0.19.8 runs ZeRO-1 to 3 on CPU ranks over gloo
+with PyTorch 2.13. It requires a C++ compiler, because it builds its shared-memory communication on first use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardlite.apps.plan.source import Source
 
 
 def source_of(workload: Workload) -> Source:
-    """Return a workload as a model and one batch. The values in the batch do not change what is held."""
+    """Return a workload as a model and one batch. The memory does not depend on the values in the batch."""
     return Source(workload.name, workload.make, lambda: workload.draw(0, 0), workload.words)
 
 
@@ -64,9 +64,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--malloc", choices=["returns", "default"], default="returns", help="(%(default)s)")
     parser.add_argument("--busy", type=int, default=0, help="endless loops that run at the same time (%(default)s)")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the tables of these rows")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the rows, too; needs matplotlib")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also plot the rows; requires matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
-    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)  # what a rank writes
+    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)  # output file of a rank
     options = parser.parse_args(arguments)
     if min(options.ranks) < 1 or options.busy < 0:
         parser.error("--ranks must be at least 1, and --busy at least 0")
@@ -74,7 +74,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure one system as a rank, or all by starting the ranks of each. Return 1 if a system failed."""
+    """Measure one system as a rank, or start the ranks of each system. Return 1 if a system failed."""
     options = _options(arguments)
     if options.row is not None:
         source, system = source_of(WORKLOADS[options.model[0]]), SYSTEMS[options.systems[0]]
@@ -100,7 +100,7 @@ def _run_all(options: argparse.Namespace) -> list[Row]:
         )
         with _busy(options.busy):
             for run in measure_all(source_of(WORKLOADS[model]), program, systems, options.ranks):
-                if run:  # some systems are installed
+                if run:  # at least one of the systems is installed
                     file = options.out / f"{table.run_stem(run[0])}.jsonl"
                     file.write_text("".join(f"{json.dumps(row)}\n" for row in run))
                     rows += run

@@ -1,1 +1,1 @@
-"""Effects of narrow formats on training: of AdamW's state, and of gathered weights."""
+"""Effects of narrow formats on training: narrow formats of AdamW's state, and quantized gathers of weights."""

@@ -2,18 +2,18 @@
 
     python -m bench.formats.quantized --ranks 2
 
-starts its ranks and writes `bench/results/quantized-gpt-Nranks.jsonl`, one JSON object for each seed. A seed is
-trained five times: with plain gathers, with quantized ones and, to measure the noise of a loss, with plain ones again:
-twice from weights that differ by 2^-22, relative, and once on other batches.
+starts two ranks and writes `bench/results/quantized-gpt-Nranks.jsonl`, one JSON object for each seed. For each seed
+there are five runs: with plain gathers, with quantized gathers, and three more runs with plain gathers to measure the
+noise of a loss. Two of these start from weights with a relative difference of 2^-22, and one has other batches.
 
 | key | meaning |
 |---|---|
-| `train_loss` | of each run: the mean over the last tenth of the steps and over the ranks, in nats per byte |
-| `validation_loss` | of each run at the end, on text that was not trained on |
-| `difference` | of quantized gathers from plain ones in both |
-| `noise` | the larger difference of the perturbed runs from the plain one in both |
-| `chance` | the difference of the run on other batches from the plain one in both |
-| `gather_bytes_per_step`, `bytes_per_step` | what a rank sends for gathers, and for everything, in a step of training |
+| `train_loss` | loss of each run: the mean over the last tenth of the steps and over the ranks, in nats per byte |
+| `validation_loss` | loss of each run at the end, on validation text |
+| `difference` | difference between quantized and plain gathers in both losses |
+| `noise` | the larger difference of the two perturbed runs from the plain run, in both losses |
+| `chance` | difference of the run on other batches from the plain run, in both losses |
+| `gather_bytes_per_step`, `bytes_per_step` | bytes that a rank sends for gathers, and in total, in a training step |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _VALIDATION_BATCHES = 16
 
 @dataclass(frozen=True)
 class Task:
-    """What all runs have in common."""
+    """Settings that all runs share."""
 
     config: GPTConfig
     corpus: Corpus
@@ -58,13 +58,13 @@ class Task:
     group: dist.ProcessGroup
 
     def draw(self, text: Bytes, part: int, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw this rank's batch of a turn, [BATCH, context] twice."""
+        """Return this rank's inputs and targets of a turn, each [BATCH, context]."""
         key = (self.seed, part, self.group.rank(), turn)
         return draw_batch(text, shape=(BATCH, self.config.context), key=key)
 
 
 def train(task: Task, run: str) -> Row:
-    """Train once, and return losses and bytes per step. Must be called by every rank."""
+    """Train once, and return losses and bytes per step. Collective."""
     model = ShardLite(_make(task, run), group=task.group, precision=Precision(quantized_gather=run == "quantized"))
     optimizer = AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_lr(step / task.steps))
@@ -89,7 +89,7 @@ def train(task: Task, run: str) -> Row:
 
 
 def measure(task: Task) -> Row:
-    """Run all runs of a seed, and compare them. Must be called by every rank."""
+    """Train all runs of a seed, and compare them. Collective."""
     runs = {run: train(task, run) for run in RUNS}
     return {
         "bench": "quantized",
@@ -114,7 +114,7 @@ def measure(task: Task) -> Row:
 
 
 def _differences(runs: dict[str, Row], *names: str) -> Row:
-    """Return the difference of the losses of a run from those of the plain one; of several runs the largest."""
+    """Return the difference of the losses of a run from those of the plain run, or the largest of several runs."""
     plain = runs["plain"]
     found = {loss: [runs[name][loss] - plain[loss] for name in names] for loss in LOSSES}
     return {loss: round(max(differences, key=abs), 6) for loss, differences in found.items()}
@@ -144,7 +144,7 @@ def _validate(model: ShardLite, task: Task) -> float:
 
 
 def _sent(model: ShardLite) -> tuple[int, int]:
-    """Return the bytes that this rank has sent for gathers, and for everything."""
+    """Return the bytes that this rank has sent for gathers, and in total."""
     purposes = [item for by_purpose in model.traffic().values() for item in by_purpose.items()]
     gathered = sum(sent.nbytes for purpose, sent in purposes if purpose in ("gather", "take part"))
     return gathered, sum(sent.nbytes for _, sent in purposes)
@@ -165,10 +165,10 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     parser = options_of_ranks("bench.formats.quantized", "what quantized gathers change")
-    parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=2, help="how many (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each run (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="number of seeds (%(default)s)")
     options = parser.parse_args(arguments)
     return on_ranks("bench.formats.quantized", options.ranks, arguments, partial(_run_rank, options))
 

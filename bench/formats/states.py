@@ -2,30 +2,30 @@
 
     python -m bench.formats.states
 
-writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs see the same batches and go through
-`ShardLite` on one rank. The noise of a loss is measured with exact runs: from weights that differ by 2^-22,
-relative, and from weights that were drawn anew.
+writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs have the same batches and use
+`ShardLite` on one rank. Exact runs measure the noise of a loss: some start from weights with a relative difference of
+2^-22, others from weights of another seed.
 
-A format passes if its loss differs from that of the exact run, which starts from the same weights, by no more than
-`chance`: the standard deviation of the losses of exact runs that start from different weights. Two of those
-differ by more than that in half of all cases (by `sqrt(2)` standard deviations in the mean square), so to notice such a
+A format passes if its loss differs by at most `chance` from the loss of the exact run with the same initial weights.
+`chance` is the standard deviation of the losses of exact runs with different seeds. The root mean square difference of
+two such runs is `sqrt(2)` standard deviations, and half of them differ by more than `chance`. So detecting such a
 difference between two formats takes 16 runs of each (two-sided, 5 %, power 80 %: `2 * (1.96 + 0.84)^2`).
 
-The first perturbation is no measure for that: training as stable as this one forgets it (`rounding`), while a format
-with fewer bits changes each step by a part in a thousand or more.
+The difference of 2^-22 is not a suitable measure. Training is so stable that the difference vanishes (`rounding`),
+whereas a format with fewer bits changes each step by a thousandth or more.
 
-That must not be so because nothing is ever found: in `bf16 weights` the master weights are rounded to bf16, to nearest,
-after each step, and that has to differ by more.
+To show that the test detects errors, the run `bf16 weights` rounds the master weights to the nearest bf16 number after
+each step. Its loss must differ by more than `chance`.
 
-The number in the name of a run is that of the weights at its start.
+The number in the name of a run is the seed of its initial weights.
 
 | key | meaning |
 |---|---|
 | `loss` | the mean over the last tenth of the steps, in nats per byte |
-| `difference` | from the exact run from the same weights |
+| `difference` | difference from the exact run with the same initial weights |
 | `chance` | as above |
-| `of_chance` | the magnitude of `difference` as a part of it |
-| `rounding` | the largest difference of an exact run from weights that differ by 2^-22 |
+| `of_chance` | magnitude of `difference` divided by `chance` |
+| `rounding` | largest difference of an exact run whose initial weights differ by 2^-22 |
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from shardlite.apps.memory.machine import machine
 CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
 BATCH = 8
 STEPS = 1000
-LR = 2e-3  # stable: at 1e-2 runs whose weights differ by 2^-22 end 1e-2 apart, and formats could not be told from that
+LR = 2e-3  # stable: at 1e-2, runs whose weights differ by 2^-22 end with losses that differ by 1e-2, as formats do
 BETAS = (0.9, 0.999)
 PERTURBATION = 2.0**-22
 _WARM_UP = 50
@@ -66,16 +66,16 @@ class Training:
     """Format of the moments."""
 
     split: bool = False
-    """Compute in bf16 with split weights, which are stepped in the backward."""
+    """Whether to compute in bf16 with split weights, which are stepped in the backward."""
 
     seed: int = 0
     """Seed of the initial weights."""
 
     perturbed: int = 0
-    """Number of their perturbation; 0 for none."""
+    """Number of the perturbation of the initial weights; 0 for none."""
 
     rounds_weights: bool = False
-    """Round the master weights to bf16 after each step."""
+    """Whether to round the master weights to bf16 after each step."""
 
 
 SEEDS = 4
@@ -85,7 +85,7 @@ FORMATS = {
     "split24 weights, int8 moments, in the backward": Training(state="int8", split=True),
 }
 EXACT = {f"exact {seed}": Training(seed=seed) for seed in range(SEEDS)}
-"""Runs that measure `chance`."""
+"""Number of runs that measure `chance`."""
 
 PERTURBED = {f"exact 0 * (1 +- 2^-22), {n}": Training(perturbed=n) for n in (1, 2, 3)}
 CONTROL = {"bf16 weights 0": Training(rounds_weights=True)}
@@ -106,7 +106,7 @@ def train(training: Training, corpus: Corpus, group: dist.ProcessGroup, steps: i
     for step in range(steps):
         x, y = draw_batch(corpus.train, shape=(BATCH, CONFIG.context), key=(step,))
         logits: Tensor = model(x)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())  # in fp32, also where logits are bf16
+        loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())  # in fp32, even if logits are bf16
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -149,7 +149,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _common(corpus: Corpus, steps: int) -> Row:
-    """Return what all rows have in common."""
+    """Return the keys that all rows share."""
     return {
         "bench": "formats",
         "model": "gpt",
@@ -179,8 +179,10 @@ def _make(training: Training) -> GPT:
 
 def main(arguments: list[str]) -> int:
     """Measure on one rank and one thread."""
-    parser = argparse.ArgumentParser(prog="python -m bench.formats.states", description="what state formats change")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each run (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.formats.states", description="effect of state formats on the loss"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -4,5 +4,5 @@ import sys
 
 from bench.gpu.run import main
 
-if __name__ == "__main__":  # processes that compile import this file again
+if __name__ == "__main__":  # processes that compile kernels import this file again
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What the machine is, and whether NCCL's collectives do what the library asks of them.
+"""Probes of the machine, and of the properties of NCCL's collectives that the library requires.
 
 Legend: `n` elements in a buffer.
 """
@@ -31,7 +31,7 @@ _PACKAGES = ("triton", "einops", "numpy", "transformers")
 
 
 def environment(report: Report) -> None:
-    """What the machine is."""
+    """Report hardware and versions of the machine."""
     found: dict[str, Any] = {name: _version(name) for name in _PACKAGES} | {"kernel": platform.release()}
     if not report.dry:
         properties = torch.cuda.get_device_properties(0)
@@ -63,10 +63,10 @@ def _driver() -> str | None:
 
 
 def nccl(report: Report) -> None:
-    """Call each collective directly at one rank, over the program's connection and one of the library's own.
+    """Call each collective directly at one rank, over the program's connection and over one of the library's.
 
-    On a side stream that is kept busy before: the call must return while that stream is busy, and what comes behind it
-    must see its result. At one rank nothing travels, so times are those of the call.
+    The collective runs on a busy side stream. The call must return while the stream is still busy, and later work on
+    the stream must see the result. At one rank no data is sent, so times are those of the call.
     """
     with only_rank(report.device) as group:
         for connection in ("group", "own"):
@@ -78,7 +78,7 @@ def nccl(report: Report) -> None:
 
 
 def _transport(group: dist.ProcessGroup, connection: str, *, dry: bool) -> GroupCollectives:
-    """Return the library's transport over NCCL; dry, over gloo."""
+    """Return the library's transport over NCCL, or over gloo if `dry`."""
     timeout, own = timedelta(seconds=20), connection == "own"
     if dry:
         return GlooCollectives(reconnect(group, timeout) if own else group, timeout)
@@ -89,10 +89,10 @@ Collective = Callable[[Tensor, Tensor], None]
 
 
 def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
-    """Return calls with a source [n] and a target [n], which has the source's numbers afterwards."""
+    """Return functions of a source [n] and a target [n]. After a call, the target has the source's values."""
 
     def gather(source: Tensor, target: Tensor) -> None:
-        target.copy_(source)  # in place: this rank's segment is there
+        target.copy_(source)  # the gather is in place, so the target must have this rank's segment
         transport.all_gather(target, _cut(target, transport))
 
     def exchange(source: Tensor, target: Tensor) -> None:
@@ -134,11 +134,11 @@ def _cut(full: Tensor, transport: GroupCollectives) -> Cut:
 
 
 def _check(report: Report, connection: str, name: str, call: Collective) -> None:
-    """Report whether values and order are right, and what a call takes."""
+    """Check values and order, and report the time of a call."""
     device, n = report.device, 1 << 20
     source, target, read = torch.randn(n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device)
     expected = source + 1
-    call(source, target)  # makes the communicator
+    call(source, target)  # creates the communicator
     source.add_(0)  # load the kernels now: loading may synchronize the device
     read.copy_(target)
     synchronize(device)
@@ -150,7 +150,7 @@ def _check(report: Report, connection: str, name: str, call: Collective) -> None
         stream = torch.cuda.stream(side)  # type: ignore[assignment]
     with stream:
         if device.type == "cuda":
-            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # some 25 ms
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # about 25 ms
         source.add_(1)
         call(source, target)
         read.copy_(target)

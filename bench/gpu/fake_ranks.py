@@ -1,10 +1,10 @@
-"""One GPU as rank 0 of eight: kernels, streams and memory are real, and each collective is a sleep of its stream.
+"""One GPU as rank 0 of eight: kernels, streams and memory are real, and each collective is a sleep on its stream.
 
-A collective of `n` bytes over `W` ranks sleeps `(W - 1) / W * n / bandwidth` and a latency, on the stream on which NCCL
-would run it, for ShardLite and FSDP2 alike: bandwidth and latency are those of a DGX H100 in `shardlite plan`, which
-names their source. Beside the sleep the other ranks' parts of the target are filled with this rank's, so that numbers
-are finite and memory is written; losses mean nothing. Not in it: the multiprocessors that NCCL's kernels take, waits
-for other ranks, and all-reduces (norms and flags), which are nothing here.
+For both ShardLite and FSDP2, a collective of `n` bytes over `W` ranks sleeps for `(W - 1) / W * n / bandwidth` and a
+latency, on the stream on which NCCL would run it. Bandwidth and latency are those of a DGX H100 in `shardlite plan`,
+which names their source. During the sleep, the other ranks' parts of the target are filled with this rank's part, so
+that numbers are finite and memory is written. Losses are meaningless. The simulation does not include multiprocessors
+used by NCCL's kernels, waits for other ranks, and all-reduces (norms and flags), which take no time.
 
 Legend: `W` ranks.
 """
@@ -55,17 +55,17 @@ SYSTEMS: Mapping[str, Build] = {
     "in_backward": partial(build_format, precision=_BF16, in_backward=True, transport="collectives"),
     "quantized": partial(_SHARDLITE, quantized_gather=True),
 }
-"""All compute in bf16, reduce in fp32, and clip to 1.0 but for `in_backward`, which cannot. FSDP2 comes first, for the
-others' ratios."""
+"""Systems of the probes. All compute in bf16, reduce in fp32, and clip to 1.0, except `in_backward`, which cannot clip.
+FSDP2 is first, because the other systems are compared with it."""
 
 CAPTURED = "exact, captured"
-"""The name of `exact` with its whole step in a CUDA graph."""
+"""Name of the system `exact` with its whole step in a CUDA graph."""
 
 PLANNED = {
     "exact": Setting(world_size=RANKS, precision=_BF16),
     "in_backward": Setting(world_size=RANKS, precision=_BF16, in_backward=True),
 }
-"""How `shardlite plan` predicts the peak of these."""
+"""Settings with which `shardlite plan` predicts the peak of these systems."""
 
 _ON_A_CPU: Mapping[str, Workload] = {
     "gpt2-xl": transformers_gpt2("gpt2-xl", layers=1, width=1600, vocabulary=50257, context=8, batch=1),
@@ -73,20 +73,20 @@ _ON_A_CPU: Mapping[str, Workload] = {
     "llama-1k": llama_blocks("llama-1k", layers=1, context=8),
     "llama-4k": llama_blocks("llama-4k", layers=1, context=16),
 }
-"""The same models at one layer."""
+"""The same models with one layer."""
 
 
 class Sleeps:
-    """What collectives are replaced by."""
+    """Replacement of collectives by sleeps."""
 
     def __init__(self, world_size: int, device: torch.device, cycles: float | None = None) -> None:
-        """`cycles` is what the sleep of the GPU counts in a second, measured if `None`."""
+        """Create the replacement. `cycles` is the number of cycles per second of the GPU's sleep, or `None`."""
         self.world_size = world_size
         self.awake = False
-        """If true, collectives do not sleep; a target that is seen for the first time is still filled."""
+        """If true, collectives do not sleep. A target is still filled when it is seen for the first time."""
 
         self.seconds = 0.0
-        """Of all sleeps so far."""
+        """Seconds of all sleeps so far."""
 
         self.calls: Counter[str] = Counter()
         on_gpu = device.type == "cuda"
@@ -94,12 +94,12 @@ class Sleeps:
         self._seen: set[tuple[int, int]] = set()
         self._on_gpu = on_gpu
         self._beside: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
-        """For each stream one on which targets are filled, so that streams stay independent of each other."""
+        """For each stream, a stream on which targets are filled, so that streams remain independent of each other."""
 
         self._exchanges: torch.cuda.Stream | None = None
 
     def __call__(self, name: str, target: Tensor, source: Tensor, *rest: Any) -> Any:
-        """Sleep on the current stream or, if an exchange is waited for later, on one of NCCL's."""
+        """Sleep on the current stream, or for an asynchronous exchange on a stream like NCCL's."""
         if not (self._on_gpu and name == "alltoall_base" and rest[-1].asyncOp):
             return self._sleep(name, target, source)
         self._exchanges = self._exchanges or _stream_of_nccl()
@@ -132,11 +132,11 @@ class Sleeps:
         current.wait_stream(beside)
 
     def forget(self) -> None:
-        """Fill all targets again: their memory may have been given to other tensors."""
+        """Fill all targets again at their next use, because their memory may belong to other tensors."""
         self._seen.clear()
 
     def _fill(self, target: Tensor, source: Tensor) -> None:
-        """Write this rank's part over each rank's part of the target [n]: one kernel, if all are equal."""
+        """Write this rank's part to each rank's part of the target [n]. If all parts are equal, this is one kernel."""
         with torch.no_grad():
             out, own = _in_wide_elements(target.detach().view(-1), source.detach().reshape(-1))
             if len(out) == self.world_size * len(own):
@@ -152,13 +152,13 @@ class _Asleep(NamedTuple):
     end: torch.cuda.Event
 
     def wait(self) -> bool:
-        """Put the current stream behind it."""
+        """Let the current stream wait for the exchange."""
         torch.cuda.current_stream().wait_event(self.end)
         return True
 
 
 def _in_wide_elements(out: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """View both tensors in the widest integers that fit, so that a gather of bytes costs as much as one in bf16."""
+    """Return both tensors as views of the widest possible integers, so that bytes are copied as fast as bf16."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         places = [each.nbytes for each in (out, own)] + [each.data_ptr() for each in (out, own)]
         offsets = [each.storage_offset() * each.itemsize for each in (out, own)]
@@ -168,12 +168,12 @@ def _in_wide_elements(out: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stream_of_nccl() -> torch.cuda.Stream:
-    """Return a stream whose kernels do not stand behind those of the computation: NCCL has such for both systems."""
+    """Return a high-priority stream, like NCCL's, whose kernels do not queue behind the computation."""
     return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 
 def cycles_per_second() -> float:
-    """Return the rate at which the GPU's sleep counts, measured over some 10 ms, at the clock of matrix products."""
+    """Return the cycles per second of the GPU's sleep, measured over about 10 ms at the clock of matrix products."""
     factor = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(50):
         factor @ factor
@@ -189,7 +189,7 @@ def cycles_per_second() -> float:
 
 @contextmanager
 def one_of(world_size: int, device: torch.device) -> Iterator[tuple[dist.ProcessGroup, Sleeps]]:
-    """Be rank 0 of a fake process group whose collectives are sleeps."""
+    """Initialize a fake process group, as rank 0, whose collectives are sleeps."""
     sleeps = Sleeps(world_size, device)
     make_queue: Callable[..., object] = streams.make_queue if device.type == "cuda" else launching_queue
     with fake_group(world_size, sleeps) as group, as_one_rank(connect_as_over_nccl, make_queue):
@@ -197,7 +197,7 @@ def one_of(world_size: int, device: torch.device) -> Iterator[tuple[dist.Process
 
 
 def fake8(report: Report) -> None:
-    """Steps of eight ranks: time, exposed communication, time of the host, peak of memory beside the predicted one."""
+    """Report steps of eight ranks: step time, exposed communication, host time, and measured and predicted peaks."""
     with one_of(RANKS, report.device) as (group, sleeps):
         report(bandwidth_gbps=round(BANDWIDTH / 1e9), latency_us=round(1e6 * CLUSTER.base, 1), source=CLUSTER.source)
         for model in ("llama-1k", "llama-4k", "gpt2-xl"):
@@ -223,7 +223,7 @@ def fake8(report: Report) -> None:
 def _step(
     workload: Workload, build: Build, group: dist.ProcessGroup, sleeps: Sleeps, *, clip: bool, report: Report
 ) -> dict[str, Any]:
-    """Return what a step takes, and holds above what was there before."""
+    """Return the times of a step, and its peak of memory above the memory before the step."""
     device, before, rounds = report.device, _allocated(report.device), 1 if report.dry else _ROUNDS
     trainer, step = _prepared(workload, build, group, sleeps, clip=clip, report=report)
     if device.type == "cuda":
@@ -245,7 +245,7 @@ def _step(
 
 
 def _captured(workload: Workload, group: dist.ProcessGroup, sleeps: Sleeps, report: Report) -> dict[str, Any]:
-    """Return what a replay of a CUDA graph of a whole step takes: forward, backward, clip and optimizer."""
+    """Return the times of replaying a CUDA graph of a whole step: forward, backward, clipping and optimizer."""
     trainer, step = _prepared(workload, SYSTEMS["exact"], group, sleeps, clip=True, report=report)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -258,7 +258,7 @@ def _captured(workload: Workload, group: dist.ProcessGroup, sleeps: Sleeps, repo
 
 @contextmanager
 def _any_numbers() -> Iterator[None]:
-    """Take steps whatever is in memory: awake collectives bring nothing, so a loss may be no number."""
+    """Allow steps whose loss is NaN, because awake collectives do not fill memory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NonFiniteWarning)
         yield
@@ -270,8 +270,8 @@ Step = Callable[[], Tensor]
 def _prepared(
     workload: Workload, build: Build, group: dist.ProcessGroup, sleeps: Sleeps, *, clip: bool, report: Report
 ) -> tuple[Trainer, Step]:
-    """Build a system, and take its first steps. Return it with a step."""
-    warnings.simplefilter("error", NonFiniteWarning)  # a step that is left out takes no time
+    """Build a system, and take its first steps. Return the system and a function that takes a step."""
+    warnings.simplefilter("error", NonFiniteWarning)  # the time of a skipped step is meaningless
     sleeps.forget()
     trainer = replace(build(workload, group), max_norm=_CLIP if clip else None)
     step = partial(trainer.step, workload.batch(0, 0))
@@ -281,7 +281,7 @@ def _prepared(
 
 
 def _check_loss(step: Step) -> None:
-    """Raise if the loss of a step is not a number: the optimizer may have left out such steps."""
+    """Raise if the loss of a step is NaN, because the optimizer may have skipped such steps."""
     loss = float(step())
     assert loss == loss, "the loss is not a number"
 
@@ -308,14 +308,14 @@ def _predicted(workload: Workload, report: Report) -> dict[str, int]:
     return predicted
 
 
-# ---- what the host does ---------------------------------------------------------------------------------------------
+# ---- the host -------------------------------------------------------------------------------------------------------
 
 _BLOCKING_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""What a host that waits for the GPU calls, by the profiler's names (`cudaMemcpy` is the copy that blocks)."""
+"""Names in the profiler of CUDA calls that wait for the GPU. `cudaMemcpy` is a blocking copy."""
 
 
 class Waits:
-    """Counts how often the host asks for an event or sleeps, and for how long: the library waits by these two."""
+    """Counts and times the host's queries of events and its sleeps, by which the library waits."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -323,7 +323,7 @@ class Waits:
 
     @contextmanager
     def counted(self, event: Any = torch.cuda.Event) -> Iterator[None]:
-        """Count within the block what is done with such events, and sleeps of the library's streams."""
+        """Count calls of methods of `event`, and sleeps in the library's streams, within the block."""
         with ExitStack() as stack:
             for owner, name in ((event, "query"), (event, "synchronize"), (streams, "sleep")):
                 timed = self._timed(name, getattr(owner, name))
@@ -343,7 +343,7 @@ class Waits:
 
 
 def host(report: Report) -> None:
-    """What the host does for a unit where communication takes no time, how long it waits, and the GPU for it."""
+    """Report host time per unit when communication takes no time, waits of the host, and idle time of the GPU."""
     with one_of(RANKS, report.device) as (group, sleeps):
         workload = _workload("gpt2-xl-2k", report)
         for system in ("fsdp2", "exact", "in_backward", "fast"):
@@ -375,14 +375,14 @@ def _host(trainer: Trainer, step: Step, workload: Workload, report: Report) -> d
 
 
 def _worked(call: Callable[[], object]) -> float:
-    """Return the seconds that all threads of this process work in a call: on a GPU autograd has one for a backward."""
+    """Return the CPU time of all threads in a call, including autograd's thread for a backward on a GPU."""
     begin = time.process_time()
     call()
     return time.process_time() - begin
 
 
 def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) -> dict[str, Any]:
-    """Return launches per unit, calls that block, and how long the GPU idles from a backward to the next forward."""
+    """Return launches per unit, blocking calls, and the idle time of the GPU from a backward to the next forward."""
     device, batch = report.device, workload.batch(0, 0)
     if device.type == "cpu":
         count = launches(lambda: trainer.step(batch))
@@ -415,7 +415,7 @@ def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) 
 
 
 def idle(busy: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Return the time without a span between `begin` and the first span that starts at or after `end`."""
+    """Return the time not covered by spans, from `begin` to the first span that starts at or after `end`."""
     ahead = [start for start, _ in busy if start >= end]
     end = min(ahead, default=end)
     free_since, found = begin, 0.0

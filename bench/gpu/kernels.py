@@ -1,4 +1,4 @@
-"""Whether every kernel has the bits that it promises, and how near it comes to the bandwidth of the card.
+"""Probes of the bits that every kernel promises, and of the bandwidth that it reaches.
 
 Legend: `S` elements, `W` ranks.
 """
@@ -36,7 +36,7 @@ from shardlite.comm import collectives
 from shardlite.comm.transport.group_collectives import NcclCollectives, TwoLevelCollectives, WholeCollectives
 
 RANKS = 4
-"""Virtual ranks of the ring kernel, a stream each."""
+"""Number of virtual ranks of the ring kernel, each on its own stream."""
 
 _ROUNDS = 8
 _WARM_UP = 2
@@ -53,18 +53,18 @@ _LONG = (
     ("reduce_adamw", "fp32 weights, fp32 moments, fp32 gradient"),
     ("hop, adamw", "fp32 weights, fp32 moments, fp32 gradient"),
 )
-"""Timed on 2^27 elements."""
+"""Kernels that are timed on 2^27 elements."""
 
 _ROWS = (
     ("add 8 rows in ring order", "fp32 to fp32"),
     ("add 8 rows and adamw", "fp32 weights, fp32 moments, fp32 gradient"),
     ("add 8 rows and adamw", "split24 weights, int8 moments, fp32 gradient"),
 )
-"""Timed on the segment of a Llama-8B block at 8 ranks."""
+"""Kernels that are timed on the segment of a Llama-8B block with 8 ranks."""
 
 
 def bits(report: Report) -> None:
-    """Each kernel by itself: its results beside those of its reference."""
+    """Compare the results of each kernel with its reference."""
     for work in [raw_fused(), *works(report.device)]:
         with report.guarded(kernel=work.operation, format=work.format):
             verdict = verify(work, report.device)
@@ -85,12 +85,12 @@ def bits(report: Report) -> None:
 
 
 def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 20) -> dict[str, Any]:
-    """Run the ring kernel of `RANKS` virtual ranks at once, on streams of one GPU, and compare the results [S].
+    """Run the ring kernel of `RANKS` virtual ranks concurrently, on streams of one GPU, and compare the results [S].
 
     Raises:
-        AssertionError: a rank failed, or has other bits than its reference.
+        AssertionError: If a rank fails, or has other bits than its reference.
     """
-    programs = 8  # all ranks' together must be resident at once
+    programs = 8  # programs of all ranks must be resident at the same time
     fulls = [torch.randn(RANKS * numel, device=device).to(dtype) for _ in range(RANKS)]
     outs = [torch.empty(numel, device=device) for _ in range(RANKS)]
     slots = [torch.empty(slots_nbytes(programs), dtype=torch.uint8, device=device) for _ in range(RANKS)]
@@ -133,16 +133,16 @@ def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 
 
 
 class _NotCooperative:
-    """The kernel of the ring without a cooperative launch: a GPU runs those one after the other, also of two streams.
+    """The ring kernel without a cooperative launch, because a GPU runs cooperative launches one after the other.
 
-    That all programs are resident at once is given here: they are few.
+    All programs are resident at the same time without it, because there are few of them.
     """
 
     def __init__(self) -> None:
         self._kernel = device_ring._ring_reduce_scatter_kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """Return what launches so many programs."""
+        """Return a function that launches this grid."""
 
         def launch(*arguments: Any, launch_cooperative_grid: bool = False, **options: Any) -> object:
             del launch_cooperative_grid
@@ -156,7 +156,7 @@ def _addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def bandwidth(report: Report) -> None:
-    """Time kernels at sizes of training, beside a copy. The cache of the GPU is emptied before each run."""
+    """Time kernels and a copy at sizes of training. The cache of the GPU is emptied before each run."""
     device, dry = report.device, report.dry
     clock: Clock = HostClock() if dry else DeviceClock(device)
     copy = bandwidth_run(1 << 16 if dry else 1 << 31, device)
@@ -194,7 +194,7 @@ def _timed(clock: Clock, step: Any) -> dict[str, float]:
 
 
 def _slices(report: Report) -> None:
-    """The exact reduction of a Llama-8B block without its messages: what cutting it into slices costs host and GPU."""
+    """Time the exact reduction of a Llama-8B block without its messages: the cost of slices on host and GPU."""
     for world_size in (8,) if report.dry else (8, 64, 512):
         _slices_at(world_size, report)
 
@@ -222,7 +222,7 @@ def _reduction(kernel: str, transport: WholeCollectives, report: Report) -> None
 
 
 class _Level(NcclCollectives):
-    """Collectives of some ranks of a fake group, of which this is the first."""
+    """Collectives of the first ranks of a fake group, as rank 0."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: int) -> None:
         super().__init__(group)
@@ -230,7 +230,7 @@ class _Level(NcclCollectives):
 
 
 def _two_levels(report: Report) -> None:
-    """The same reduction in two levels, on nodes of eight ranks."""
+    """Time the same reduction in two levels, on nodes of eight ranks."""
     for world_size in (16,) if report.dry else (64, 512):
         _two_levels_at(world_size, 8, report)
 
@@ -242,5 +242,5 @@ def _two_levels_at(world_size: int, node: int, report: Report) -> None:
 
 
 def all_works(device: torch.device) -> list[Work]:
-    """Return all that the probes here launch, for the process that compiles it."""
+    """Return all works that these probes launch, for the processes that compile them."""
     return [*chain([raw_fused()], works(device), chains())]

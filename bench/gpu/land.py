@@ -1,4 +1,4 @@
-"""Takes the folder of a run into the repository: `python -m bench.gpu --land FOLDER`."""
+"""Copy the rows of a run to `bench/results/` and the pages: `python -m bench.gpu --land FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from bench.support.table import RESULTS, read_rows, replace_rows
 
 
 def land(folder: Path, results: Path = RESULTS) -> int:
-    """Put the rows of a run into `results`, and make the tables of the pages anew. Return 1 if that fails.
+    """Add the rows of a run to `results`, and regenerate the tables of the pages. Return 1 if this fails.
 
-    Rows of a probe replace those of an earlier run of it on the same card and day.
+    Rows of a probe replace those of an earlier run of the probe on the same card and day.
 
     Args:
-        folder: what came back, with `rows.jsonl`.
-        results: where rows of all benches are.
+        folder: folder of the run, with `rows.jsonl`.
+        results: folder of the rows of all benches.
 
     Raises:
-        ValueError: there are no rows of a GPU.
-        OSError: the folder or its file is not there.
+        ValueError: If there are no rows of a GPU.
+        OSError: If the folder or its file does not exist.
     """
     file = landed(folder, results)
     print(f"rows: {file}", flush=True)
@@ -30,7 +30,7 @@ def land(folder: Path, results: Path = RESULTS) -> int:
 
 
 def landed(folder: Path, results: Path) -> Path:
-    """Put the rows into `results`, and return the file that has them now."""
+    """Add the rows to a file in `results`, and return this file."""
     rows = [row for row in located(read_rows([folder / ROWS])) if row["probe"] != WARM_UP]
     if not any("card" in row for row in rows):
         raise ValueError(f"{folder / ROWS} has no row that names a card: did any probe run?")

@@ -1,6 +1,7 @@
-"""Two, then four processes on one card, which NCCL refuses: staged gloo beside a twin, then symmetric memory.
+"""Train with two and four processes on one card, which NCCL does not support: over gloo, then over symmetric memory.
 
-The ranks are children of the probe, in its process group, so that all end together.
+Over gloo, the weights are compared with those of a twin in one process. The ranks are children of the probe, in its
+process group, so that all of them end together.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from shardlite.config import TransportName
 
 STEPS = 3
 LIMIT = 30.0
-"""Seconds that the ranks of a world may take."""
+"""Time limit in seconds for the ranks of one world size."""
 
 NEAR = 1e-5
-"""By which weights may differ from those of one process: gradients are added in another order."""
+"""Maximum difference of weights from those of one process, which adds gradients in another order."""
 
 
 def pair(report: Report) -> None:
-    """Train on 2 and on 4 ranks of one card, and report what each transport did."""
+    """Train with 2 and with 4 ranks on one card, and report the results of each transport."""
     for ranks in (2,) if report.dry else (2, 4):
         with report.guarded(ranks=ranks), tempfile.TemporaryDirectory() as folder:
             processes = [_start(rank, ranks, Path(folder) / "store", report) for rank in range(ranks)]
@@ -45,7 +46,7 @@ def pair(report: Report) -> None:
 
 
 def _statuses(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for ranks, and kill those that have not ended in time. Return how all ended."""
+    """Wait for ranks, and kill ranks that exceed the time limit. Return the exit statuses."""
     deadline = time.monotonic() + LIMIT
     for process in processes:
         try:
@@ -57,13 +58,13 @@ def _statuses(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def _start(rank: int, ranks: int, store: Path, report: Report) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # which one card twice cannot have, and nothing here uses
+    environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # not available to two ranks on one card, and not needed
     command = [sys.executable, "-m", "bench.gpu.pair", str(rank), str(ranks), str(store), str(report.file)]
     return subprocess.Popen([*command, *["--dry"][: int(report.dry)]], cwd=ROOT, env=environment)
 
 
 def be_rank(rank: int, ranks: int, store: Path, report: Report) -> int:
-    """Train over each transport; rank 0 reports each. Return 1 if any failed."""
+    """Train over each transport. Rank 0 reports the results. Return 1 if a transport failed."""
     torch.set_num_threads(1)
     device = report.device
     if device.type == "cuda":
@@ -86,7 +87,7 @@ def be_rank(rank: int, ranks: int, store: Path, report: Report) -> int:
 
 
 def _say_nothing(**_: object) -> None:
-    """Report nothing; rank 0 reports."""
+    """Ignore a report of a rank other than 0."""
 
 
 def _trained_directly(device: torch.device, staged: dict[str, Tensor], write: Callable[..., None]) -> bool:
@@ -100,12 +101,12 @@ def _trained_directly(device: torch.device, staged: dict[str, Tensor], write: Ca
         traceback.print_exc()
         write(transport="symmetric_memory", error=f"{type(error).__name__}: {error}"[:300])
         sys.stdout.flush()
-        os._exit(1)  # other ranks may wait for this one, which could not leave the group
+        os._exit(1)  # other ranks may wait for this rank, so it could not leave the group
     return same
 
 
 def _trained(device: torch.device, transport: TransportName) -> tuple[dict[str, Tensor], float]:
-    """Return the weights after some steps at stage 3, whole and on the CPU, and the ms of the last step."""
+    """Return the full weights on the CPU after some steps at stage 3, and the milliseconds of the last step."""
     group, workload = dist.group.WORLD, _workload(device)
     assert group is not None
     with warnings.catch_warnings():
@@ -120,7 +121,7 @@ def _trained(device: torch.device, transport: TransportName) -> tuple[dict[str, 
 
 
 def _twin(ranks: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the weights of a plain model that takes the batches of all ranks, in one process."""
+    """Return the weights of a plain model that is trained on the batches of all ranks in one process."""
     from shardlite.apps.memory.systems import torch_adamw
 
     workload = _workload(device)
@@ -135,7 +136,7 @@ def _twin(ranks: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest error of a tensor, relative, in the Euclidean norm."""
+    """Return the largest relative error of a tensor in the Euclidean norm."""
     errors = [float((got[name] - right).norm() / right.norm().clamp(min=1e-3)) for name, right in expected.items()]
     return max(errors)
 
@@ -145,7 +146,7 @@ def _workload(device: torch.device) -> Workload:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be one rank."""
+    """Run as one rank, and return the exit status."""
     rank, ranks, store, rows, *dry = arguments
     return be_rank(int(rank), int(ranks), Path(store), Report("pair", Path(rows), dry=bool(dry)))
 

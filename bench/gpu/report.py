@@ -1,4 +1,4 @@
-"""What probes report to, and how they use their device.
+"""The report of a probe, and functions for its device.
 
 Legend: `S` elements.
 """
@@ -22,7 +22,7 @@ from shardlite.apps.memory.machine import machine
 
 
 class Report:
-    """Writes the rows of one probe as they come."""
+    """Writes each row of a probe as soon as it is reported."""
 
     def __init__(self, probe: str, file: Path, *, dry: bool) -> None:
         self.dry = dry
@@ -42,19 +42,19 @@ class Report:
 
     @contextmanager
     def guarded(self, **what: object) -> Iterator[None]:
-        """Report an error of the block as a row, with `what` failed, and go on after the block."""
+        """Report an exception in the block as a row with the keys `what`, and continue after the block."""
         try:
             yield
         except Exception as error:
             self.failed = True
             traceback.print_exc()
             self(**what, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        with suppress(RuntimeError):  # of a context that an illegal access has ended
+        with suppress(RuntimeError):  # raised if an illegal access has destroyed the CUDA context
             free()
 
 
 def free() -> None:
-    """Free the memory of what is no longer used, cached memory of the GPU included."""
+    """Free unused memory, including cached memory of the GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -67,10 +67,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) -> dict[str, float]:
-    """Return how long each of `rounds` calls takes, which follow each other as in a loop of training.
+    """Return the times of `rounds` consecutive calls, as in a training loop.
 
-    `ms_p20`, `ms_p50` and `ms_p80` are between the ends of two calls on the current stream, `host_ms_p50` is how long
-    the host is in a call, waits included.
+    `ms_p20`, `ms_p50` and `ms_p80` are times between the ends of two calls on the current stream. `host_ms_p50` is the
+    time of the host in a call, including waits.
     """
     synchronize(device)
     ends, hosts = [_mark(device)], []
@@ -85,7 +85,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) 
 
 
 def _mark(device: torch.device) -> Any:
-    """Return this moment of the current stream: an event, or on the CPU a time in ms."""
+    """Return the current moment of the current stream: an event, or on the CPU a time in milliseconds."""
     if device.type == "cpu":
         return 1e3 * time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,21 +1,21 @@
-"""The probes, one after the other, each within its limit: `python -m bench.gpu`.
+"""Run the probes one after the other, each with a time limit: `python -m bench.gpu`.
 
-    python -m bench.gpu --out gpu                 on a GPU; ends by itself within 8:30
-    python -m bench.gpu --only fake8 host         some of the probes
-    python -m bench.gpu --dry                     every line that needs no GPU: real models at one layer, on the CPU
-    python -m bench.gpu --land gpu                puts the rows of a folder into `bench/results/` and onto the pages
+    python -m bench.gpu --out gpu                 runs all probes on a GPU within 8:30
+    python -m bench.gpu --only fake8 host         runs some of the probes
+    python -m bench.gpu --dry                     runs all probes on the CPU, with real models at one layer
+    python -m bench.gpu --land gpu                copies the rows of a folder to `bench/results/` and the pages
 
-A probe that fails, hangs or crashes costs no other: it is a process group, which is killed at its limit, and what it
-has found by then is in the rows. Kernels are compiled by a process of their own beside the first probes.
+A probe that fails, hangs or crashes does not affect other probes. It is a process group, which is killed at its time
+limit. Its rows up to then are kept. A separate process compiles kernels during the first probes.
 
 | file in the folder | content |
 |---|---|
-| `rows.jsonl` | one JSON object for each finding, written as it comes; a row with `status` for each probe that ended |
-| `probes.log` | what probes printed, tracebacks included |
-| `table.md` | the table that is printed at the end, and one with all numbers for each probe |
-| `gpu.tar.gz` | the three files together |
+| `rows.jsonl` | one JSON object for each result, written at once; a row with `status` for each finished probe |
+| `probes.log` | output of the probes, including tracebacks |
+| `table.md` | the printed table, and a table with all numbers for each probe |
+| `gpu.tar.gz` | these three files |
 
-This file imports no PyTorch, so the first probe starts at once.
+This file does not import PyTorch, so the first probe starts at once.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from bench.gpu import ROOT
 Row = dict[str, Any]
 
 LIMIT = 8 * 60 + 30
-"""Seconds that everything takes at most."""
+"""Time limit in seconds for the whole run."""
 
 GRACE = 2
-"""Seconds between asking the processes of a probe to end and killing them."""
+"""Seconds between SIGTERM and SIGKILL for the processes of a probe."""
 
 TABLE = 10
-"""Seconds for the table and the archive."""
+"""Seconds reserved for the table and the archive."""
 
 ROWS, LOG, TABLE_FILE, ARCHIVE = "rows.jsonl", "probes.log", "table.md", "gpu.tar.gz"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One question to a GPU."""
+    """A probe of a GPU."""
 
     name: str
-    """A function `NAME(report)` of the module."""
+    """Name of the probe, and of its function `NAME(report)` in the module."""
 
     module: str
-    """Of this folder."""
+    """Module in this folder."""
 
     seconds: float
-    """After which it is ended, imports included."""
+    """Time limit in seconds, including imports."""
 
 
 PROBES = (
@@ -76,16 +76,16 @@ PROBES = (
     Probe("compiled", "training", 40),
     Probe("pair", "pair", 45),
 )
-"""In the order in which they matter. With the grace of each and the table, limits add up to `LIMIT` at most."""
+"""Probes in order of importance. Their time limits, the grace periods and the table add up to at most `LIMIT`."""
 
 WARM_UP = "warm_up"
-"""The process that compiles all kernels, beside the first probes."""
+"""The process that compiles all kernels during the first probes."""
 
 BESIDE_WARM_UP = ("environment", "nccl")
 """Probes that run while kernels are compiled."""
 
 PATIENCE = 45
-"""Seconds after the start for which all others wait for the kernels. Then what compiles is ended."""
+"""Seconds after the start until which the other probes wait for the kernels. Then compilation is ended."""
 
 _WHERE = ("machine", "card", "torch", "python", "date")
 
@@ -94,11 +94,11 @@ NO_GPU = 3
 
 
 def run(names: Sequence[str], folder: Path, *, dry: bool) -> list[Row]:
-    """Run probes, and return a row on how each ended. Stop after the first one if there is no GPU.
+    """Run probes, and return a row with the status of each. If there is no GPU, stop after the first probe.
 
     Args:
-        names: of the probes, which run in the order of `PROBES`.
-        folder: for the files, whose earlier content goes.
+        names: names of the probes, which run in the order of `PROBES`.
+        folder: output folder. Earlier files in it are replaced.
         dry: whether to run on the CPU.
     """
     began = monotonic()
@@ -139,7 +139,9 @@ def _start(name: str, rows: Path, output: IO[str], *, dry: bool) -> subprocess.P
     output.flush()
     command = [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), *["--dry"][: int(dry)]]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams of several systems share hardware queues
+    environment.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "32"
+    )  # otherwise streams of several systems share hardware queues
     if dry:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen(
@@ -148,7 +150,7 @@ def _start(name: str, rows: Path, output: IO[str], *, dry: bool) -> subprocess.P
 
 
 def _run_probe(probe: Probe, limit: float, rows: Path, output: IO[str], *, dry: bool) -> str:
-    """Run one probe, and say how it ended."""
+    """Run one probe, and return its status."""
     if limit < 1:
         return "not started: no time was left"
     process = _start(probe.name, rows, output, dry=dry)
@@ -167,16 +169,16 @@ def _await(process: subprocess.Popen[bytes], deadline: float) -> None:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of a group, whose leader may have ended before them."""
+    """End all processes of a group, even if its leader has already ended."""
     for how in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):  # none is left
+        with suppress(ProcessLookupError):  # no process is left
             os.killpg(process.pid, how)
             deadline = monotonic() + GRACE
             while how == signal.SIGTERM and monotonic() < deadline:
-                process.poll()  # else the leader would stay as a zombie, and so the group
+                process.poll()  # reaps the leader, which would otherwise keep the group alive as a zombie
                 os.killpg(process.pid, 0)
                 sleep(0.05)
-    _await(process, monotonic() + GRACE)  # one that hangs in the driver is left
+    _await(process, monotonic() + GRACE)  # a process that hangs in the driver is left behind
 
 
 def _count(rows: Path, probe: str) -> int:
@@ -184,7 +186,7 @@ def _count(rows: Path, probe: str) -> int:
 
 
 def _read(rows: Path) -> list[Row]:
-    """Return the rows of a file, without one that a probe was writing when it was ended."""
+    """Return the rows of a file, without an incomplete row of a probe that was killed."""
     found = []
     for line in rows.read_text().splitlines():
         with suppress(ValueError):
@@ -198,7 +200,7 @@ def _append(rows: Path, row: Row) -> None:
 
 
 def be_probe(name: str, rows: Path, *, dry: bool) -> int:
-    """Be the process of one probe, and return its exit status: 1 if any of its parts failed."""
+    """Run a probe in this process, and return its exit status: 1 if any of its parts failed."""
     import torch
 
     if not dry and not torch.cuda.is_available():
@@ -212,13 +214,13 @@ def be_probe(name: str, rows: Path, *, dry: bool) -> int:
 
 
 def located(rows: Sequence[Row]) -> list[Row]:
-    """Return rows that all name the machine. Those on how a probe ended do not know it."""
+    """Return the rows with the machine's name added to status rows, which lack it."""
     where = next((row for row in rows if "card" in row), {})
     return [{**{key: where[key] for key in _WHERE if key in where}, **row} for row in rows]
 
 
 def finish(folder: Path) -> str:
-    """Write the tables of the rows, and the archive; return the table of all probes."""
+    """Write the tables of the rows, and the archive. Return the table of all probes."""
     from bench.gpu.table import render, render_summary
 
     rows = located(_read(folder / ROWS))
@@ -232,13 +234,13 @@ def finish(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run probes and print their table, or be a probe. The status is 1 if any did not end well."""
+    """Run probes and print their table, or run as a probe. Return 1 if a probe failed."""
     names = [probe.name for probe in PROBES]
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="correctness and speed on a GPU")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder for the files (%(default)s)")
-    parser.add_argument("--dry", action="store_true", help="without a GPU, at one layer")
-    parser.add_argument("--land", type=Path, metavar="FOLDER", help="only take over the rows of a folder")
+    parser.add_argument("--dry", action="store_true", help="run without a GPU, with models of one layer")
+    parser.add_argument("--land", type=Path, metavar="FOLDER", help="only copy the rows of a folder to the pages")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.probe:
@@ -250,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
             return land(options.land)
         except (ValueError, OSError) as wrong:
             parser.error(str(wrong))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that probes are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that probes are also ended
     ended: list[Row] = []
     try:
         ended = run(options.only or names, options.out.resolve(), dry=options.dry)

@@ -1,4 +1,4 @@
-"""Tables of the rows of `bench.gpu`: one for each probe, headed by what was measured, what was fake, and where."""
+"""Tables of the rows of `bench.gpu`: one per probe, headed by the measurement, its fake parts and the machine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def _pairs(key: str) -> Callable[[Row], str]:
 _GIB = float(2**30)
 
 FAKE = (
-    "One GPU is rank 0 of 8: kernels, streams and memory are real, and **each collective is a sleep** of (W - 1) / W x "
-    "bytes / bandwidth and a latency on its stream, for FSDP2 too, at the NVLink rate that `shardlite plan` assumes of "
-    "a DGX H100. NCCL's use of multiprocessors and memory, and waits for other ranks, are not in it."
+    "One GPU is rank 0 of 8. Kernels, streams and memory are real, but **each collective is a sleep** on its stream, "
+    "also with FSDP2. A sleep takes (W - 1) / W x bytes / bandwidth and a latency, at the NVLink rate that `shardlite "
+    "plan` assumes for a DGX H100. It includes neither NCCL's use of multiprocessors and memory nor waits for other "
+    "ranks."
 )
-ALONE = "One rank, so nothing travels."
+ALONE = "One rank, so no data is sent."
 
 _PROBES: dict[str, tuple[str, str, Columns]] = {
     "environment": (
@@ -53,7 +54,8 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "nccl": (
         "NCCL's collectives on a side stream",
-        f"{ALONE} The host may not wait, and results must be in stream order. Kernels were compiled meanwhile.",
+        f"{ALONE} The host must not wait, and results must be in stream order. Other processes compiled kernels "
+        "meanwhile.",
         {
             "collective": _text("collective"),
             "connection": _text("connection"),
@@ -63,7 +65,7 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "bits": (
         "Bits of kernels",
-        "Beside their references, on one GPU.",
+        "Compared with their references, on one GPU.",
         {
             "kernel": _text("kernel"),
             "format": _text("format"),
@@ -74,8 +76,8 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "bandwidth": (
         "Bandwidth of kernels",
-        "Alone on the GPU; a share of what a copy of 2 GiB reaches. The cache of the GPU is emptied before each run, "
-        "but for the slices of a reduction, whose messages are left out.",
+        "Each kernel runs alone on the GPU. *share* is relative to the bandwidth of a copy of 2 GiB. The cache of the "
+        "GPU is emptied before each run, except for slices, which run without their messages.",
         {
             "kernel": _text("kernel"),
             "format": _text("format"),
@@ -90,8 +92,8 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "fake8": (
         "Steps of eight ranks, seven of them fake",
-        f"{FAKE} bf16 compute, reductions in fp32, fused AdamW, clipping to 1.0 but for `in_backward`. Exposed is the "
-        "step less the same step with sleeps of 0.",
+        f"{FAKE} Compute is in bf16, reductions are in fp32, AdamW is fused, and gradients are clipped to 1.0 except "
+        "with `in_backward`. *exposed* is the step time minus that of the same step with sleeps of 0.",
         {
             "model": _text("model"),
             "system": _text("system"),
@@ -106,9 +108,9 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
         },
     ),
     "host": (
-        "The host of eight ranks, seven of them fake, where communication takes no time",
-        "One GPU is rank 0 of 8, and **each collective is nothing**, for FSDP2 too. Idle is the time without a kernel "
-        "from the end of a backward to the first one of the next forward.",
+        "The host of eight ranks, seven of them fake, with communication that takes no time",
+        "One GPU is rank 0 of 8, and **each collective does nothing**, also with FSDP2. *idle* is the time without a "
+        "kernel from the end of a backward to the first kernel of the next forward.",
         {
             "model": _text("model"),
             "system": _text("system"),
@@ -122,10 +124,11 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
         },
     ),
     "twin": (
-        "Training beside a twin",
-        f"{ALONE} GPT-2 of transformers in bf16 with checkpointing; the twin is the plain model with PyTorch's "
-        "fused AdamW on fp32 weights. Losses of all steps are compared. A format may be four times as far "
-        "from the twin as the twin in fp32, or one whose initial weights differ by 2^-16.",
+        "Training compared with a twin",
+        f"{ALONE} The model is GPT-2 of transformers in bf16 with checkpointing, and the twin is the plain model with "
+        "PyTorch's fused AdamW on fp32 weights. Losses of all steps are compared with the twin's. The controls are "
+        "the twin in fp32, and twins whose initial weights differ by 2^-16. *allowed* is a multiple of the largest "
+        "difference of a control.",
         {
             "system": _text("system"),
             "steps": _text("steps"),
@@ -148,19 +151,19 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "pair": (
         "Several ranks on one card",
-        "Processes of one GPU take turns on it, so **times say nothing of several cards**; bits do. `p2p` goes over "
-        "gloo, through host memory.",
+        "Processes take turns on one GPU, so **times do not predict those of several cards**; bits do. `p2p` sends "
+        "over gloo, through host memory.",
         {
             "ranks": _text("ranks"),
             "transport": _text("transport"),
-            "error beside one process": lambda row: "" if row.get("off") is None else f"{row['off']:.1e}",
+            "difference from one process": lambda row: "" if row.get("off") is None else f"{row['off']:.1e}",
             "bits of p2p": _yes("same_bits"),
             "last step, ms": _number("ms", 1),
             "note": _text("note"),
         },
     ),
 }
-"""Heading, words and columns of each probe's table. A row without the first column is not in the table."""
+"""Heading, description and columns of each probe's table. Rows that lack the first column are not in the table."""
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -172,8 +175,8 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def render_summary(rows: Sequence[Row]) -> str:
-    """Return one table with a line for each probe that ended: how, what failed in it, and what it found in short."""
-    cells = [["probe", "status", "in short", "s", "rows", "failed"]]
+    """Return a table with a line for each finished probe: status, short result, and number of failed parts."""
+    cells = [["probe", "status", "result", "s", "rows", "failed"]]
     for ended in rows:
         if "status" in ended:
             found = [row for row in rows if row["probe"] == ended["probe"] and "status" not in row]
@@ -187,7 +190,7 @@ def render_summary(rows: Sequence[Row]) -> str:
 
 
 def _named(rows: Sequence[Row], name: Callable[[Row], str], key: str, digits: int) -> str:
-    """Return names and numbers in words, of the rows that have the key."""
+    """Return the name and value of each row that has the key, as text."""
     return ", ".join(f"{name(row)} {row[key]:.{digits}f}" for row in rows if row.get(key) is not None)
 
 
@@ -237,7 +240,7 @@ def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     for row in shown:
         cells.append([*(cell(row) for cell in columns.values()), *[_escaped(row.get("error", ""))] * failed])
     where = f"{rows[0]['card']}, torch {rows[0]['torch']}, {rows[0]['date']}."
-    dry = "**Dry: run without a GPU; times mean nothing.**" if rows[0]["dry"] else ""
+    dry = "**Dry: run without a GPU, so times are meaningless.**" if rows[0]["dry"] else ""
     head = " ".join(filter(None, (f"**{heading}.**", words, dry, where)))
     return f"{head}\n\n{markdown_table(cells, words=2)}"
 

@@ -1,4 +1,4 @@
-"""Whole runs at one rank: beside a plain twin, and with blocks that `torch.compile` has compiled."""
+"""Probes that train on one rank: compared with a plain twin, and with blocks compiled by `torch.compile`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from shardlite.apps.memory.systems import torch_adamw
 
 STEPS = 20
 RATE = 2e-5
-"""Learning rate. At 1e-3 without a warm-up, losses of this model rise to 10 again in the first steps, and plain twins
-whose initial weights differ by 2^-24 part by several percent, while one that loses the lower 8 bits of its masters
-stays nearer: nothing could be said about formats there (docs/numerics.md).
+"""Learning rate. At 1e-3 without a warm-up, losses of this model rise to 10 again in the first steps. Losses of plain
+twins whose initial weights differ by 2^-24 then differ by several percent, more than those of a twin that loses the
+lower 8 bits of its masters. So formats could not be judged (docs/numerics.md).
 """
 CONTROLS = 3
-"""Plain twins that begin with slightly other weights."""
+"""Number of plain twins with slightly different initial weights."""
 ROOM = 4
-"""Losses of a format may be this many times as far from the twin's as those of a control, or of the twin in fp32.
-Controls differ from each other by a factor of two, and formats round at each step. On a CPU, controls were 0.2 to 0.4 %
-off, and formats 0.2 to 0.8 %; bf16 weights that are truncated instead of rounded 2.4 %, and bf16 masters 40 %.
+"""Maximum difference of a format's losses from the twin's, as a multiple of the largest difference of a control.
+
+The controls include the twin in fp32. Differences of controls vary by a factor of two, and formats round at each step.
+On a CPU, controls differed by 0.2 to 0.4 %, and formats by 0.2 to 0.8 %. Truncating bf16 weights instead of rounding
+them caused 2.4 %, and bf16 masters caused 40 %.
 """
 
 _BF16 = torch.bfloat16
 
 
 def twin(report: Report) -> None:
-    """Losses of 20 steps of GPT-2 in bf16 with checkpointing: all stages to the bit, and formats near a plain twin."""
+    """Compare losses of 20 steps of GPT-2 in bf16 with checkpointing: stages to the bit, formats within a bound."""
     with only_rank(report.device) as group:
         workload = _gpt2(report.dry).on(report.device)
         steps = 3 if report.dry else STEPS
@@ -55,7 +57,7 @@ def twin(report: Report) -> None:
         }
         for name, build in [*builds.items(), *FORMATS.items()]:
             with report.guarded(system=name):
-                expected = plain_fp32 if name == "in_backward" else plain  # it computes in fp32
+                expected = plain_fp32 if name == "in_backward" else plain  # in_backward computes in fp32
                 losses = _losses(build(workload, group), workload, steps)
                 off = _apart(losses, expected)
                 found: dict[str, Any] = {"same_as_twin": losses == expected, "off": off, "bound": bound}
@@ -64,7 +66,7 @@ def twin(report: Report) -> None:
                     found["same_as_stage3"] = losses == first
                 report(system=name, steps=steps, **found)
                 assert off <= bound, f"a loss is {100 * off:.3f} % off the twin's, not {100 * bound:.3f} %"
-                same = found.get("same_as_stage3", True) or not repeats  # attention may add in another order each time
+                same = found.get("same_as_stage3", True) or not repeats  # attention may add in any order
                 assert same, "its losses have other bits than those of stage 3"
 
 
@@ -75,7 +77,7 @@ def _gpt2(dry: bool) -> Workload:
 
 
 def _nudged(workload: Workload, seed: int) -> Workload:
-    """Return the workload with initial weights that differ by up to 2^-16, which is what `split24` rounds by."""
+    """Return the workload with initial weights that differ by up to 2^-16, the rounding error of `split24`."""
 
     def make() -> nn.Module:
         model = workload.make()
@@ -89,7 +91,7 @@ def _nudged(workload: Workload, seed: int) -> Workload:
 
 
 class Mastered:
-    """The plain model in bf16, stepped by PyTorch's fused AdamW on weights in fp32, as a program would write it."""
+    """The plain model in bf16, stepped by PyTorch's fused AdamW on weights in fp32, as in ordinary PyTorch programs."""
 
     def __init__(self, workload: Workload) -> None:
         self.model = workload.model()
@@ -120,12 +122,12 @@ def _losses(trainer: Trainer | Mastered, workload: Workload, steps: int) -> list
 
 
 def _apart(losses: list[float], expected: list[float]) -> float:
-    """Return the largest difference of a loss, as a part of the expected one."""
+    """Return the largest relative difference of a loss from the expected loss."""
     return max(abs(got - want) / abs(want) for got, want in zip(losses, expected, strict=True))
 
 
 def compiled(report: Report) -> None:
-    """Steps with compiled blocks, in both modes of `torch.compile`, beside FSDP2 and without compilation."""
+    """Time steps of ShardLite and FSDP2 with blocks that are not compiled, and compiled in two modes."""
     ways: dict[str, dict[str, Any] | None] = {"no": None, "default": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
     workload = perceptrons("mlp", blocks=4, width=64 if report.dry else 2048, batch=4 if report.dry else 4096)
     with only_rank(report.device) as group:

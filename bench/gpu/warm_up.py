@@ -1,7 +1,8 @@
-"""Compiles every kernel that the probes launch, beside the first of them: in many processes, into Triton's cache.
+"""Compile every kernel that the probes launch, in many processes during the first probes, into Triton's cache.
 
-On a GPU by launching each at a tiny size, with lengths that are multiples of 16 and not, because Triton compiles for
-both, and by steps of a tiny model in each system. Dry, one kernel is compiled ahead of time instead.
+On a GPU, each kernel is launched at a tiny size, with lengths that are multiples of 16 and with other lengths, because
+Triton compiles for both. A tiny model also takes steps in each system. In a dry run, one kernel is compiled ahead of
+time instead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Task = Callable[[], None]
 
 
 def warm_up(report: Report) -> None:
-    """Compile everything, and say how long it took."""
+    """Compile all kernels, and report the time."""
     begin = perf_counter()
     processes = min(PROCESSES, max(1, (os.cpu_count() or 1) - 2)) if not report.dry else 1
     share = partial(compile_share, processes=processes, dry=report.dry)
@@ -42,14 +43,14 @@ def warm_up(report: Report) -> None:
 
 
 def compile_share(first: int, *, processes: int, dry: bool) -> int:
-    """Run every `processes`-th task from `first` on; return how many succeeded."""
-    torch.set_num_threads(1)  # beside as many processes
+    """Run every `processes`-th task, starting at `first`. Return the number of tasks that succeeded."""
+    torch.set_num_threads(1)  # because there are many processes
     tasks, count = _tasks_dry() if dry else _tasks(), 0
     for name, task in islice(tasks.items(), first, None, processes):
         try:
             task()
             count += 1
-        except Exception as error:  # the probe that launches it reports it
+        except Exception as error:  # the probe that launches the kernel reports the error
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
     return count
 

@@ -1,19 +1,18 @@
-"""What compilers make of every kernel, for GPUs that need not be here: a table, and whether it is as it should be.
+"""Compile every kernel ahead of time for several GPUs, print a table of the generated code, and check it.
 
-    python bench/kernels/aot.py            compiles everything for four targets and prints the table; if something is
-                                           wrong, says what, and exits 1
-    python bench/kernels/aot.py --write    puts the table into bench/results/kernels-compiled.md
-    python bench/kernels/aot.py --check    exits 1 too if the table there is another one
+    python bench/kernels/aot.py            compiles all kernels for four targets and prints the table; exits with 1 and
+                                           prints the errors if a check fails
+    python bench/kernels/aot.py --write    writes the table to bench/results/kernels-compiled.md
+    python bench/kernels/aot.py --check    also exits with 1 if the table in this file differs
 
-Wrong is: something was spilled; an access of a thread to an element tensor is narrower than its elements allow, up to
-128 bits (so also a scalar one); the bytes that are moved, as the machine code says, are not those of the formula; a
-64-bit integer is divided; or an instruction is not exact where the kernel promises bits.
+These are errors: registers are spilled; a thread accesses an element tensor with fewer bits than its elements allow, up
+to 128; the machine code moves a different number of bytes than the formula; a 64-bit integer is divided; or a kernel
+that promises bits has an instruction that is not exact.
 
-Element tensors have an element for each of `S`. What one thread moves is counted in the machine code: the bits of its
-accesses, divided by its elements. Where a compiler has copied the body of a loop, all tensors are accessed that many
-times too often, and it is divided by that too. Beside them there are side tables: those of which groups of elements
-share an entry are counted by formula, those of a fixed size are not. No figure here is measured; all follow from the
-code alone.
+*Element tensors* have `S` elements. Their bytes per element are counted in the machine code: the bits of a thread's
+accesses, divided by its elements. If the compiler has copied the body of a loop, all tensors have several times as many
+accesses, and the result is divided by the number of copies. *Side tables* are counted by formula if groups of elements
+share an entry, and not at all if their size is fixed. No number is measured; all numbers are derived from the code.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-# As a script this finds nothing beside itself otherwise.
+# So that imports work when this file is run as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -49,13 +48,13 @@ BEGIN, END = "<!-- made by `python bench/kernels/aot.py --write` -->\n", "<!-- e
 WORKERS = 2
 
 
-# ---- what becomes of it -------------------------------------------------------------------------------------------
+# ---- compilation and checks ---------------------------------------------------------------------------------------
 
 
 def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True, counts: str = "i32") -> Row:
-    """Compile one case for one target and return what there is to say.
+    """Compile one case for one target, and return its row.
 
-    Unless `hinted` nothing is known about lengths; `counts` is the type of them.
+    If not `hinted`, the compiler gets no information on the divisibility of lengths. `counts` is the type of lengths.
     """
     number, target = case_and_target
     case = cases()[number]
@@ -84,25 +83,25 @@ def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True, count
 def compiled_rows(
     numbers: Sequence[int], targets: Sequence[str], *, workers: int = WORKERS, **settings: Any
 ) -> list[Row]:
-    """A `compiled_row` for each case of these numbers and each target: those of a case follow each other.
+    """Return a `compiled_row` for each of the numbered cases and each target. Rows of a case are consecutive.
 
-    Starting `workers` takes as long as compiling some ten kernels; with 0 this process compiles.
+    Starting `workers` takes as long as compiling about ten kernels. With 0 workers, this process compiles.
     """
     compiled, todo = partial(compiled_row, **settings), product(numbers, targets)
     if not workers:
         return list(map(compiled, todo))
-    # New processes and not forks, because torch has threads.
+    # Spawn processes instead of forking, because torch has threads.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(compiled, todo))
 
 
 def numbers_of(lines: Sequence[str]) -> list[int]:
-    """The numbers of cases with one of these lines of the table, or with one of these kernels; of all, without any."""
+    """Return the numbers of the cases with these table lines or kernels, or of all cases if `lines` is empty."""
     return [i for i, case in enumerate(cases()) if not lines or {case.kernel, case.line} & {*lines}]
 
 
 def problems(row: Row) -> list[str]:
-    """What is wrong with a row, in words."""
+    """Return a sentence for each failed check of a row."""
     found: list[str] = []
     if row["spilled"]:
         found.append(f"{row['spilled']} bytes are spilled")
@@ -137,7 +136,7 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """A table with a line for each kernel and format: of dtypes of gradients the worst counts."""
+    """Return a table with a line for each kernel and format, with the worst value over the dtypes of gradients."""
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         lines.setdefault((row["kernel"], row["format"]), []).append(row)
@@ -148,7 +147,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _by_target(rows: Sequence[Row], name: str) -> str:
-    """The figures of the targets, or the one that they have in common."""
+    """Return the values of all targets, or one value if all are equal."""
     worst = [max(row[name] for row in rows if row["target"] == target) for target in _targets(rows)]
     return "/".join(map(str, worst if len(set(worst)) > 1 else worst[:1]))
 
@@ -170,7 +169,7 @@ def _number(number: float) -> str:
 
 
 def _instructions(rows: Sequence[Row]) -> str:
-    """Per element, on sm_90."""
+    """Return the number of instructions per element on sm_90."""
     counts = [row["instructions"] / row["per_thread"] for row in rows if row["target"] == "sm_90"]
     return f"{max(counts):.0f}" if counts else ""
 
@@ -179,22 +178,22 @@ def _instructions(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile kernels, and say what came of it."""
+    """Compile kernels, print the table, and check it. Return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("lines", nargs="*", help="lines of the table, as 'kernel' or 'kernel: tensors' (all lines)")
     parser.add_argument(
-        "lines", nargs="*", help="of the table, as 'kernel' or 'kernel: tensors'; all, if there are none"
+        "--target", action="append", choices=list(TARGETS), help="target; may be repeated (all targets)"
     )
-    parser.add_argument("--target", action="append", choices=list(TARGETS), help="one of the targets, or several")
-    parser.add_argument("--rows", type=Path, help="compile nothing: read what --json printed")
-    parser.add_argument("--unhinted", action="store_true", help="as if nothing was known about lengths")
-    parser.add_argument("--long", action="store_true", help="as for 2^31 elements and more: lengths have 64 bits")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile; 0: this one")
-    parser.add_argument("--json", action="store_true", help="print rows, one JSON object a line")
-    parser.add_argument("--write", action="store_true", help="put the table into bench/results/kernels-compiled.md")
-    parser.add_argument("--check", action="store_true", help="compare these lines with the table there")
+    parser.add_argument("--rows", type=Path, help="read the output of --json instead of compiling")
+    parser.add_argument("--unhinted", action="store_true", help="compile without hints on the divisibility of lengths")
+    parser.add_argument("--long", action="store_true", help="compile for 2^31 elements or more: lengths have 64 bits")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile; 0 for this process")
+    parser.add_argument("--json", action="store_true", help="print rows, one JSON object per line")
+    parser.add_argument("--write", action="store_true", help="write the table to bench/results/kernels-compiled.md")
+    parser.add_argument("--check", action="store_true", help="compare the lines with the table in this file")
     asked = parser.parse_args(arguments)
     if asked.write and (asked.lines or asked.target or asked.unhinted or asked.long):
-        parser.error("--write takes the whole table")
+        parser.error("--write requires the whole table: remove lines, --target, --unhinted and --long")
     if asked.rows:
         rows = [json.loads(line) for line in asked.rows.read_text().splitlines()]
     elif os.environ.get("TRITON_INTERPRET") == "1":
@@ -216,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def same_compiler(version: str) -> bool:
-    """Whether this is the Triton that is pinned: another one may compile to other figures."""
+    """Return whether `version` is the pinned Triton. Other versions may generate other code."""
     same = f"triton=={version}" in CONSTRAINTS.read_text().splitlines()
     if not same:
         print(
@@ -226,13 +225,13 @@ def same_compiler(version: str) -> bool:
 
 
 def write(table: str) -> None:
-    """Put the table between its marks."""
+    """Write the table between its marks in the file."""
     before, _, after = _parts()
     TABLE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def differences(table: str, *, whole: bool) -> list[str]:
-    """Return lines that are not in the file, or, with `whole`, only there."""
+    """Return the lines that are not in the file. If `whole`, also return the lines that are only in the file."""
     got, there = table.split("\n"), _parts()[1].strip("\n").split("\n")
     wrong = [f"not in bench/results/kernels-compiled.md: {line}" for line in got if line and line not in there]
     if whole:

@@ -1,11 +1,11 @@
-"""Every kernel as it is launched, for each state format and dtype: what `bench.kernels.aot` compiles.
+"""Kernels as they are launched, for each state format and dtype. `bench.kernels.aot` compiles them.
 
-A kernel is described by what it does with its tensors: from that its bytes are counted, side tables by formula and
-element tensors in its machine code. The sum has to be what the docstring of the kernel's module says, which stands here
-as `bytes`.
+A case describes the reads and writes of each tensor. From these, the bytes of side tables are computed by formula; the
+bytes of element tensors are counted in the machine code. The sum must be `bytes`, which is the formula in the docstring
+of the kernel's module.
 
-Element tensors have an element for each of `S`. In side tables groups of elements share an entry, or their size has
-nothing to do with `S`.
+Element tensors have `S` elements. In side tables, groups of elements share an entry, or the size does not depend on
+`S`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ DTYPES |= {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16, "i32": torch
 
 
 class Use(NamedTuple):
-    """What a kernel does with one tensor."""
+    """Reads and writes of one tensor by a kernel."""
 
     dtype: str
     moved: str
     """A letter for each time that an entry is read or written."""
 
     share: int = 1
-    """Elements that share an entry; 0 for a table whose size has nothing to do with them."""
+    """Number of elements that share an entry, or 0 for a table whose size does not depend on `S`."""
 
     @property
     def bytes(self) -> float:
-        """Moved per element."""
+        """Bytes that are moved per element."""
         return DTYPES[self.dtype].itemsize * len(self.moved) / self.share if self.share else 0.0
 
 
@@ -58,22 +58,22 @@ class Case(NamedTuple):
     code: Any
     uses: Mapping[str, Use]
     bytes: float
-    """Per element, by the formula in the docstring of the kernel's module."""
+    """Bytes per element by the formula in the docstring of the kernel's module."""
 
     block: int
     flags: Mapping[str, Any] = {}
     gradient: str = ""
     exact: bool = True
-    """Whether no instruction may be an approximation."""
+    """Whether every instruction must be exact."""
 
     @property
     def line(self) -> str:
-        """The name of its line in the table."""
+        """Name of the case's line in the table."""
         return f"{self.kernel}: {self.format}"
 
     @property
     def launch(self) -> Launch:
-        """What Triton compiles for."""
+        """Arguments of the compilation by Triton."""
         pointers = {name: use.dtype for name, use in self.uses.items()}
         constants = {**self.flags, "BLOCK": self.block}
         known = {name: value for name, value in constants.items() if name in self.code.arg_names}
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
     @property
     def elements(self) -> dict[str, Use]:
-        """The tensors [S]."""
+        """The element tensors [S]."""
         return {name: use for name, use in self.uses.items() if use.share == 1}
 
 
@@ -97,22 +97,22 @@ MOMENTS = {
 WEIGHT_BYTES = {"fp32": 4, "split24": 3}
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2.0625}
 ROW_BYTES = 1 / 16
-"""Of the table of rows: 2 for 32 elements."""
+"""Bytes per element of the table of rows: 2 bytes for 32 elements."""
 
 TABLES = {"rows": Use("i16", "r", 32), "scalars": Use("fp32", "r", 0), "keys": Use("i32", "r", 0)}
 
 
 def cases() -> list[Case]:
-    """Everything that is compiled."""
+    """Return all cases to compile."""
     return [*adamws(), *splits(), *hops(), *sums(), *statistics(), *casts(), *codes(), *rings()]
 
 
 ROWS = 8
-"""Ranks whose parts are added at once."""
+"""Number of ranks whose parts are added at once."""
 
 
 def adamws() -> Iterator[Case]:
-    """AdamW by a gradient, and by sums: six formats, and two dtypes of gradients (fp16 is as wide as bf16)."""
+    """Yield AdamW for gradients and for sums, in six formats and two dtypes of gradients. fp16 is as wide as bf16."""
     moved = {
         "adamw": {"grad": "r"},
         "adamw unscale": {"grad": "rw"},
@@ -142,7 +142,7 @@ def adamws() -> Iterator[Case]:
 
 
 def splits() -> Iterator[Case]:
-    """A weight in one part and in two."""
+    """Yield splitting and joining of weights."""
     parts = ("high", "bf16"), ("low", "i8")
     block = _block("fp32")
     to = {"source": Use("fp32", "r"), **{name: Use(dtype, "w") for name, dtype in parts}}
@@ -152,7 +152,7 @@ def splits() -> Iterator[Case]:
 
 
 def hops() -> Iterator[Case]:
-    """A hop of a reduction."""
+    """Yield hops of a reduction."""
     for out, received, own in [
         *(("fp32", "fp32", "fp32"), ("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp32", "bf16", "fp32")),
         *(("fp32", "bf16", "bf16"), ("fp64", "fp64", "fp64"), ("i8", "i8", "i8")),
@@ -180,7 +180,7 @@ def hops() -> Iterator[Case]:
 
 
 def sums() -> Iterator[Case]:
-    """All hops of a reduction at once."""
+    """Yield all hops of a reduction in one kernel."""
     pairs = ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp64", "fp64"), ("i8", "i8")
     for tree, (wire, out) in [*((False, pair) for pair in pairs), *((True, pair) for pair in pairs[:3])]:
         block, native = stats_block(torch.empty(0, device="meta")), out in ("fp64", "i8")
@@ -199,7 +199,7 @@ def sums() -> Iterator[Case]:
 
 
 def statistics() -> Iterator[Case]:
-    """A pass for statistics alone, and a multiplication by a factor."""
+    """Yield passes that compute only statistics, and multiplications by a factor."""
     for dtype in ("fp32", "bf16", "fp64"):
         wide, size, flags = "fp64" if dtype == "fp64" else "fp32", DTYPES[dtype].itemsize, {"NATIVE": dtype == "fp64"}
         block = stats_block(torch.empty(0, device="meta"))
@@ -210,7 +210,7 @@ def statistics() -> Iterator[Case]:
 
 
 def casts() -> Iterator[Case]:
-    """From one dtype to another."""
+    """Yield casts between dtypes."""
     for out, source in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
         uses = {"out": Use(out, "w"), "source": Use(source, "r")}
         flags = {"WIDE": source == "fp64", "TWICE": (out, source) == ("bf16", "fp64")}
@@ -219,7 +219,7 @@ def casts() -> Iterator[Case]:
 
 
 def codes() -> Iterator[Case]:
-    """8 bits and an exponent for each 32 elements."""
+    """Yield conversions to and from 8-bit codes with an exponent per 32 elements."""
     for dtype in ("fp32", "bf16"):
         bytes_, block = DTYPES[dtype].itemsize + 1 + 1 / 32, _block(dtype)
         uses = {"codes": Use("i8", "w"), "scales": Use("u8", "w", 32), "source": Use(dtype, "r")}
@@ -230,11 +230,11 @@ def codes() -> Iterator[Case]:
 
 RING = {"slot_table": Use("i64", "r", 0), "flag_table": Use("i64", "r", 0), "flags": Use("i64", "r", 0)}
 RING |= {"error": Use("i64", "r", 0)}
-"""What neighbours tell each other by, and where they are."""
+"""Signals between neighbours, and addresses of the neighbours."""
 
 
 def rings() -> Iterator[Case]:
-    """Collectives that a kernel walks. `bytes` is of all the code of a step, of which no step executes everything."""
+    """Yield collectives that run in one kernel. `bytes` counts all code of a step, of which a part is executed."""
     for full, wire, out in (
         *(("fp32", "fp32", "fp32"), ("bf16", "fp32", "fp32"), ("bf16", "fp32", "bf16"), ("bf16", "bf16", "bf16")),
     ):

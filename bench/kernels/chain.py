@@ -1,4 +1,4 @@
-"""A clipped step from the last hop to the weights to be gathered: our chain of kernels, and that of FSDP2.
+"""A clipped step, from the last hop to the weights to gather: the kernels of ShardLite, and those of FSDP2.
 
 Legend: `S` elements.
 """
@@ -20,11 +20,11 @@ from bench.kernels.work import SPLIT_BOUND, WEIGHT_BOUND, step_by
 
 _NOT_NEEDED, _NEEDED = 1e9, 1e-2  # the largest norm of the gradient, per root of `S`; it is about 0.14
 
-_CAST_BOUND = 2.0**-12  # of bf16 weights: one in a few hundred may be the neighbour, if the fp32 one is off by a bit
+_CAST_BOUND = 2.0**-12  # for bf16 weights: if fp32 weights are off by a bit, one in a few hundred rounds differently
 
 
 def chains() -> Iterator[Work]:
-    """Yield our chains for both masters, then PyTorch's, each with the norm below and above the limit."""
+    """Yield ShardLite's chains for both masters, then PyTorch's, each with the norm below and above the limit."""
     for master, needed in product(MASTERS, (False, True)):
         yield _ours(master, needed)
     yield from (_theirs(needed) for needed in (False, True))
@@ -36,19 +36,19 @@ def _largest_norm(numel: int, needed: bool) -> float:
 
 
 def _format(needed: bool) -> str:
-    """Describe a chain beyond its name."""
+    """Return the format of a chain for its row."""
     return f"fp32, the norm is {'above' if needed else 'below'} the limit"
 
 
 def _expected(state: State, received: Tensor, own: Tensor, limit: float) -> Tensor:
-    """Return the weights [S] after a step by the clipped sum, in fp64."""
+    """Return the weights [S] after a step with the clipped sum, in fp64."""
     total = received.double() + own.double()
     factor = min(1.0, limit / (float(total.norm()) + 1e-6))
     return exact_weights(state, total, factor)
 
 
 def _ours(master: str, needed: bool) -> Work:
-    """Return our chain. Split weights need no cast."""
+    """Return ShardLite's chain. Split weights need no cast."""
 
     def make(numel: int, device: torch.device) -> Run:
         state = state_of(master, "fp32", numel, device)
@@ -87,7 +87,7 @@ def _ours(master: str, needed: bool) -> Work:
 
 
 def _theirs(needed: bool) -> Work:
-    """Return FSDP2's chain: the sum (which NCCL computes there), the norm, clipping, the fused step, and the cast."""
+    """Return FSDP2's chain: the sum (computed by NCCL in FSDP2), the norm, clipping, the fused step, and the cast."""
 
     def make(numel: int, device: torch.device) -> Run:
         state, limit = state_of("fp32", "fp32", numel, device), _largest_norm(numel, needed)

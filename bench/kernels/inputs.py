@@ -1,7 +1,7 @@
 """Inputs of the kernels, and AdamW's results in fp64.
 
-Numbers are random and repeat after 2^20 elements, so that filling a billion is as fast as a copy. Their magnitudes are
-those of training: arithmetic on subnormal numbers and infinities would take other times.
+Numbers are random and repeat after 2^20 elements, so that filling a billion elements is as fast as a copy. Their
+magnitudes are those of training, because arithmetic on subnormal numbers and infinities takes a different time.
 
 Legend: `S` elements, `G = ceil(S / 32)` groups.
 """
@@ -27,14 +27,14 @@ from torch import Tensor
 
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 STEP = 3
-"""Number of the measured step: moments are nonzero, and bias corrections are not 1."""
+"""Number of the measured step, chosen so that moments are nonzero and bias corrections are not 1."""
 
 MASTERS = ("fp32", "split24")
 _PERIOD = 1 << 20
 
 
 def by_kernels(device: torch.device) -> bool:
-    """Return whether Triton's kernels run on a device: on a GPU, or in the interpreter."""
+    """Return whether Triton kernels run on a device, which is a GPU or the interpreter."""
     return INTERPRET or device.type != "cpu"
 
 
@@ -49,7 +49,7 @@ def gradient(numel: int, device: torch.device, dtype: torch.dtype, seed: int = 1
 
 
 def state_of(master: str, moments: str, numel: int, device: torch.device) -> State:
-    """Return weights and moments [S] in a format: a master of `MASTERS`, moments of `FORMATS`."""
+    """Return weights and moments [S] in a format. `master` is one of `MASTERS`, `moments` one of `FORMATS`."""
     param, low = _pattern(2), None
     exp_avg, exp_avg_sq = 0.1 * _pattern(3), (0.1 * _pattern(4)).square()
     if master == "split24":
@@ -72,7 +72,7 @@ def state_of(master: str, moments: str, numel: int, device: torch.device) -> Sta
 
 
 def table(numel: int, device: torch.device) -> Table:
-    """Return a table whose elements belong to one parameter in step `STEP`."""
+    """Return a table in which all elements belong to one parameter, in step `STEP`."""
     step = torch.tensor([float(STEP)], device=device)
     number, start = torch.zeros(2, 1, dtype=torch.int64, device=device)
     rows = torch.zeros(-(-numel // SCALE_BLOCK), dtype=torch.int16, device=device)
@@ -90,7 +90,7 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def exact_weights(state: State, grad: Tensor, factor: float = 1.0, step: int = STEP) -> Tensor:
-    """Return the weights [S] after step number `step` by `factor` times the gradient, in fp64."""
+    """Return the weights [S] after step number `step` with `factor` times the gradient, in fp64."""
     lr, beta1, beta2, eps, weight_decay, _ = HYPER
     g = grad.double() * factor
     m, v = (moment.double() for moment in state.moments())

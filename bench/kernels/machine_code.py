@@ -1,8 +1,8 @@
-"""Compiling a Triton kernel for a GPU that is not here, as it would be launched there, and reading its machine code.
+"""Compile a Triton kernel for a GPU that this machine need not have, and read its machine code.
 
-Every access of global memory is traced back to the argument that its address was computed from: addresses are followed
-through the registers, from the first instruction to the last. What is jumped over is read too, so counts are of the
-code and not of one way through it.
+Every access of global memory is traced back to the argument from which its address was computed. Addresses are followed
+through registers, from the first instruction to the last. Instructions that a branch skips are also read, so counts are
+those of all code and not of one execution.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 
 _NO_RESULT = ("s_cmp", "s_bitcmp", "s_cbranch", "s_waitcnt", "s_barrier", "ds_write", "global_store", "buffer_store")
-"""Instructions of AMD whose first operand is not written."""
+"""Instructions of AMD GPUs that do not write their first operand."""
 
 Accesses = dict[str, list[int]]
-"""For each argument the bits of every access of a thread."""
+"""For each argument, the bits of every access by a thread."""
 
 
 class Launch(NamedTuple):
-    """What Triton compiles for: the types of arguments and all that is constant."""
+    """Arguments of a compilation by Triton: types of arguments, and constants."""
 
     kernel: Any
     pointers: Mapping[str, str]
-    """Argument to dtype, as Triton writes it; pointers that are not here are `None`."""
+    """Dtypes of pointer arguments, in Triton's notation. Other pointers are `None`."""
 
     constants: Mapping[str, Any]
-    """`BLOCK` among them."""
+    """Constants, including `BLOCK`."""
 
     counts: str = "i32"
-    """The type of what counts elements or is a position: Triton takes "i64" from 2^31 on."""
+    """Type of counts of elements and of positions. Triton uses "i64" from 2^31 on."""
 
 
 def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> Any:
-    """The compiled kernel; all memory starts at multiples of 16 bytes.
+    """Return the compiled kernel. All pointers are assumed to be multiples of 16 bytes.
 
-    `hinted` says that integers are divisible by 16 where they are in a launch, which Triton sees for itself there.
+    If `hinted`, integers that are divisible by 16 in a launch are declared as such. In a launch, Triton detects this.
     """
     constants: dict[tuple[int, ...], Any] = {}
     attributes, signature = {}, {}
@@ -68,25 +68,25 @@ def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> An
 
 
 def read(target: GPUTarget, launch: Launch, compiled: Any) -> dict[str, Any]:
-    """What a kernel needs and does, in its machine code.
+    """Return counts of a kernel's machine code.
 
-    `registers` of a thread (32 bits each), bytes that were `spilled` and bytes of `shared` memory, `barriers` and all
-    `instructions`, those that are `inexact` and `divisions` of 64-bit integers, which take some hundred instructions
-    (both on NVIDIA's GPUs), and `accesses`.
+    These are `registers` of a thread (32 bits each), bytes that are `spilled`, bytes of `shared` memory, `barriers`,
+    all `instructions`, and `accesses`. On NVIDIA GPUs, there are also `inexact` instructions, and `divisions` of 64-bit
+    integers, which take about a hundred instructions each.
     """
     if target.backend == "cuda":
         figures = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], launch)
     else:
         figures = _read_amd(compiled.asm["amdgcn"], launch)
-    return {**figures, "shared": compiled.metadata.shared}  # asked for at a launch, so the code does not say
+    return {**figures, "shared": compiled.metadata.shared}  # requested at the launch, so not in the code
 
 
 Kind = str | tuple[str, ...]
-"""The type of an argument; of a named tuple those of its fields."""
+"""Type of an argument, or the types of the fields of a named tuple."""
 
 
 def _types(launch: Launch) -> list[Kind]:
-    """Return the type of each argument, in their order, as the annotations in the kernel say."""
+    """Return the type of each argument, in order, from the annotations of the kernel."""
 
     def of(name: str, annotation: str) -> str:
         if name in launch.constants:
@@ -94,7 +94,7 @@ def _types(launch: Launch) -> list[Kind]:
         if name.endswith("_ptr") or annotation == "Tensor":
             dtype = launch.pointers.get(name.removesuffix("_ptr"))
             return "constexpr" if dtype is None else f"*{dtype}"
-        return launch.counts if annotation in ("tensor", "int") else annotation  # what counts elements
+        return launch.counts if annotation in ("tensor", "int") else annotation  # a count of elements
 
     types: list[Kind] = []
     for parameter in launch.kernel.params:
@@ -119,12 +119,15 @@ def _leaves(path: tuple[int, ...], name: str, kind: Kind) -> Iterator[tuple[tupl
 
 
 def _is_divisible(name: str, kind: str) -> bool:
-    """Lengths, strides and positions are: shards and rows of a buffer are padded for it. Counts of blocks are not."""
+    """Return whether an argument is divisible by 16: lengths, strides and positions are, counts of blocks are not.
+
+    Shards and rows of a buffer are padded for this.
+    """
     return kind in ("i32", "i64") and not name.startswith("blocks")
 
 
 class _Arguments:
-    """Where arguments lie in memory."""
+    """Positions of arguments in constant memory."""
 
     def __init__(self, launch: Launch) -> None:
         self.names: dict[int, str] = {}
@@ -139,23 +142,23 @@ class _Arguments:
             if kind.startswith("*"):
                 self.names[end] = name.removesuffix("_ptr")
             end += size
-        self.size = -(-end // 8) * 8 + 16  # two more pointers, to scratch memory of Triton's
+        self.size = -(-end // 8) * 8 + 16  # two more pointers, to Triton's scratch memory
 
     def at(self, offset: int) -> set[str]:
-        """The name of the pointer that has a byte here."""
+        """Return the name of the pointer that contains the byte at `offset`, or an empty set."""
         return {self.names[start] for start in (offset // 8 * 8,) if start in self.names}
 
 
 def _behind(found: set[str]) -> set[str]:
-    """What a value comes from that was loaded from here: if from an `x_table`, it is the address of one of the `xs`."""
+    """Return the sources of a value loaded from `found`. A value in an `x_table` is the address of one of the `xs`."""
     return {f"{name.removesuffix('_table')}s" for name in found if name.endswith("_table")}
 
 
 class _Registers(dict[str, set[str]]):
-    """For each register the arguments that its value was computed from."""
+    """For each register, the arguments from which its value was computed."""
 
     def sources(self, names: Iterable[str]) -> set[str]:
-        """Those of any of these registers."""
+        """Return the arguments of any of these registers."""
         return set().union(*(self.get(name, set()) for name in names))
 
 
@@ -169,7 +172,7 @@ def _read_nvidia(cubin: bytes, ptx: str, launch: Launch) -> dict[str, Any]:
         file.flush()
         done = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True)
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
-    constant = int(re.findall(r"CONSTANT\[0\]:(\d+)", done.stdout)[0])  # arguments are the last in this bank
+    constant = int(re.findall(r"CONSTANT\[0\]:(\d+)", done.stdout)[0])  # arguments are at the end of this bank
     line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:(@\S+)\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;"
     code = re.findall(line, done.stdout, re.MULTILINE)
     arguments = _Arguments(launch)
@@ -185,18 +188,18 @@ def _read_nvidia(cubin: bytes, ptx: str, launch: Launch) -> dict[str, Any]:
 
 
 class _GuardedRegisters:
-    """Registers of a program whose instructions may have a guard: those of one guard happen together."""
+    """Registers of a program whose instructions may have a guard. Instructions with the same guard execute together."""
 
     def __init__(self) -> None:
         self.always, self.under = _Registers(), defaultdict[str, _Registers](_Registers)
 
     def sources(self, names: Iterable[str], guard: str) -> set[str]:
-        """Of what an instruction with this guard reads."""
+        """Return the arguments of the registers that an instruction with this guard reads."""
         here = self.under[guard]
         return set().union(*(here[name] if name in here else self.always.sources([name]) for name in names))
 
     def write(self, name: str, sources: set[str], guard: str) -> None:
-        """Note what an instruction with this guard writes, or with none, which is the empty one."""
+        """Record the register that an instruction writes. `guard` is empty for an instruction without a guard."""
         if guard:
             self.under[guard][name] = sources
             self.always[name] = sources | self.always.sources([name])
@@ -206,20 +209,20 @@ class _GuardedRegisters:
             registers.pop(name, None)
 
     def forget(self, predicates: Iterable[str]) -> None:
-        """What was under these is no longer, as they have been written."""
+        """Drop the records for guards with these predicates, because the predicates have been overwritten."""
         for name in predicates:
             self.under.pop(f"@{name}", None)
             self.under.pop(f"@!{name}", None)
 
 
 def _nvidia_accesses(code: Iterable[tuple[str, str, str]], arguments: _Arguments, base: int) -> Accesses:
-    """Accesses of instructions (guard, name, operands); arguments start at `base` of the constants.
+    """Return the accesses of instructions (guard, name, operands). Arguments start at `base` of the constants.
 
-    Of a pair of registers with an address only the lower one is followed.
+    If a pair of registers has an address, only the lower register is followed.
     """
     registers, accesses = _GuardedRegisters(), Accesses()
     for guard, name, text in code:
-        operands = re.sub(r"desc\[\w+\]", "", text).split(", ")  # of all memory, not of one argument
+        operands = re.sub(r"desc\[\w+\]", "", text).split(", ")  # a descriptor of all memory, not of an argument
         result = _nvidia_result(name, operands)
         read = [operand for i, operand in enumerate(operands) if i != result]
         sources = registers.sources(_nvidia_registers(" ".join(read)), guard)
@@ -228,7 +231,7 @@ def _nvidia_accesses(code: Iterable[tuple[str, str, str]], arguments: _Arguments
         if name.startswith(("LD", "ST")):
             bits = int((re.findall(r"\.[US]?(8|16|64|128|256)\b", name) or ["32"])[-1])
         if name.startswith(("LD", "ST", "PRMT", "ATOM")):
-            sources = set()  # what was loaded, or put together from bytes, is no address, unless it comes from a table
+            sources = set()  # values that are loaded or assembled from bytes are no addresses, except from a table
         if name.startswith(("LDG", "STG")):
             address = next(operand for operand in operands if operand.startswith("["))
             found = registers.sources(_nvidia_registers(address), guard)
@@ -248,12 +251,12 @@ def _nvidia_registers(operands: str) -> list[str]:
 
 
 def _nvidia_result(name: str, operands: list[str]) -> int | None:
-    """Which operand is written, if any is a register."""
+    """Return the index of the operand that is written, or `None` if no register is written."""
     if name.startswith(("ST", "RED", "BAR", "CALL", "RET", "BRA", "EXIT", "FCHK")):
         return None
     if not re.fullmatch(r"U?P(\d|T)", operands[0]):
         return 0
-    # A predicate comes first: alone, or before the register.
+    # The first operand is a predicate, which may be followed by a register.
     return 1 if name.startswith(("SHFL", "LOP3", "ULOP3", "IADD3", "UIADD3")) else None
 
 
@@ -268,7 +271,7 @@ def _read_amd(assembly: str, launch: Launch) -> dict[str, Any]:
 
     return {
         "registers": figure("vgpr_count"),
-        # What scalar registers spill stays in lanes of a vector register; what would not fit there is in the segment.
+        # Scalar registers spill to lanes of vector registers, and beyond these to the private segment.
         "spilled": figure("vgpr_spill_count") + figure("private_segment_fixed_size"),
         "barriers": sum(name == "s_barrier" for _, name, _ in code),
         "instructions": sum(bool(name) for _, name, _ in code),
@@ -279,10 +282,10 @@ def _read_amd(assembly: str, launch: Launch) -> dict[str, Any]:
 
 
 def _amd_accesses(code: list[tuple[str, str, str]], arguments: _Arguments) -> Accesses:
-    """Accesses of labels and instructions (label, name, operands).
+    """Return the accesses of a program of labels and instructions (label, name, operands).
 
-    Parts that are jumped to may stand behind the end, so every jump is followed, with what is known of registers there,
-    until nothing new is known anywhere.
+    Branch targets may be after the end of the program. So every branch is followed with the known registers, until the
+    known registers no longer change at any target.
     """
     places = {label: i for i, (label, _, _) in enumerate(code) if label}
     known: dict[int, _Registers] = {0: _Registers()}
@@ -319,11 +322,11 @@ def _amd_accesses(code: list[tuple[str, str, str]], arguments: _Arguments) -> Ac
 
 
 def _amd_step(name: str, text: str, registers: _Registers, arguments: _Arguments) -> set[str] | None:
-    """Follow one instruction; the arguments that an address was computed from, if it is an access."""
+    """Update the registers for one instruction. If it is an access, return the arguments of its address."""
     operands = [operand.strip() for operand in text.split(",")]
     sources = registers.sources(register for operand in operands[1:] for register in _amd_registers(operand))
     written = [] if name.startswith(_NO_RESULT) else _amd_registers(operands[0])
-    if name.startswith("v_writelane"):  # lanes of a register may hold scalars that have nothing to do with each other
+    if name.startswith("v_writelane"):  # lanes of a register may hold unrelated scalars
         written = [f"{operands[0]} lane {operands[2]}"]
     if name.startswith("v_readlane") and (lane := f"{operands[1]} lane {operands[2]}") in registers:
         sources = registers[lane]
@@ -335,14 +338,14 @@ def _amd_step(name: str, text: str, registers: _Registers, arguments: _Arguments
         for i, register in enumerate(written):
             registers[register] = arguments.at(int(operands[2], 16) + 4 * i)
     else:
-        # What was loaded is no address, unless it is from a table.
+        # A loaded value is no address, except from a table.
         loaded = _amd_bits(name) or name.startswith(("s_load", "ds_read", "global_atomic"))
         registers |= dict.fromkeys(written, _behind(address or sources) if loaded else sources)
     return address
 
 
 def _amd_bits(name: str) -> int:
-    """Bits of an access of global memory; 0 if it is none."""
+    """Return the bits of an access of global memory, or 0 for other instructions."""
     access = re.fullmatch(r"(?:global|buffer)_(?:load|store)_(?:[us]?(byte|short)|dword(?:x(\d))?)\w*", name)
     return {"byte": 8, "short": 16}.get(access[1], 32 * int(access[2] or 1)) if access else 0
 
@@ -356,5 +359,5 @@ def _amd_registers(operand: str) -> list[str]:
 
 
 def _only(found: set[str]) -> str:
-    """The argument that is accessed; several, or none, are no name of an argument."""
+    """Return the name of the accessed argument, or a text that is no argument's name if there is not exactly one."""
     return " or ".join(sorted(found)) or "unknown"

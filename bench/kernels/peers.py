@@ -1,6 +1,6 @@
-"""PyTorch's implementations of the same step, with which our kernels are compared.
+"""PyTorch's implementations of the same step, to compare with ShardLite's kernels.
 
-All step one flat tensor, the fastest case for each of them: lists of many parameters cost more.
+All of them step one flat tensor, which is their fastest case: lists of many parameters take longer.
 
 Legend: `S` elements.
 """
@@ -28,14 +28,14 @@ _FP32 = "fp32 weights, fp32 moments, fp32 gradient"
 
 
 def peers(device: torch.device) -> Iterator[Work]:
-    """Yield the peers on a device."""
+    """Yield the peers for a device."""
     yield from (_optimizer("AdamW(fused=True)", fused=True), _optimizer("AdamW(foreach=True)", foreach=True))
     if device.type != "cpu":
         yield _optimizer("AdamW(foreach=True), compiled", foreach=True, capturable=True)
 
 
 def raw_fused() -> Work:
-    """Return PyTorch's fused operator without an optimizer around it, the baseline of all works."""
+    """Return PyTorch's fused operator without an optimizer, the baseline of all works."""
 
     def make(numel: int, device: torch.device) -> Run:
         state, grad = state_of("fp32", "fp32", numel, device), gradient(numel, device, torch.float32)

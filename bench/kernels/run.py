@@ -1,25 +1,24 @@
 """Verify and time the optimizer's kernels and PyTorch's operators.
 
-    python -m bench.kernels                       on the GPU if there is one, else on the CPU
+    python -m bench.kernels                       on the GPU if there is one, otherwise on the CPU
     python -m bench.kernels --device cpu --threads 1 2
 
-(with `TRITON_INTERPRET=1` the GPU kernels are verified in the interpreter, and nothing is timed)
-
-writes `bench/results/kernels-DEVICE.jsonl`, one JSON object for each kernel, format, size and number of threads:
+With `TRITON_INTERPRET=1`, GPU kernels are verified in the interpreter, and nothing is timed. The rows go to
+`bench/results/kernels-DEVICE.jsonl`, one JSON object for each kernel, format, size and number of threads:
 
 | key | meaning |
 |---|---|
-| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds; on a GPU those of the device, with nothing in its cache at the start |
-| `bytes_per_element` | the fewest that a step can read and write in these formats |
-| `gbps` | 1e9 such bytes per second, at the median |
-| `ceiling`, `ceiling_gbps` | bandwidth in the same rounds: of a copy on a GPU, on the CPU of `a.add_(b)`, whose target is read anyway |
-| `share` | `gbps` as a part of that; below what caches hold it may exceed 1 |
-| `vs_raw` | the median over rounds of the time as a part of that of `torch._fused_adamw_` on fp32, in the same round |
-| `cpu_ms_p50`, `cpu_vs_raw` | milliseconds of work in all threads, and the same ratio of these; on a GPU of launching alone |
-| `load` | how many threads on this machine wanted to run in the minute before: more than ours mean that times are noisy |
-| `goal`, `reached` | what we want, and whether it is so |
-| `contract`, `error`, `tolerance_used` | whether results were to be equal to the bit, their largest relative error, and that as a part of what is allowed |
-| `note` | why there is no time: a package is not installed or fails, or memory does not suffice |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds; on a GPU those of the device, starting with an empty cache |
+| `bytes_per_element` | the minimum number of bytes that a step reads and writes in these formats |
+| `gbps` | 1e9 of these bytes per second, at the median time |
+| `ceiling`, `ceiling_gbps` | bandwidth in the same rounds: of a copy on a GPU, of `a.add_(b)` on a CPU, which reads the target in any case |
+| `share` | `gbps` divided by `ceiling_gbps`; may exceed 1 for tensors that fit in caches |
+| `vs_raw` | time divided by that of `torch._fused_adamw_` on fp32 in the same round; the median over rounds |
+| `cpu_ms_p50`, `cpu_vs_raw` | milliseconds of CPU time of all threads, and its ratio to that of `torch._fused_adamw_`; on a GPU of the launch only |
+| `load` | load average of the machine in the minute before; times are noisy if it exceeds the number of threads |
+| `goal`, `reached` | the intended result, and whether it was reached |
+| `contract`, `error`, `tolerance_used` | whether results must be bit-equal; their largest relative error; this error divided by the allowed error |
+| `note` | the reason if there is no time: a package is not installed or fails, or memory does not suffice |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -78,22 +77,22 @@ class Plan:
     rounds: int
 
     budget: float = 10.0
-    """Time limit in seconds for the steps of one work at one size; at least three steps are taken."""
+    """Time limit in seconds for the steps of one work at one size. At least three steps are taken."""
 
     ceiling_bytes: int
-    """Bytes of a tensor in the bandwidth measurement, far above any cache."""
+    """Bytes of a tensor in the bandwidth measurement, much larger than any cache."""
 
     room: int
     """Bytes that works and the bandwidth measurement may hold at once."""
 
 
 def plan_for(device: torch.device, rounds: int, budget: float, numels: Sequence[int] | None = None) -> Plan:
-    """Return the sizes and limits of a device."""
+    """Return the sizes and limits for a device."""
     if device.type == "cpu":
         sizes, ceiling, room = _CPU_NUMELS, 1 << 27, _CPU_ROOM
     else:
         free, _ = torch.cuda.mem_get_info(device)
-        sizes, ceiling, room = _GPU_NUMELS, 1 << 30, free * 9 // 10 - (2 << 30)  # what is compiled needs some, too
+        sizes, ceiling, room = _GPU_NUMELS, 1 << 30, free * 9 // 10 - (2 << 30)  # compiled kernels also need memory
     return Plan(numels=numels or sizes, rounds=rounds, budget=budget, ceiling_bytes=ceiling, room=room)
 
 
@@ -101,7 +100,7 @@ def measure(chosen: Sequence[Work], device: torch.device, plan: Plan) -> Iterato
     """Verify all works, and yield a row for each at each size, PyTorch's fused operator first.
 
     Raises:
-        ResultError: a work that is not optional computes a wrong result; nothing is timed.
+        ResultError: If a work that is not optional computes a wrong result. Nothing is timed then.
     """
     raw = raw_fused()
     found = [(work, _verified(work, device)) for work in (raw, *chosen)]
@@ -119,14 +118,14 @@ def measure(chosen: Sequence[Work], device: torch.device, plan: Plan) -> Iterato
 
 
 def _verified(work: Work, device: torch.device) -> Verdict | str:
-    """Return the verdict, or why an optional work has none."""
+    """Return the verdict, or the reason why an optional work has none."""
     try:
         return verify(work, device)
     except ImportError:
         if work.optional:
             return "not installed"
         raise
-    except Exception as error:  # whatever other people's code does must not end hours of measurements
+    except Exception as error:  # errors in foreign code must not end hours of measurements
         if work.optional:
             return f"{type(error).__name__}: {error}".partition("\n")[0]
         raise
@@ -135,7 +134,7 @@ def _verified(work: Work, device: torch.device) -> Verdict | str:
 def _times(
     named: Mapping[str, Work], held: Mapping[str, int], numel: int, device: torch.device, clock: Clock, plan: Plan
 ) -> dict[str, Row]:
-    """Time the works in `held` that fit, group by group. The first is PyTorch's fused operator."""
+    """Time the works in `held` that fit into memory, group by group. The first is PyTorch's fused operator."""
     raw, *others = held
     room = plan.room - 2 * plan.ceiling_bytes - held[raw]
     timed: dict[str, Row] = {}
@@ -146,14 +145,14 @@ def _times(
         gbps = runs[_CEILING].moved / percentile([sample.wall for sample in taken.pop(_CEILING)], 50) / 1e9
         for name, samples in taken.items():
             timed.setdefault(name, _timed(named[name], runs[name], samples, taken[raw], gbps))
-        del runs  # before the next ones are made
+        del runs  # before the next runs are allocated
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return timed
 
 
 def _timed(work: Work, run: Run, samples: Sequence[Sample], raw: Sequence[Sample], ceiling: float) -> Row:
-    """Return the timing entries of a row, of the samples of a work and of the fused operator in the same rounds."""
+    """Return the timing entries of a row, from samples of a work and of the fused operator in the same rounds."""
     wall, cpu = zip(*samples, strict=True)
     gbps = run.moved / percentile(wall, 50) / 1e9
     ratio, cpu_ratio = (median(mine[i] / theirs[i] for mine, theirs in zip(samples, raw, strict=False)) for i in (0, 1))
@@ -169,7 +168,7 @@ def _timed(work: Work, run: Run, samples: Sequence[Sample], raw: Sequence[Sample
 
 
 def _described(work: Work, verdict: Verdict | str) -> Row:
-    """Return the entries of a row that need no timing."""
+    """Return the entries of a row that do not depend on timing."""
     described: Row = {"system": work.system, "operation": work.operation, "format": work.format}
     if isinstance(verdict, str):
         return {**described, "bytes_per_element": None, "contract": None, "error": None, "tolerance_used": None}
@@ -187,12 +186,12 @@ def _name(work: Work) -> str:
 
 
 def _short(value: float) -> float:
-    """Round to four digits."""
+    """Return a number, rounded to four digits."""
     return float(f"{value:.4g}")
 
 
 def _common(device: torch.device) -> Row:
-    """Return what all rows of a run have in common."""
+    """Return the keys that all rows of a run share."""
     gpu = device.type == "cuda"
     return {
         "bench": "kernels",
@@ -223,9 +222,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="times of the optimizer's kernels")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(the GPU if there is one)")
     parser.add_argument("--numel", type=lambda text: int(float(text)), nargs="+", help="elements, such as 1e6 5e7")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on the CPU (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="of each work (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="that one takes at most at a size (%(default)s)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads on the CPU (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of each work (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="limit for one work at one size (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser.parse_args(arguments)
 

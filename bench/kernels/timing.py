@@ -1,8 +1,8 @@
 """Verify kernels, then time them in turn.
 
-A `Work` can be set up for any number of elements. It is set up small and compared with its specification, and only then
-set up large and timed. Works that are compared take their rounds together, and each round starts with another work, so
-a busy machine affects all.
+A `Work` can be set up for any number of elements. It is first set up for a few elements and compared with its
+specification, then set up for many elements and timed. Works that are compared run in the same rounds, and each round
+starts with another work, so a busy machine affects all works.
 
 Legend: `S` elements.
 """
@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 VERIFIED = 300_005
-"""Elements of the comparison: more than a chunk on the CPU, many programs on a GPU, not a multiple of 32."""
+"""Number of elements in the comparison: several chunks on the CPU, many programs on a GPU, not a multiple of 32."""
 
 WARM_UP = 2
-"""Rounds that are not timed: they compile kernels and map memory."""
+"""Number of rounds that are not timed. They compile kernels and map memory."""
 
 _LEAST_ROUNDS = 3
 _SPILL = 1 << 29  # bytes: several times any cache of a GPU
 
 
 class ResultError(Exception):
-    """A kernel computes a wrong result, so it is not timed."""
+    """Raised if a kernel computes a wrong result. It is not timed then."""
 
 
 class Result(NamedTuple):
-    """A tensor that a step changed, and the bound of its error: the relative Euclidean norm."""
+    """A tensor that a step changed, and the bound of its relative error in the Euclidean norm."""
 
     tensor: Tensor
     bound: float = 0.0
@@ -45,16 +45,16 @@ class Run:
     """A work with allocated tensors."""
 
     step: Callable[[], object]
-    """The timed call."""
+    """Function to time."""
 
     results: Callable[[], Sequence[Result]]
-    """Returns the tensors that `step` changes."""
+    """Function that returns the tensors that `step` changes."""
 
     expected: Callable[[], Sequence[Tensor]]
-    """Returns what these tensors must be after the next step, without changing them."""
+    """Function that returns the expected values of these tensors after the next step. It does not change them."""
 
     moved: int
-    """The fewest bytes that a step can read and write in these formats."""
+    """Minimum number of bytes that a step reads and writes in these formats."""
 
     held: int
     """Bytes in tensors, including temporaries of a step."""
@@ -65,35 +65,35 @@ class Work:
     """An operation to measure."""
 
     system: str
-    """Its library."""
+    """Library of the operation."""
 
     operation: str
     format: str
     make: Callable[[int, torch.device], Run]
-    """Sets it up for a number of elements on a device.
+    """Function that sets up the work for a number of elements on a device.
 
     Raises:
-        ImportError: it needs a package that is not installed.
+        ImportError: If a required package is not installed.
     """
 
     optional: bool = False
-    """Whether it may fail; its row then has the reason instead of times."""
+    """Whether the work may fail. Its row then has the reason instead of times."""
 
     at_most: float | None = None
-    """Goal for its time, relative to PyTorch's fused operator in the same rounds."""
+    """Goal for the time, relative to PyTorch's fused operator in the same rounds."""
 
     share_at_least: float | None = None
-    """Goal for its bandwidth, relative to the ceiling."""
+    """Goal for the bandwidth, relative to the ceiling."""
 
 
 class Verdict(NamedTuple):
     """Result of a comparison."""
 
     error: float
-    """The largest relative error of a result."""
+    """Largest relative error of a result."""
 
     tolerance_used: float
-    """The error divided by its bound; 0 if the bits are equal."""
+    """Error divided by its bound, or 0 if the bits are equal."""
 
     contract: str
     """`bits`, or `bound` if a result may have an error."""
@@ -107,8 +107,8 @@ def verify(work: Work, device: torch.device) -> Verdict:
     """Take a step of `VERIFIED` elements, and compare the results.
 
     Raises:
-        ResultError: an error exceeds its bound.
-        ImportError: the work needs a package that is not installed.
+        ResultError: If an error exceeds its bound.
+        ImportError: If a required package is not installed.
     """
     run = work.make(VERIFIED, device)
     expected = [tensor.clone() for tensor in run.expected()]
@@ -129,7 +129,7 @@ def verify(work: Work, device: torch.device) -> Verdict:
 
 
 def same_bits(got: Tensor, expected: Tensor) -> bool:
-    """Return whether both have the same bits."""
+    """Return whether both tensors have the same bits."""
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return False
     return torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
@@ -145,9 +145,9 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 
 def bandwidth_run(size: int, device: torch.device) -> Run:
-    """Return the bandwidth measurement with tensors of `size` bytes: a copy on a GPU, an addition in place on the CPU.
+    """Return a bandwidth measurement with tensors of `size` bytes: a copy on a GPU, an addition in place on the CPU.
 
-    A CPU reads memory before it writes it, so a copy would move a third more bytes than it counts.
+    A CPU reads memory before it writes, so a copy would move half as many bytes again as counted.
     """
     a, b = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_cpu = device.type == "cpu"
@@ -167,7 +167,7 @@ class Sample(NamedTuple):
     """Time from its start on the device to its end."""
 
     cpu: float
-    """CPU time of all threads of this process: other programs hardly affect it. On a GPU, that of launching."""
+    """CPU time of all threads of this process, which other programs hardly affect. On a GPU, time of the launch."""
 
 
 class Clock(Protocol):
@@ -188,15 +188,15 @@ class HostClock:
 
 
 _HEAD_START = 2_000_000
-"""Idle cycles of the GPU in which the host launches a step."""
+"""Cycles for which the GPU idles while the host launches a step."""
 
 
 class DeviceClock:
     """Clock for computation on a GPU.
 
-    Before each step, a large buffer is read to evict the step's tensors from the cache. (It is not written, because the
-    write-back would take bandwidth from the step.) The GPU then idles for about a millisecond while the host launches
-    the step, so the time of one kernel is that of the GPU alone. Longer launches leave gaps, as in training.
+    Before each step, a large buffer is read to evict the step's tensors from the cache. It is not written, because the
+    write-back would take bandwidth from the step. The GPU then idles for about a millisecond while the host launches
+    the step, so the time of a kernel does not include its launch. Longer launches leave gaps, as in training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -221,7 +221,7 @@ class DeviceClock:
 def time_runs(runs: Mapping[str, Run], clock: Clock, rounds: int, budget: float) -> dict[str, list[Sample]]:
     """Take at most `rounds` samples of each run.
 
-    A run stops once its steps have taken more than `budget` seconds. The samples with index `i` are of one round.
+    A run ends once its steps have taken more than `budget` seconds. Samples with equal index are from one round.
     """
     for run in runs.values():
         for _ in range(WARM_UP):
@@ -242,7 +242,7 @@ def _goes_on(samples: Sequence[Sample], turn: int, budget: float) -> bool:
 
 
 def packed(held: Mapping[str, int], room: int) -> list[list[str]]:
-    """Partition names into groups, in order, such that each group holds at most `room` bytes.
+    """Partition names into groups, in order, so that each group holds at most `room` bytes.
 
     A name that does not fit alone is in no group.
     """

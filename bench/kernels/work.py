@@ -1,8 +1,8 @@
-"""Works of our own kernels, each alone.
+"""Works of single kernels of ShardLite.
 
-A kernel must have the bits of its reference, except for sums of squares and, on a GPU, for 8-bit moments, whose kernel
-uses the device's approximations. On the CPU, the expected step is PyTorch's operator on fp32 tensors between the
-reference's decoding and encoding.
+A kernel must have the bits of its reference. The exceptions are sums of squares and, on a GPU, 8-bit moments, whose
+kernel uses the device's approximations. On the CPU, the expected step decodes with the reference, applies PyTorch's
+operator to fp32 tensors, and encodes with the reference.
 
 Legend: `S` elements.
 """
@@ -67,22 +67,22 @@ from bench.kernels.timing import Result, Run, Work
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 ROWS = 8
-"""Ranks whose parts of a segment are added in one call."""
+"""Number of ranks whose parts of a segment are added in one call."""
 
 DIVISOR = 7
-"""Divisor of their sum. Its reciprocal rounds, so multiplying by it is not the division that kernels promise."""
+"""Divisor of the sum. Its reciprocal is not exact, so multiplication by it would differ from the promised division."""
 
 WEIGHT_BOUND = 2.0**-22
-"""Bound of fp32 weights. A step changes them by about 1e-3, so the update may have a relative error of 2^-12."""
+"""Bound for fp32 weights. A step changes them by about 1e-3, so the update may have a relative error of 2^-12."""
 
 SPLIT_BOUND = 2.0**-17
-"""Bound of split weights: the rounding of `split`."""
+"""Bound for split weights: the rounding error of `split`."""
 
-_CODES_BOUND = 2.0**-10  # one code in a thousand may be the neighbour, which differs by 1/127 and less
+_CODES_BOUND = 2.0**-10  # one code in a thousand may be the next code, which differs by at most 1/127
 
 
 def works(device: torch.device) -> Iterator[Work]:
-    """Yield our works on a device. On the CPU, a narrow gradient is measured with two formats only."""
+    """Yield ShardLite's works for a device. On the CPU, narrow gradients are measured with only two formats."""
     for master, moments, dtype in product(MASTERS, FORMATS, NAMES):
         if by_kernels(device) or dtype == torch.float32 or moments == "fp32":
             yield _adamw(master, moments, dtype, device)
@@ -101,7 +101,7 @@ def works(device: torch.device) -> Iterator[Work]:
 
 
 def step_by(state: State, grad: Tensor) -> Callable[[], None]:
-    """Return a function that steps `state` [S] by a gradient [S] on its device."""
+    """Return a function that steps `state` [S] with a gradient [S] on its device."""
     if by_kernels(grad.device):
         rows = table(grad.numel(), grad.device)
         return lambda: adamw(state, grad, rows)
@@ -110,7 +110,7 @@ def step_by(state: State, grad: Tensor) -> Callable[[], None]:
 
 
 def after(state: State, grad: Tensor) -> State:
-    """Return `state` [S] after a step by a gradient [S], by the specification."""
+    """Return `state` [S] after a step with a gradient [S], computed by the specification."""
     new, numel = state.clone(), grad.numel()
     rows = table(numel, grad.device)
     if by_kernels(grad.device):
@@ -128,7 +128,7 @@ def after(state: State, grad: Tensor) -> State:
 
 
 def _compared(state: State) -> list[Result]:
-    """Return the results of a state: to the bit, unless the kernel approximates."""
+    """Return the results of a state. They must be bit-equal unless the kernel uses approximations."""
     if state.avg_exponent is None or not by_kernels(state.param.device):
         return [Result(tensor) for tensor in state.tensors()]
     m, v = state.moments()
@@ -137,7 +137,7 @@ def _compared(state: State) -> list[Result]:
 
 
 def _stepped(state: State, step: Callable[[], object], gradient: Callable[[], Tensor], *read: Tensor | None) -> Run:
-    """Return a run that steps `state`. `gradient` computes what the step makes of the tensors that it reads."""
+    """Return a run that steps `state`. `gradient` returns the gradient that the step computes from `read`."""
     return Run(
         step=step,
         results=lambda: _compared(state),
@@ -170,7 +170,7 @@ def _adamw(master: str, moments: str, dtype: torch.dtype, device: torch.device) 
 
 
 def _reduced(operation: str, master: str, moments: str, wire: torch.dtype) -> Work:
-    """Return the last hop of a reduction and the step: fused, or separate with the gradient in memory."""
+    """Return the last hop of a reduction and the step, fused or as separate kernels."""
 
     def make(numel: int, device: torch.device) -> Run:
         state = state_of(master, moments, numel, device)
@@ -188,7 +188,7 @@ def _reduced(operation: str, master: str, moments: str, wire: torch.dtype) -> Wo
             return received.float() + own.float() if fused else received + own
 
         run = _stepped(state, step, grad, received, own, total)
-        return replace(run, moved=run.moved + nbytes(total))  # it is written and read
+        return replace(run, moved=run.moved + nbytes(total))  # the sum is written and read
 
     return Work(system="shardlite", operation=operation, format=_format(master, moments, wire), make=make)
 
@@ -204,7 +204,7 @@ def _apart(state: State, received: Tensor, own: Tensor, total: Tensor) -> Callab
 
 
 def _run(step: Callable[[], object], reference: Callable[..., object], *results: Result, moved: int) -> Run:
-    """Return a run whose reference fills tensors like the results."""
+    """Return a run whose expected values are computed by a reference, in tensors like the results."""
 
     def expected() -> list[Tensor]:
         right = [torch.empty_like(result.tensor) for result in results]
@@ -236,7 +236,7 @@ def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
 
 
 def _scale(dtype: torch.dtype, factor: float) -> Work:
-    """Scale by a factor that is 1 in all dtypes or in none; after many rounds, numbers are still normal."""
+    """Return a multiplication by a factor that keeps numbers normal for many rounds, and is 1 in all dtypes or none."""
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)
@@ -248,7 +248,7 @@ def _scale(dtype: torch.dtype, factor: float) -> Work:
 
 
 def _draw_rows(numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a row for each of `ROWS` ranks, [W, S]."""
+    """Return one row for each of `ROWS` ranks, [W, S]."""
     rows = torch.empty(ROWS, numel, dtype=dtype, device=device)
     for seed, row in enumerate(rows):
         row.copy_(gradient(numel, device, dtype, seed))
@@ -256,7 +256,7 @@ def _draw_rows(numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(dtype: torch.dtype, *, tree: bool) -> Work:
-    """Return the exact reduction of a segment into fp32, in ring order of rank 0 or as a tree, with statistics."""
+    """Return the exact reduction of a segment to fp32, in the ring order of rank 0 or as a tree, with statistics."""
 
     def make(numel: int, device: torch.device) -> Run:
         rows, out = _draw_rows(numel, device, dtype), torch.empty(numel, device=device)
@@ -275,7 +275,7 @@ def _rows(dtype: torch.dtype, *, tree: bool) -> Work:
 
 
 def _rows_adamw(master: str, moments: str, wire: torch.dtype) -> Work:
-    """Return the fused exact reduction of a segment and step."""
+    """Return the exact reduction of a segment, fused with the step."""
 
     def make(numel: int, device: torch.device) -> Run:
         state, rows = state_of(master, moments, numel, device), _draw_rows(numel, device, wire)

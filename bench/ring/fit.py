@@ -1,7 +1,7 @@
 """Fit the link of the cost model to measured times by least squares.
 
-A schedule is simulated: a message starts when its content is complete at the source, its sender sends nothing else and
-its target receives nothing else.
+A schedule is simulated. A message starts as soon as its content is complete at the source, its sender has no other
+message to send, and its target has no other message to receive.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: boo
     """Return the link whose predictions have the least squared relative error, with no negative cost.
 
     A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
-    milliseconds under `key`; one of an all-reduce also `messages`, the number that a rank sends: `W-1` if it was one
-    round.
+    milliseconds under `key`. A row of an all-reduce also has `messages`, the number of messages that a rank sends,
+    which is `W-1` for a single round.
 
-    Times are linear in the four costs as long as the same messages are on the critical path, so a few rounds of linear
-    fits suffice. Costs that cannot be separated are put into one number: separating `alpha` and `overhead` needs a
-    schedule with several messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
+    Times are linear in the four costs while the critical path has the same messages, so a few rounds of linear fits
+    suffice. Costs that cannot be separated are combined into one number: separating `alpha` and `overhead` requires a
+    schedule with several messages per step, or different numbers of chunks. If `overlaps` is `None`, both values are
+    tried.
 
     Raises:
-        ValueError: no rows.
+        ValueError: If there are no rows.
     """
     if not rows:
-        raise ValueError("a link cannot be fitted to no rows")
+        raise ValueError("cannot fit a link: there are no rows")
     measured = [(row, float(row[key]) / 1e3) for row in rows]
     found = [_fit(measured, how) for how in ((False, True) if overlaps is None else (overlaps,))]
     return min(found, key=lambda link: sum((predicted(row, link) / seconds - 1) ** 2 for row, seconds in measured))
@@ -56,13 +57,13 @@ def plan_of(operation: Operation, algorithm: Algorithm, world_size: int, node: i
 def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
     """Return the seconds until the last rank has finished a buffer of `nbytes`, in messages of up to `chunk` bytes.
 
-    All segments are assumed to have equal length. Messages use a link, and a rank, in the order of the schedule.
+    All segments are assumed to have equal length. Messages use links and ranks in the order of the schedule.
     """
     sizes = _sizes(plan, nbytes, chunk)
     adds = plan.operation == "reduce-scatter"
     at_start = [0.0] * len(sizes)
-    sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # until when each rank is busy
-    complete: dict[tuple[int, int, int], list[float]] = {}  # by rank, segment, part: when its messages are complete
+    sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # time until which each rank is busy
+    complete: dict[tuple[int, int, int], list[float]] = {}  # times of messages by rank, segment and part
     for transfers in plan.steps:
         came: dict[tuple[int, int, int], list[float]] = {}
         for each in transfers:
@@ -91,7 +92,10 @@ def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
     """Yield the schedules of an operation, each with the bytes of its full buffer."""
     ranks, nbytes = row["ranks"], row["nbytes"]
     if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
-        yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: every rank sends all to every other
+        yield (
+            plan_of("all-gather", "direct", ranks),
+            ranks * nbytes,
+        )  # a short buffer: every rank sends all of it to all others
         return
     operations: dict[str, tuple[Operation, ...]] = {"all-reduce": ("reduce-scatter", "all-gather")}
     for operation in operations.get(row["operation"], (row["operation"],)):
@@ -110,7 +114,7 @@ def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) ->
 
 
 def _shares(row: Mapping[str, Any], link: LinkCost) -> list[float]:
-    """Return the derivatives of a row's time by the costs, in which the time is linear."""
+    """Return the derivatives of a row's time with respect to the costs. The time is linear in the costs."""
     now = predicted(row, link)
     shares = []
     for name in _COSTS:
@@ -121,9 +125,9 @@ def _shares(row: Mapping[str, Any], link: LinkCost) -> list[float]:
 
 
 def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
-    """Return the costs, none negative, for which the products with all rows of `terms` are closest to 1.
+    """Return nonnegative costs for which the products with all rows of `terms` are closest to 1.
 
-    Each set of nonzero costs is tried, small sets first, so a cost without effect stays zero.
+    Each set of nonzero costs is tried, small sets first, so costs without effect stay zero.
     """
     table = np.array(terms)
     best, least = np.zeros(table.shape[1]), float(len(table))

@@ -1,25 +1,25 @@
-"""Verify our collectives and gloo's own (NCCL's on GPUs), then time them in turn.
+"""Verify the collectives of ShardLite and of gloo (NCCL on GPUs), then time them in turn.
 
     python -m bench.ring --ranks 2 4
 
-starts its ranks and writes `bench/results/ring-DEVICE.jsonl`, where it replaces the rows of the same number of
-ranks. One JSON object (`"bench": "ring"`) per operation, size and system; the peer is gloo or NCCL:
+starts two and four ranks and writes `bench/results/ring-DEVICE.jsonl`, in which it replaces the rows of the same number
+of ranks. There is one JSON object (`"bench": "ring"`) per operation, size and system. The peer is gloo or NCCL.
 
 | key | meaning |
 |---|---|
-| `nbytes` | the whole buffer, `S`: what a gather ends with, what each rank brings to a sum |
-| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start, on the slowest rank; on GPUs by events |
-| `cpu_ms_p50` | milliseconds of work in all threads of the rank that works most: other programs hardly affect it |
-| `algbw_gbps`, `busbw_gbps` | `S/t`, and that times `(W-1)/W`, in an all-reduce `2(W-1)/W`: as nccl-tests define them |
-| `speedup` | the median over rounds of the peer's time for the same in the same round as a multiple of this one |
-| `cpu_speedup` | the peer's `cpu_ms_p50` for the same as a multiple of this one |
-| `messages`, `sent_bytes` | by the rank that sends most, if they are ours |
-| `predicted_ms`, `prediction_error` | by the fitted link; how much that is above the measured time, as a part of it |
-| `goal`, `reached` | the `speedup` that we want, and whether it is so |
-| `load` | how many threads on this machine wanted to run in the minute before the size was measured |
+| `nbytes` | bytes of the whole buffer, `S`: the output of a gather, the input of a reduction |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start, on the slowest rank; on GPUs measured with events |
+| `cpu_ms_p50` | milliseconds of CPU time of all threads, on the rank with the most; other programs hardly affect it |
+| `algbw_gbps`, `busbw_gbps` | `S/t`, and `S/t` times `(W-1)/W`, or `2(W-1)/W` in an all-reduce, as in nccl-tests |
+| `speedup` | the peer's time divided by this system's, in the same round; the median over rounds |
+| `cpu_speedup` | the peer's `cpu_ms_p50` divided by this system's |
+| `messages`, `sent_bytes` | messages and bytes of the rank that sends the most; only for ShardLite |
+| `predicted_ms`, `prediction_error` | time predicted by the fitted link; its relative excess over the measured time |
+| `goal`, `reached` | the intended `speedup`, and whether it was reached |
+| `load` | load average of the machine in the minute before the size was measured |
 
-and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.apps.plan.clusters`) that explains its
-times best under `key`, and by how much it is off.
+For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.apps.plan.clusters`) that
+best explains its times under `key`, and with the error of the fit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
 TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "p2p")
 
 _WARM_UP = 2
-_SHORT = 1 << 20  # bytes: calls of up to so many are short, and are made more often
+_SHORT = 1 << 20  # bytes: calls with at most this size are short, and are repeated more often
 _MORE = 5
 _DIGITS = 4
 
@@ -67,10 +67,10 @@ def measure(
     group: dist.ProcessGroup,
     device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
 ) -> list[Row]:
-    """Verify and time all systems at all sizes; return a row for each and one per link. Must be called by every rank.
+    """Verify and time all systems at all sizes, and return a row for each system and link. Collective.
 
     Raises:
-        ResultError: a system computes a wrong result; nothing more is measured.
+        ResultError: If a system computes a wrong result. Nothing more is measured then.
     """
     rows: list[Row] = []
     for nbytes in sizes:
@@ -106,7 +106,7 @@ def time_cases(todo: Sequence[Case], rounds: int, group: dist.ProcessGroup) -> l
 
 
 def _row(case: Case, taken: Sequence[Times], place: int, group: dist.ProcessGroup) -> Row:
-    """Return the row of one case. The peer's case of an operation is the first one."""
+    """Return the row of one case. The first case of an operation is the peer's."""
     world_size, nbytes, wall = group.size(), case.full.nbytes, taken[place].wall
     peer = taken[OPERATIONS.index(case.operation)]
     cpu, peers_cpu = (1e3 * percentile(times.cpu, 50) for times in (taken[place], peer))
@@ -148,7 +148,7 @@ def goal_of(operation: str, system: System, nbytes: int) -> float | None:
 
 
 def _shares_moved(case: Case) -> int:
-    """Return how often each byte is sent: an all-reduce is a reduce-scatter and an all-gather."""
+    """Return the number of times that each byte is sent: 2 for an all-reduce, 1 for a gather or reduction."""
     return 2 if case.operation == "all-reduce" else 1
 
 
@@ -181,7 +181,7 @@ def _fitted(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rounded(values: Row) -> Row:
-    """Round to the significant digits."""
+    """Return the values, rounded to the significant digits."""
     return {key: float(f"{value:.{_DIGITS}g}") for key, value in values.items()}
 
 
@@ -192,7 +192,7 @@ def _report(rows: list[Row], file: Path) -> None:
 
 
 def _goals(rows: Iterable[Row]) -> str:
-    """Return which goals were reached."""
+    """Return a summary of the goals that were reached."""
     lines = [
         f"- {row['operation']} of {row['nbytes']} bytes by {row['transport']} {row['algorithm']}: "
         f"{row['speedup']:.2f} times gloo's, goal {row['goal']:g}: {'reached' if row['reached'] else 'NOT reached'}"
@@ -220,18 +220,18 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = options_of_ranks("bench.ring", "collectives beside gloo's or NCCL's own", [2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the whole buffer (%(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=20, help="timed calls, of short ones 5 times as many (%(default)s)"
+        "--rounds", type=int, default=20, help="timed calls; short calls are timed 5 times as often (%(default)s)"
     )
     parser.add_argument(
         "--algorithms", nargs="+", choices=[a for a in ALGORITHMS if a != "hierarchical"], default=["ring", "direct"]
     )
     options = parser.parse_args(arguments)
     if min(options.ranks) < 2:
-        parser.error("one rank sends nothing")
+        parser.error("--ranks must be at least 2: one rank sends nothing")
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     options = _options(arguments)
     return on_ranks("bench.ring", options.ranks, arguments, partial(_run_rank, options))

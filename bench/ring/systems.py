@@ -1,7 +1,7 @@
-"""Collectives of gloo or NCCL and ours, each with a check of its result.
+"""Collectives of gloo or NCCL and of ShardLite, each with a check of its result.
 
 A `Case` is one collective of one system on its own buffers, which are filled before each call. Buffers of gloo and NCCL
-are ordinary tensors; the transport allocates ours, as in the library.
+are ordinary tensors. ShardLite's buffers are allocated by the transport, as in the library.
 
 Legend: `W` ranks, `r` this rank, `n` elements in the full buffer, a multiple of `W`.
 """
@@ -35,7 +35,7 @@ Peer = Literal["gloo", "nccl"]
 
 GLOO: Peer = "gloo"
 NCCL: Peer = "nccl"
-"""Peers on CPUs and on GPUs."""
+"""Peers of ShardLite on CPUs and on GPUs."""
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -43,21 +43,21 @@ _TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class System:
-    """A transport of ours with an algorithm, or a peer."""
+    """A transport of ShardLite with an algorithm, or a peer."""
 
     transport: TransportName | Peer
     algorithm: Algorithm | Literal[""] = ""
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a transport of this library."""
+        """Whether the system is a transport of ShardLite."""
         return self.transport not in (GLOO, NCCL)
 
     @property
     def route(self) -> Route:
-        """The route of a system that is ours."""
+        """The route of a system of ShardLite."""
         assert self.is_ours, "a peer has none"
-        if self.transport == "collectives":  # their schedule is the process group's
+        if self.transport == "collectives":  # the process group chooses the schedule
             return Route(transport=self.transport)
         return Route(transport=self.transport, algorithm=self.algorithm)
 
@@ -67,7 +67,7 @@ class System:
 
 @dataclass(frozen=True)
 class Case:
-    """A collective that can be called, with its buffers."""
+    """A collective and its buffers."""
 
     system: System
     operation: Operation
@@ -76,17 +76,17 @@ class Case:
     """Each rank's input of a reduction, [n]; its segment `k` is rank `k`'s input of a gather."""
 
     full: Tensor
-    """[n], to be reduced or to be filled."""
+    """Buffer [n] to reduce or to fill."""
 
     shard: Tensor
-    """[n/W], the input of a peer's gather and the output of a reduce-scatter."""
+    """Input of a peer's gather and output of a reduce-scatter, [n/W]."""
 
     call: Callable[[], object]
     tally: Tally | None
-    """Counts messages of the first call, if they are ours."""
+    """Counter of the messages of the first call; only for ShardLite."""
 
     def fill(self) -> None:
-        """Write this rank's input, and NaN to the outputs."""
+        """Write this rank's input, and fill the outputs with NaN."""
         world_size, rank = self.group.size(), self.group.rank()
         if self.operation == "all-gather":
             segment = self.brought[rank].view(world_size, -1)[rank]
@@ -99,10 +99,12 @@ class Case:
             self.shard.fill_(float("nan"))
 
     def verify(self) -> None:
-        """Call it once, and compare the result with the sum in ring order, to the bit if it is added in that order.
+        """Call the collective once, and compare its result with the sum in ring order.
+
+        Bits must be equal if the system adds in ring order.
 
         Raises:
-            ResultError: on every rank, if the result is wrong on any.
+            ResultError: On every rank, if the result is wrong on any rank.
         """
         self.fill()
         self.call()
@@ -116,7 +118,7 @@ class Case:
             )
 
     def _difference(self, got: Tensor) -> str:
-        """Return how a result is wrong, or an empty string."""
+        """Return a description of the error of a result, or an empty string."""
         world_size = self.group.size()
         rows = [each.view(world_size, -1) for each in self.brought]
         if self.operation == "all-gather":
@@ -158,7 +160,7 @@ def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup, devic
 
 
 def _of_peer(operation: Operation, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name issues a warning
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     match operation:
         case "all-gather":
@@ -172,7 +174,7 @@ def _of_peer(operation: Operation, full: Tensor, shard: Tensor, group: dist.Proc
 def _of_ours(
     operation: Operation, full: Tensor, shard: Tensor, staging: Tensor, transport: Transport, tally: Tally
 ) -> Callable[[], object]:
-    """Return a call of a collective. Its first call counts messages, which takes time; the others do not."""
+    """Return a function that calls a collective. Only its first call counts messages, because counting takes time."""
     first = iter([names.Operation(tally=tally)])
 
     def name() -> names.Operation:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from bench.support.table import Row, markdown_table, where
 
 _SHOWN = (2**12, 2**20, 2**24, 2**26)
-"""Sizes in the table of the README."""
+"""Sizes in the table, in bytes."""
 
 
 def render_speedups(rows: Sequence[Row]) -> str:
-    """Return the table of speedups over the peer, at 2 and at 4 ranks."""
+    """Return the table of speedups over gloo, with 2 and with 4 ranks."""
     took = [row for row in rows if row["bench"] == "ring"]
     header = ["collective", "transport", *(f"{size_words(size)}, {ranks} ranks" for size in _SHOWN for ranks in (2, 4))]
     cells = [header]

@@ -1,4 +1,4 @@
-"""Weak and strong scaling: measured on this machine (`run.py`), simulated there and to 4096 ranks (`simulated.py`).
+"""Weak and strong scaling: measured on this machine (`run.py`), and simulated for up to 4096 ranks (`simulated.py`).
 
-`python -m bench.scale` measures, `table.py` makes the table and the figure of its rows.
+Run `python -m bench.scale` to measure. `table.py` has the table and the figure of the rows.
 """

@@ -1,25 +1,24 @@
-"""Measure weak and strong scaling of ShardLite at stage 3 on this machine, and simulate it there and on other clusters.
+"""Measure weak and strong scaling of ShardLite at stage 3 on this machine, and simulate both here and on clusters.
 
     python -m bench.scale --model gpt --ranks 1 2 4
 
-starts its ranks, one number of ranks after the other, and writes `bench/results/scale-MODEL.jsonl`. Weak scaling
-gives each rank the batch of the workload, strong scaling gives it that batch divided by the number of ranks. Results
-are compared with DDP's before anything is timed. One JSON object for each mode, place and number of ranks:
+starts one number of ranks after the other, and writes `bench/results/scale-MODEL.jsonl`. In weak scaling, each rank has
+the batch of the workload. In strong scaling, the ranks divide this batch. Results are compared with DDP's before the
+measurement. There is one JSON object for each mode, cluster and number of ranks:
 
 | key | meaning |
 |---|---|
 | `kind` | `measured` or `simulated` |
 | `cluster` | `this machine`, or a cluster of `shardlite plan` |
-| `mode`, `ranks` | `weak` or `strong`; ranks |
-| `ms_p50` | milliseconds of a step: the median on the slowest rank, or what the simulation says |
+| `mode`, `ranks` | `weak` or `strong`; number of ranks |
+| `ms_p50` | milliseconds of a step: measured median on the slowest rank, or simulated |
 | `efficiency` | throughput of `W` ranks divided by `W` times that of one rank, of the same kind and cluster |
-| `per_second`, `item` | tokens or samples of all ranks in a second |
-| `simulated_vs_measured` | of simulated rows: `ms_p50` as a part of the measured one, where that is |
+| `per_second`, `item` | tokens or samples of all ranks per second |
+| `simulated_vs_measured` | in simulated rows: `ms_p50` divided by the measured one, if there is one |
 
-The simulation is that of `shardlite plan`. For this machine it is given three measured things
-(`bench.scale.simulated`): the time of forward and backward on one rank, that of the optimizer's step, and a link fitted
-to collectives of 2 ranks. A row `"scale-fit"` has them. `--figure FILE` draws the newest
-rows.
+The simulation is that of `shardlite plan`. For this machine it has three measured inputs (`bench.scale.simulated`): the
+time of forward and backward on one rank, the time of the optimizer's step, and a link fitted to collectives of 2 ranks.
+A row `"scale-fit"` records these inputs. `--figure FILE` draws the newest rows.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ from shardlite.apps.plan.source import find_source
 SYSTEM = "stage3"
 
 _SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes of the buffers to which the link is fitted; units lie between them."""
+"""Bytes of the buffers to which the link is fitted. Sizes of units are between these."""
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time both modes on the ranks of the group. Must be called by every rank.
+    """Verify and time both modes on the ranks of the group. Collective.
 
     Raises:
-        ResultError: results differ from DDP's; nothing is timed.
+        ResultError: If results differ from DDP's. Nothing is timed then.
     """
     systems: dict[str, Build] = {name: SYSTEMS[name] for name in ("ddp", SYSTEM)}
     verify(workload, systems, group)
@@ -86,7 +85,7 @@ def divided(workload: Workload, ranks: int) -> Workload:
     """Return a workload in which each rank has an equal part of the batch.
 
     Raises:
-        ValueError: the batch is not divisible by `ranks`.
+        ValueError: If the batch is not divisible by `ranks`.
     """
 
     def draw(rank: int, step: int) -> Batch:
@@ -100,9 +99,9 @@ def divided(workload: Workload, ranks: int) -> Workload:
 
 
 def measure_fit(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Measure the inputs of the simulation: on one rank the seconds of a step's parts, on two the link between them.
+    """Measure inputs of the simulation: with one rank the seconds of a step's parts, with two ranks their link.
 
-    Must be called by every rank. Returns the part of the row `"scale-fit"` that this number of ranks measures.
+    Collective. Return the entries of the row `"scale-fit"` that this number of ranks measures.
     """
     if group.size() == 1:
         trainer = SYSTEMS[SYSTEM](workload, group)
@@ -130,7 +129,7 @@ def _run_rank(options: argparse.Namespace) -> None:
 
 
 def _run_all(options: argparse.Namespace) -> int:
-    """Measure on each number of ranks, simulate the same, and write all rows."""
+    """Measure on each number of ranks, simulate the same numbers, and write all rows."""
     with tempfile.TemporaryDirectory() as folder:
         for ranks in options.ranks:
             print(f"scale: measuring {ranks} ranks", file=sys.stderr, flush=True)
@@ -150,12 +149,12 @@ def _run_all(options: argparse.Namespace) -> int:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description="weak and strong scaling")
-    parser.add_argument("--model", choices=list(WORKLOADS), default="gpt", help="that is measured (%(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="1, 2 and others (%(default)s)")
+    parser.add_argument("--model", choices=list(WORKLOADS), default="gpt", help="measured model (%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="must include 1 and 2 (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (%(default)s)")
     parser.add_argument("--planned", default="gpt2-xl", help="preset simulated on named clusters (%(default)s)")
     parser.add_argument("--named", nargs="*", choices=list(CLUSTERS), default=["dgx-h100", "ethernet-a100"])
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="only draw the newest rows; needs matplotlib")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="only draw the newest rows; requires matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
@@ -164,9 +163,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit before anything is measured if an option is wrong."""
+    """Exit before the measurement if an option is wrong."""
     if not {1, 2} <= set(options.ranks):
-        parser.error("--ranks needs 1 and 2: the simulation is fitted to them")
+        parser.error("--ranks must include 1 and 2, because the simulation is fitted to them")
     if min(*options.ranks, options.steps) < 1:
         parser.error("--ranks and --steps must be at least 1")
     try:
@@ -178,7 +177,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and simulate, or draw rows; a process that a launcher started is one of the ranks."""
+    """Measure and simulate, or draw rows. If a launcher started this process, measure as one of the ranks."""
     options = _options(arguments)
     if "RANK" in os.environ:
         _run_rank(options)

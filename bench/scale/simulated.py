@@ -1,9 +1,9 @@
-"""Simulate scaling as `shardlite plan` does: on this machine with measured costs, and on clusters by name.
+"""Simulate scaling as in `shardlite plan`: on this machine with measured costs, and on named clusters.
 
-This machine is a cluster of one host whose ranks are linked by shared memory and share its cores. With more ranks than
-cores, computation and communication slow down by the number of ranks per core. If every core has a rank, no core is
-left to overlap communication with computation, so the time of a step is the sum of computation, communication and the
-optimizer's step.
+This machine is modelled as a cluster of one host whose ranks are linked by shared memory and share the cores. With more
+ranks than cores, computation and communication slow down by the number of ranks per core. If every core has a rank, no
+core is left to overlap communication with computation, so the time of a step is the sum of computation, communication
+and the optimizer's step.
 
 Legend: `W` ranks.
 """
@@ -32,13 +32,13 @@ WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of ranks on named clusters."""
 
 BATCH = 4
-"""Sequences per rank there."""
+"""Sequences per rank on named clusters."""
 
 _ONE_HOST = 1 << 30
 
 
 def here(workload: Workload, fit: Mapping[str, Any], measured: Sequence[Row]) -> list[Row]:
-    """Return a simulated row for each measured one.
+    """Return a simulated row for each measured row.
 
     Args:
         workload: the measured workload.
@@ -79,9 +79,9 @@ def here(workload: Workload, fit: Mapping[str, Any], measured: Sequence[Row]) ->
 
 
 def elsewhere(clusters: Sequence[Cluster], model: str) -> list[Row]:
-    """Return simulated rows of a preset in bf16 on named clusters, regardless of their memory.
+    """Return simulated rows of a preset in bf16 on named clusters, even if the preset does not fit in their memory.
 
-    Strong scaling divides the batch that `max(WORLDS)` ranks have in weak scaling.
+    In strong scaling, the batch is that of `max(WORLDS)` ranks in weak scaling.
     """
     source = find_source(model, BATCH, None)
     planner = Planner(source)
@@ -146,7 +146,7 @@ def _cluster(fit: Mapping[str, Any], *, rate: float, bandwidth: float, sharing: 
 
 
 def _source(workload: Workload) -> Source:
-    """Return a workload as a source of the planner, with a batch of zeros."""
+    """Return a workload as a source for the planner, with a batch of zeros."""
     shapes = [(each.shape, each.dtype) for each in workload.draw(0, 0)]
 
     def batch() -> Batch:

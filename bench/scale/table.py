@@ -22,7 +22,7 @@ _DASHES = ("--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table of this machine, measured and simulated, and one for each other cluster."""
+    """Return a table of measured and simulated rows of this machine, and a table for each other cluster."""
     rows = [row for row in rows if row["bench"] == "scale"]
     tables = [_render_here([row for row in rows if row["cluster"] == HERE])]
     for cluster in dict.fromkeys(row["cluster"] for row in rows if row["cluster"] != HERE):
@@ -75,16 +75,16 @@ def _percent(row: Row) -> str:
 
 
 def paint(rows: Sequence[Row], path: Path) -> None:
-    """Draw efficiency against ranks: measured points are filled, simulated ones are open.
+    """Plot efficiency over the number of ranks. Measured points are filled, simulated points are open.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: `path` cannot be written.
+        ModuleNotFoundError: If matplotlib is not installed.
+        OSError: If `path` cannot be written.
     """
     import matplotlib  # optional, and slow to import
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "scale"  # so that equal rows give an equal file
+    matplotlib.rcParams["svg.hashsalt"] = "scale"  # so that equal rows give equal files
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     both = figure.subplots(1, 2, sharey=True)
     for axes, mode in zip(both, ("weak", "strong"), strict=True):

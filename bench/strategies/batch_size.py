@@ -1,8 +1,8 @@
-"""Train with larger batches: by the linear learning-rate rule with warm-up, and by accumulating gradients.
+"""Train with larger batches: with the linear learning-rate rule and warm-up, and by accumulating gradients.
 
-The rule (Goyal et al. 2017): with a batch `k` times as large, take a learning rate `k` times as large, so that a step
-goes about as far as `k` small ones. While weights change fast that does not hold, so the rate starts at that of the
-small batch and rises during the warm-up. The rule is one for SGD, so the optimizer here is SGD with momentum.
+The rule (Goyal et al. 2017): if the batch is `k` times as large, use a learning rate `k` times as large, so that a step
+moves about as far as `k` small steps. This does not hold while weights change fast, so the learning rate starts at that
+of the small batch and rises during the warm-up. The rule was derived for SGD, so the optimizer is SGD with momentum.
 
 Legend: `B` sequences in the smallest batch, `k` times as many in a larger one.
 """
@@ -28,7 +28,7 @@ SMALLEST = 4
 FACTORS = (1, 2, 4, 8)
 
 SAMPLES = 1024
-"""Sequences that every run trains on, so that the largest batch takes 32 steps."""
+"""Number of sequences in every run, so that the largest batch takes 32 steps."""
 
 LR = 0.02
 """Learning rate of the smallest batch."""
@@ -37,7 +37,7 @@ WARM_UP = 0.2
 """Fraction of a run in which the learning rate rises."""
 
 RULES = ("constant", "linear", "linear, warm-up")
-"""The learning rate is that of the smallest batch, `k` times as large, or rises to that."""
+"""Learning rates: that of the smallest batch, `k` times as large, or rising to `k` times as large."""
 
 _MOMENTUM = 0.9
 _VALIDATIONS = 8
@@ -45,7 +45,7 @@ _VALIDATED = 32  # sequences
 
 
 def learning_rate(rule: str, k: int, progress: float) -> float:
-    """Return the learning rate of a batch of `k B` at `progress`, from 0 to 1, of the run."""
+    """Return the learning rate for a batch of `k B` sequences at `progress` of the run, from 0 to 1."""
     if rule == "constant":
         return LR
     if rule == "linear" or progress >= WARM_UP:
@@ -54,7 +54,7 @@ def learning_rate(rule: str, k: int, progress: float) -> float:
 
 
 def train(k: int, rule: str, samples: int = SAMPLES) -> Row:
-    """Train on `samples` sequences in batches of `k B`. Return validation losses over the sequences."""
+    """Train on `samples` sequences in batches of `k B`. Return a row with the validation losses."""
     model, size = make_model(), k * SMALLEST
     optimizer = torch.optim.SGD(model.parameters(), momentum=_MOMENTUM)
     steps = samples // size
@@ -76,14 +76,14 @@ def train(k: int, rule: str, samples: int = SAMPLES) -> Row:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module) -> float:
-    """Return the mean loss on text that is not trained on, in nats per byte."""
+    """Return the mean loss on validation text, in nats per byte."""
     keys = [(SEED, 1, number) for number in range(_VALIDATED)]
     loss: Tensor = model(*draw_sequences(corpus().validation, CONFIG.context, keys))
     return loss.item()
 
 
 def learning_rates(say: Callable[[str], None], samples: int = SAMPLES) -> list[Row]:
-    """Train with all batches by all rules. Ranks share the runs, and each returns all rows."""
+    """Train with all batch sizes and all rules. Ranks divide the runs, and each rank returns all rows."""
     runs = [(k, rule) for k in FACTORS for rule in RULES if k > 1 or rule == "linear"]
     mine = []
     for number, (k, rule) in enumerate(runs):
@@ -101,17 +101,17 @@ def large_batch(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 def accumulated(model: nn.Module, x: Tensor, y: Tensor, *, k: int) -> None:
-    """Compute the same gradients from `k` micro-batches, whose losses are divided by `k`."""
+    """Compute the same gradients from `k` micro-batches. Each loss is divided by `k`."""
     for micro_x, micro_y in zip(x.chunk(k), y.chunk(k), strict=True):
         loss = model(micro_x, micro_y) / k
         loss.backward()
 
 
 def accumulation(k: int = FACTORS[-1]) -> Row:
-    """Compare the gradients of `k` micro-batches with those of the batch `k` times as large, both with those in fp64.
+    """Compare the gradients of `k` micro-batches and of a batch `k` times as large with the exact gradient in fp64.
 
-    Accumulation may be twice as far from the exact gradient as the large batch is, in the Euclidean norm, plus what it
-    costs to round the exact one: `tolerance_used` is 1 then.
+    In the Euclidean norm, the error of accumulation may be twice the error of the large batch, plus the error of
+    rounding the exact gradient. `tolerance_used` is the error divided by this limit.
     """
     x, y = next(batches(k * SMALLEST))
     exact = _gradient(make_model().double(), partial(large_batch, x=x, y=y))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = ("#000000", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#0072b2", "#999999", "#7a5195")
-"""Okabe and Ito's, and two more. Lines also differ in dashes, so that they can be told apart in print."""
+"""Colours of Okabe and Ito, and two more. Lines also differ in dashes, so that they are distinct in print."""
 
 _DASHES = ("-", (0, (6, 2)), (0, (1, 2)), "-", (0, (4, 1, 1, 1)), (0, (2, 2)), (0, (8, 4)), (0, (1, 4)), (0, (3, 5)))
 _MARKS = {"constant": ("s", ":"), "linear": ("^", "--"), "linear, warm-up": ("o", "-")}
@@ -23,7 +23,7 @@ def paint(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write the plots for which there are rows. Return their paths.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -1,7 +1,7 @@
-"""What every strategy trains: a small GPT on the bytes of Python's standard library, by AdamW.
+"""The training problem of every strategy: a small GPT on the bytes of Python's standard library, with AdamW.
 
-AdamW, because averaging weights is then visibly another algorithm than averaging gradients: each rank's second moments
-are of its own gradients. With plain SGD, weights that are averaged after each step are those of averaged gradients.
+With AdamW, averaging weights differs visibly from averaging gradients, because each rank has second moments of its own
+gradients. With plain SGD, averaging weights after each step gives the same weights as averaging gradients.
 
 Legend: `W` ranks, `B` sequences in a global batch, `t` bytes in a sequence.
 """
@@ -38,17 +38,17 @@ def make_model() -> GPT:
 
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Return PyTorch's AdamW with the settings of all strategies."""
+    """Return PyTorch's AdamW with the settings that all strategies share."""
     return torch.optim.AdamW(params, fused=True, **ADAMW)
 
 
 def batches(size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-    """Yield a rank's part of each global batch of `size` sequences: bytes x [size/W t] and their following bytes y.
+    """Yield a rank's part of each global batch of `size` sequences: bytes x [size/W t], and their next bytes y.
 
     Sequence `i` is the same for every batch size and number of ranks.
 
     Raises:
-        ValueError: `size` is not a multiple of `ranks`.
+        ValueError: If `size` is not a multiple of `ranks`.
     """
     if size % ranks:
         raise ValueError(f"a global batch of {size} sequences cannot be split evenly over {ranks} ranks")
@@ -60,12 +60,12 @@ def batches(size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
 
 @lru_cache
 def corpus() -> Corpus:
-    """Return the text that `shardlite train` reads, too."""
+    """Return the text that `shardlite train` reads by default."""
     return read_corpus(None, context=CONFIG.context)
 
 
 def words(model: nn.Module) -> str:
-    """Describe model, data and optimizer."""
+    """Return a description of model, data and optimizer."""
     parameters = sum(param.numel() for param in model.parameters())
     settings = ", ".join(f"{name} {value}" for name, value in ADAMW.items())
     return (

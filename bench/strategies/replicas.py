@@ -1,7 +1,9 @@
-"""Strategies in which each rank has the whole model, and what ranks exchange goes through one of them or is averaged.
+"""Strategies in which each rank has the whole model, with a master or with averaged weights.
 
-A strategy takes the model and this rank's part of each global batch, and yields this rank's loss after each step.
-`W` ranks, called `ranks` here. The process group exists.
+A strategy takes the model and this rank's part of each global batch, and yields this rank's loss after each step. The
+process group is already initialized.
+
+Legend: `W` ranks (`ranks`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,11 +18,11 @@ MASTER = 0
 """The rank that averages."""
 
 AVERAGED_EVERY = 10
-"""Steps that each rank takes alone before weights are averaged."""
+"""Number of steps between two averages of the weights."""
 
 
 def one_process(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Train in one process, on whole batches: what all others must equal."""
+    """Train in one process on whole batches. The other strategies are compared with this one."""
     optimizer = adamw(model.parameters())
     for x, y in batches:
         loss = model(x, y)
@@ -31,9 +33,9 @@ def one_process(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
 
 def data_parallel(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Train in one process: a thread per GPU runs a copy of the model, made anew in each step.
+    """Train in one process with a thread per GPU. Each step copies the model to all GPUs.
 
-    GPU 0 scatters the batch, gathers the losses, sums the gradients and has the optimizer.
+    GPU 0 scatters the batch, gathers the losses, sums the gradients and runs the optimizer.
     """
     replicated = nn.DataParallel(model.to("cuda" if torch.cuda.is_available() else "cpu"))
     optimizer = adamw(model.parameters())
@@ -46,7 +48,7 @@ def data_parallel(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]
 
 
 def cpu_master(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Send each gradient to the CPU of the master, which averages and sends the mean back. Every rank steps."""
+    """Send each gradient to the CPU of the master, which returns the mean. Every rank steps."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     workers = range(1, ranks)
     optimizer = adamw(model.parameters())
@@ -73,7 +75,7 @@ def cpu_master(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
 
 def parameter_server(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Send gradients to the server, which alone has an optimizer, and receive new weights. The server works, too."""
+    """Send gradients to the server and receive new weights. Only the server has an optimizer. It also trains."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     workers = range(1, ranks)
     optimizer = adamw(model.parameters()) if rank == MASTER else None
@@ -102,7 +104,7 @@ def parameter_server(model: nn.Module, batches: Iterable[Batch]) -> Iterator[flo
 
 
 def parameter_averaging(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Train on each rank alone, and replace all weights by their mean over the ranks every few steps."""
+    """Train each rank alone, and every few steps replace all weights by their mean over the ranks."""
     ranks = dist.get_world_size()
     optimizer = adamw(model.parameters())
     for step, (x, y) in enumerate(batches, start=1):

@@ -1,4 +1,4 @@
-"""Strategies in which all ranks share the work of averaging gradients: each sends to its right neighbour only.
+"""Strategies in which all ranks average gradients together. Each rank sends only to its right neighbour.
 
 Legend: `W` ranks (`ranks`), `n` elements in a flat buffer.
 """
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from bench.strategies.problem import Batch, adamw
 
 BUCKET = 1 << 16
-"""Elements that a bucket has at least, but for the last one."""
+"""Minimum number of elements in a bucket, except for the last bucket."""
 
 
 def ring_all_reduce(flat: Tensor) -> None:
-    """Replace `flat` [n] by its sum over the ranks, which form a ring: send to the right, receive from the left."""
+    """Replace `flat` [n] by its sum over the ranks of a ring. Each rank sends to the right, receives from the left."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     chunks = flat.tensor_split(ranks)
 
-    for t in range(ranks - 1):  # reduce-scatter: a partial sum goes round, and each rank adds its own chunk
+    for t in range(ranks - 1):  # reduce-scatter: each rank adds its own chunk to a partial sum and forwards it
         outgoing, partial = chunks[(rank - t) % ranks], chunks[(rank - t - 1) % ranks]
         incoming = torch.empty_like(partial)
         sending = dist.isend(outgoing, right)
@@ -30,14 +30,14 @@ def ring_all_reduce(flat: Tensor) -> None:
         sending.wait()
         partial += incoming
 
-    for t in range(ranks - 1):  # all-gather: a finished sum goes round, and each rank keeps a copy
+    for t in range(ranks - 1):  # all-gather: each rank keeps a copy of a finished sum and forwards it
         sending = dist.isend(chunks[(rank - t + 1) % ranks], right)
         dist.recv(chunks[(rank - t) % ranks], left)
         sending.wait()
 
 
 def ring(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Average all gradients by one ring all-reduce after the backward."""
+    """Average all gradients with one ring all-reduce after the backward."""
     params, ranks = list(model.parameters()), dist.get_world_size()
     optimizer = adamw(params)
     for x, y in batches:
@@ -57,7 +57,7 @@ def bucketed_ddp(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
     """Average a bucket of gradients in the background as soon as the backward has filled it."""
     params, ranks = list(model.parameters()), dist.get_world_size()
     buckets: list[list[nn.Parameter]] = [[]]
-    for param in reversed(params):  # about the order in which the backward makes gradients
+    for param in reversed(params):  # approximately the order in which the backward computes gradients
         if sum(each.numel() for each in buckets[-1]) >= BUCKET:
             buckets.append([])
         buckets[-1].append(param)
@@ -66,9 +66,9 @@ def bucketed_ddp(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
     def fill(b: int, param: nn.Parameter, part: Tensor) -> None:
         part.copy_(param.grad)
-        param.grad = part  # the gradient is a view of the bucket from now on
+        param.grad = part  # from now on, the gradient is a view of the bucket
         missing[b] -= 1
-        while (ready := len(reductions)) < len(flats) and missing[ready] == 0:  # in one order on all ranks
+        while (ready := len(reductions)) < len(flats) and missing[ready] == 0:  # in the same order on all ranks
             reductions[ready] = queue.submit(ring_all_reduce, flats[ready])
 
     for b, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
@@ -78,7 +78,7 @@ def bucketed_ddp(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
     for x, y in batches:
         missing.update({b: len(bucket) for b, bucket in enumerate(buckets)})
         loss = model(x, y)
-        loss.backward()  # `fill` runs as gradients come
+        loss.backward()  # calls `fill` for each gradient
         for b, flat in enumerate(flats):
             reductions.pop(b).result()
             flat /= ranks

@@ -1,24 +1,24 @@
-"""Train one model by all strategies, check that they learn the same, and count bytes, time and memory.
+"""Train one model with all strategies, compare their losses, and measure bytes, time and memory.
 
     python -m bench.strategies --ranks 2
 
-starts its ranks. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl` in `bench/results/`,
-pictures to `docs/`; with `--out FOLDER` all go there. `--what strategies` leaves out larger batches. A row has:
+starts two ranks. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl` in `bench/results/`, pictures to
+`docs/`; with `--out FOLDER` both go to that folder. `--what strategies` skips larger batches. A row has:
 
 | key | meaning |
 |---|---|
-| `losses` | of each step, mean over the ranks, nats per byte |
-| `largest_difference` | of these from the losses of one process |
-| `sent_bytes` | in a step, on the rank that sends most, the mean from one average of parameters to the next |
-| `formula`, `formula_bytes` | what it should be, with `n` bytes of parameters and `W` ranks |
+| `losses` | loss of each step, the mean over the ranks, in nats per byte |
+| `largest_difference` | largest difference from the losses of one process |
+| `sent_bytes` | bytes per step on the rank that sends the most; the mean over `AVERAGED_EVERY` steps |
+| `formula`, `formula_bytes` | expected bytes, with `n` bytes of parameters and `W` ranks |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
-| `held_bytes`, `peak_bytes` | bytes in tensors between two steps and at most during one, on the rank that holds most |
+| `held_bytes`, `peak_bytes` | bytes in tensors between two steps, and their peak, on the rank that holds the most |
 
-All strategies take their first step before any takes its second, so a busy machine is busy for all. `bucketed_ddp`
-reduces on a thread, of which `peak_bytes` does not see one half of a bucket.
+All strategies take each step in turn, so a busy machine affects all of them. `bucketed_ddp` reduces on a thread, so its
+`peak_bytes` lacks half of a bucket.
 
 The exit status is 1 if a strategy that averages gradients differs by more than `CLOSE` from one process, if averaging
-parameters does not, or if accumulated gradients are further from the exact ones than rounding explains.
+parameters differs by less, or if the error of accumulated gradients exceeds rounding.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from shardlite.apps.memory.machine import machine
 from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02
-"""Nats per byte by which losses may differ from those of one process.
+"""Maximum difference of losses from those of one process, in nats per byte.
 
-The batches are added in parts, which rounds differently, and Adam divides small gradients by their own size: over a
-hundred steps differences grow from 1e-7 to some thousandths. An error in the algorithm makes a tenth or more.
+Adding batches in parts rounds differently, and Adam divides small gradients by their own size. So over a hundred steps
+differences grow from 1e-7 to a few thousandths. An error in the algorithm causes a difference of a tenth or more.
 """
 
 PICTURES = Path(__file__).parents[2] / "docs"
@@ -75,16 +75,16 @@ class Strategy:
     train: Callable[[nn.Module, Iterator[Batch]], Iterator[float]]
 
     formula: str
-    """Bytes that the busiest rank sends in a step, of `n` bytes of parameters on `W` ranks."""
+    """Bytes that the busiest rank sends in a step, with `n` bytes of parameters and `W` ranks."""
 
     sent: Callable[[int], float]
-    """These bytes divided by `n`, of the number of ranks."""
+    """Function of the number of ranks that returns these bytes divided by `n`."""
 
     is_alone: bool = False
-    """Whether rank 0 trains on whole batches while the others wait."""
+    """Whether rank 0 trains on whole batches while the other ranks wait."""
 
     is_same: bool = True
-    """Whether the algorithm equals that of one process."""
+    """Whether the algorithm is that of one process."""
 
 
 STRATEGIES = {
@@ -107,12 +107,12 @@ STRATEGIES = {
 
 
 def usable() -> dict[str, Strategy]:
-    """Return the strategies of this machine. Without GPUs, `nn.DataParallel` is left out: it is one process."""
+    """Return the strategies that this machine supports. `nn.DataParallel` requires GPUs."""
     return {name: each for name, each in STRATEGIES.items() if name != "nn.DataParallel" or torch.cuda.is_available()}
 
 
 class Steps:
-    """The steps of one strategy on this rank. A waiting rank has losses of 0."""
+    """The steps of one strategy on this rank. Losses of a waiting rank are 0."""
 
     def __init__(self, strategy: Strategy) -> None:
         rank, ranks = (0, 1) if strategy.is_alone else (dist.get_rank(), dist.get_world_size())
@@ -132,7 +132,7 @@ class Steps:
         self.seconds.append(seconds(lambda: self.losses.append(next(self._steps)), _CPU)[0])
 
     def mean_losses(self) -> list[float]:
-        """Return the loss of the global batch in each step. Must be called by every rank."""
+        """Return the loss of the global batch in each step. Collective."""
         total = torch.tensor(self.losses, dtype=torch.float64)
         dist.all_reduce(total)
         losses: list[float] = (total / self._parts).tolist()
@@ -140,7 +140,7 @@ class Steps:
 
 
 def compare(steps: int, say: Callable[[str], None]) -> list[Row]:
-    """Run all strategies for `steps` steps. Return a row for each. Must be called by every rank."""
+    """Run all strategies for `steps` steps. Return a row for each. Collective."""
     strategies = usable()
     sizes = {}
     for name, strategy in strategies.items():
@@ -173,10 +173,10 @@ def difference(losses: Sequence[float], others: Sequence[float]) -> float:
 
 
 def sent_bytes(strategy: Strategy) -> int:
-    """Return the bytes that the busiest rank sends in a step. Must be called by every rank."""
+    """Return the bytes that the busiest rank sends in a step. Collective."""
     with counted() as wire:
         steps, counting = Steps(strategy), 1 if strategy.is_same else AVERAGED_EVERY
-        for _ in range(2):  # they also exchange what is exchanged once
+        for _ in range(2):  # the first steps also send initial data
             steps.take()
         before = wire.sent
         for _ in range(counting):
@@ -185,12 +185,12 @@ def sent_bytes(strategy: Strategy) -> int:
 
 
 def memory(strategy: Strategy) -> Row:
-    """Return the bytes in tensors between two steps, and the most during one. Must be called by every rank."""
+    """Return the bytes in tensors between two steps, and their peak during a step. Collective."""
     gc.collect()
     with Meter[None]() as meter:
         before = meter.live
     steps = Steps(strategy)
-    for _ in range(2):  # by then the optimizer has its state
+    for _ in range(2):  # so that the optimizer has allocated its state
         steps.take()
     gc.collect()
     with Meter[None]() as meter:
@@ -206,7 +206,7 @@ def _formula(strategy: Strategy) -> Row:
 
 
 def complaints(rows: Sequence[Row]) -> list[str]:
-    """Return the errors in the results, in sentences."""
+    """Return a sentence for each error in the results."""
     found = []
     for row in rows:
         off = row.get("largest_difference", 0)
@@ -220,7 +220,7 @@ def complaints(rows: Sequence[Row]) -> list[str]:
 
 
 def larger_batches(say: Callable[[str], None]) -> list[Row]:
-    """Return the rows of training with larger batches. Must be called by every rank."""
+    """Return the rows of training with larger batches. Collective."""
     say("gradients of micro-batches and of the large batch")
     common = {"threads": torch.get_num_threads()} | machine()
     accumulation = {"bench": "strategies-accumulation"} | batch_size.accumulation() | common
@@ -251,7 +251,7 @@ def _report(rows: Sequence[Row], name: str, out: Path) -> None:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = options_of_ranks("bench.strategies", "all ways of data parallelism")
-    parser.add_argument("--steps", type=int, default=60, help="of each strategy (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each strategy (%(default)s)")
     parser.add_argument("--what", nargs="+", choices=["strategies", "batch"], default=["strategies", "batch"])
     options = parser.parse_args(arguments)
     if options.steps < 2 * AVERAGED_EVERY:
@@ -262,6 +262,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks and measure; a process that a launcher started is one of the ranks."""
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
     options = _options(arguments)
     return on_ranks("bench.strategies", options.ranks, arguments, partial(_run_rank, options))

@@ -1,4 +1,4 @@
-"""Strategies in which a rank has a part of the parameters, gradients and optimizer state: a shard.
+"""Strategies in which each rank has a shard of the parameters, gradients and optimizer state.
 
 Legend: `W` ranks (`ranks`), `S` elements in a shard of a unit, `W S` in its full buffer.
 """
@@ -17,7 +17,7 @@ from shardlite import AdamW, ShardLite
 
 
 class Unit:
-    """Parameters that are gathered together: `full` [W S] has them one after the other, `shard` [S] is this rank's."""
+    """Parameters that are gathered together: `full` [W S] has all of them, `shard` [S] is this rank's part."""
 
     def __init__(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         self.params, self.ranks = list(params), dist.get_world_size()
@@ -40,16 +40,16 @@ class Unit:
         self.missing = len(self.params)
 
     def reshard(self) -> None:
-        """Free `full`, of which the parameters are views, and also what autograd has saved of them."""
+        """Free the memory of `full`, which parameters and autograd's saved tensors are views of."""
         self.full.untyped_storage().resize_(0)
 
     def after_forward(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        """Free the parameters until the backward has reached the output."""
+        """Free the parameters until the backward reaches the output."""
         self.reshard()
         output.register_hook(lambda grad: self.unshard())
 
     def collect(self, _: nn.Parameter) -> None:
-        """Count a gradient. After the last one, keep this rank's part of their mean, and free the rest."""
+        """Count a gradient. After the last one, keep this rank's part of the mean, and free the gradients."""
         self.missing -= 1
         if self.missing == 0:
             self.reshard()
@@ -63,7 +63,7 @@ class Unit:
 
 
 def sharded(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Shard by hand: each block is a unit, and so is the rest. The optimizer sees shards only."""
+    """Shard by hand: each block is a unit, and the other parameters are one unit. The optimizer has only shards."""
     units = [Unit(block, block.parameters()) for block in model.blocks]
     rest = [param for name, param in model.named_parameters() if not name.startswith("blocks.")]
     units.append(Unit(model, rest))
@@ -71,7 +71,7 @@ def sharded(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
     for x, y in batches:
         loss = model(x, y)  # gather a unit, forward, free it
         loss.backward()  # gather a unit, backward, reduce-scatter its gradients
-        optimizer.step()  # each rank its own shards
+        optimizer.step()  # each rank steps its own shards
         optimizer.zero_grad()
         yield loss.item()
 
@@ -92,7 +92,7 @@ def fsdp2(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
 
 def shardlite(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Shard with ShardLite, which finds the blocks."""
+    """Shard with ShardLite, which finds the blocks automatically."""
     model = ShardLite(model)
     optimizer = AdamW(model.parameters(), **ADAMW)
     for x, y in batches:

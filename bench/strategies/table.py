@@ -21,7 +21,7 @@ _COLUMNS: Columns = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return one table for each number of ranks, of batches, and a sentence on accumulation."""
+    """Return a table for each number of ranks, a table of batch sizes, and a sentence on accumulation."""
     made = {"strategies": _strategies, "strategies-batch": _batches, "strategies-accumulation": _accumulation}
     runs = groupby(rows, key=lambda row: (row["bench"], row.get("ranks")))
     return "\n\n".join(made[bench](list(run)) for (bench, _), run in runs)
@@ -39,7 +39,7 @@ def _strategies(rows: Sequence[Row]) -> str:
 def _batches(rows: Sequence[Row]) -> str:
     rules = list(dict.fromkeys(row["rule"] for row in rows if row["batch"] > rows[0]["batch"]))
     losses = {(row["batch"], row["rule"]): f"{row['losses'][-1]:.3f}" for row in rows}
-    smallest = losses[rows[0]["batch"], rows[0]["rule"]]  # all rules are one there
+    smallest = losses[rows[0]["batch"], rows[0]["rule"]]  # all rules coincide at the smallest batch
     cells = [["batch", "steps", *rules]]
     for batch, steps in {row["batch"]: row["steps"] for row in rows}.items():
         of_rules = [smallest if batch == rows[0]["batch"] else losses.get((batch, rule), "") for rule in rules]
@@ -54,8 +54,8 @@ def _batches(rows: Sequence[Row]) -> str:
 def _accumulation(rows: Sequence[Row]) -> str:
     row = rows[0]
     return (
-        f"The gradient of {row['micro_batches']} micro-batches is off by {row['accumulated_off_by']:.1e}, that of one "
-        f"batch of {row['batch']} by {row['large_batch_off_by']:.1e} of the exact one; {where(row)}."
+        f"Relative error of the gradient: {row['accumulated_off_by']:.1e} for {row['micro_batches']} micro-batches, "
+        f"{row['large_batch_off_by']:.1e} for one batch of {row['batch']}; {where(row)}."
     )
 
 

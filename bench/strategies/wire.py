@@ -24,7 +24,7 @@ _SENT: dict[str, Callable[[int], float]] = {
     "reduce_scatter_single": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: ranks - 1,
 }
-"""How many times a call sends its smallest tensor: its input, or a shard. Collectives count as rings."""
+"""Number of times that a call sends its smallest tensor, which is its input or a shard. Collectives count as rings."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Wire:
 
 @contextmanager
 def counted() -> Iterator[Wire]:
-    """Count the calls of `torch.distributed` and the messages of ShardLite, on all threads, within the block."""
+    """Count the bytes of `torch.distributed` and of ShardLite's messages on all threads within the block."""
     wire, add = Wire(), Tally.add
 
     def counting(name: str) -> Callable[..., Any]:

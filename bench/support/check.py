@@ -1,16 +1,16 @@
-"""Compare the results of a system with those of data parallel before it is timed.
+"""Compare the results of a system with those of data parallel before the measurement.
 
 All systems and an exact twin (the plain model in fp64, with gradients averaged over the ranks in fp64) take the same
-few steps. Any system may be twice as far from the exact result as `DistributedDataParallel` is, in the Euclidean norm:
+few steps. In the Euclidean norm, the error of any system may be twice that of `DistributedDataParallel`:
 
     |got - exact| <= 2 |ddp - exact| + slack
 
-The systems round differently, and none is preferred; an error in scale, order, averaging or weight decay is larger by
-orders of magnitude. DDP may be exact by chance, so `slack` is the error of rounding the exact result once to the dtype
-of computation; for a loss, a mean of `n` terms, it is the error of adding them in pairs. Weights are always fp32.
-Adam divides by the size of the gradient, so a few weights with tiny gradients have most of the error of a small tensor.
-Where DDP's error in a weight is below its average over the weights, the average counts. Formats that store other
-numbers than fp32 are compared by their losses alone, within `FORMAT_ERROR`.
+Systems round differently, and no rounding is preferred. An error in scale, order, averaging or weight decay is larger
+by orders of magnitude. DDP may be exact by chance, so `slack` is the error of rounding the exact result once to the
+dtype of computation. For a loss, the mean of `n` terms, `slack` is the error of pairwise summation. Weights are always
+fp32. Adam divides by the size of the gradient, so in a small tensor a few weights with tiny gradients have most of the
+error. If DDP's error in a weight tensor is below its average over all weights, the average is used. Formats other than
+fp32 are compared only by their losses, within `FORMAT_ERROR`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from bench.support.workloads import Workload
 from shardlite.apps.memory.systems import OPTIONS
 
 STEPS = 3
-"""Compared steps. The last ones depend on the optimizer's state."""
+"""Number of compared steps. The later steps depend on the optimizer's state."""
 
 UNIT_ROUNDOFF = ROUNDOFF[None]
 """The largest relative error of rounding to fp32."""
 
 FORMAT_ERROR = 0.05
-"""Relative error that the losses of a format may have, as in `bench.gpu`."""
+"""Maximum relative error of the losses of a format, as in `bench.gpu`."""
 
 
 class ResultError(Exception):
-    """The result of a system differs from that of data parallel."""
+    """Raised if the result of a system differs from that of data parallel."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Record:
     """Losses of this rank, one per step, []."""
 
     computed: dict[str, Tensor] = field(default_factory=dict)
-    """The gradients of the first step, whole and flat, and their norm before clipping."""
+    """Gradients of the first step, whole and flat, and their norm before clipping."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
-    """The weights after the last step, whole and flat."""
+    """Weights after the last step, whole and flat."""
 
     is_format: bool = False
     """Whether only the losses are comparable."""
@@ -67,12 +67,12 @@ def verify(
     group: dist.ProcessGroup,
     setting: Setting = Setting(),  # noqa: B008 (frozen)
 ) -> dict[str, float]:
-    """Return the share of the tolerance that each system uses. Above 1 it fails.
+    """Return for each system its largest error, divided by the tolerance. Collective.
 
-    Must be called by every rank. `systems` must include `ddp`; `workload` and all systems have this `setting`.
+    `systems` must include `ddp`. `workload` and all systems have this `setting`.
 
     Raises:
-        ResultError: on every rank, if a system is out of tolerance on any.
+        ResultError: On every rank, if the error of a system exceeds the tolerance on any rank.
     """
     exact = record(_build_exact(workload, group, setting), workload, group)
     ddp = record(systems["ddp"](workload, group), workload, group)
@@ -90,7 +90,7 @@ def verify(
 
 
 def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Record:
-    """Take the first steps. The floor's model is never updated, so only its first loss is comparable."""
+    """Take the compared steps, and return their results. The floor does not update its model, so it has one loss."""
     batches = [workload.batch(group.rank(), step) for step in range(STEPS)]
     first = trainer.backward(batches[0])
     if isinstance(trainer, Floor):
@@ -106,7 +106,7 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
 
 
 def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
-    """Build the twin in fp64, which takes all micro-batches at once."""
+    """Return the twin in fp64, which processes all micro-batches at once."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None
@@ -132,7 +132,7 @@ def _slack(workload: Workload, setting: Setting) -> tuple[float, float]:
 
 
 def _shares(got: Record, ddp: Record, exact: Record, slack: tuple[float, float]) -> list[tuple[float, str]]:
-    """Return the share of the tolerance that each result uses, and its name."""
+    """Return the error of each result, divided by its tolerance, and the name of the result."""
     if got.is_format:
         pairs = enumerate(zip(got.losses, exact.losses, strict=True))
         return [
@@ -154,7 +154,7 @@ def _shares(got: Record, ddp: Record, exact: Record, slack: tuple[float, float])
 
 
 def _usual_error(ddp: Record, exact: Record) -> float:
-    """Return the root mean square of DDP's errors in all weights."""
+    """Return the root mean square of DDP's errors over all weights."""
     squares = sum(_distance(tensor, exact.stored[name]) ** 2 for name, tensor in ddp.stored.items())
     return math.sqrt(squares / max(1, sum(tensor.numel() for tensor in ddp.stored.values())))
 

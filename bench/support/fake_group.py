@@ -1,10 +1,10 @@
-"""Simulate rank 0 of any number of ranks in one process. The others do not exist, and agree with it.
+"""Simulate rank 0 of any number of ranks in one process. The other ranks do not exist, and always agree with rank 0.
 
-The process group is PyTorch's own "fake" one. Its collectives move nothing, so weights and losses mean nothing; each is
-one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as with NCCL on a GPU that
-is never late: collectives and batches of messages do not block the host, the program's thread launches operations, and
-each kernel of `shardlite_kernels` is one small operator. The cost of launches of NCCL and Triton, and of messages
-between hosts, is left out.
+The process group is PyTorch's "fake" backend. Its collectives move no data, so weights and losses are meaningless. Each
+collective is replaced by one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as
+with NCCL on a GPU that is never late: collectives and batches of messages do not block the host, the program's thread
+launches operations, and each kernel of `shardlite_kernels` is one small operator. The cost of launches by NCCL and
+Triton, and of messages between hosts, is not included.
 
 Legend: `W` ranks.
 """
@@ -35,7 +35,7 @@ from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.config import Route
 
 _STORAGE_ONLY = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_", "_unsafe_view"}
-"""Operators that launch nothing, although they do not return a view."""
+"""Operators that launch no kernel, although they do not return a view."""
 
 
 _COLLECTIVES = (
@@ -52,24 +52,24 @@ _TOKEN = torch.zeros(1)
 
 
 def _launch(*_: Any, **__: Any) -> None:
-    """Run one small operator, in place of a launch."""
+    """Run one small operator instead of a launch."""
     _TOKEN.zero_()
 
 
 Replacement = Callable[..., dist.Work | None]
-"""Replacement of a collective. Its arguments are the name of the method and the arguments of the method.
+"""Replacement of a collective. Its arguments are the name and the arguments of the replaced method.
 
 It returns the work to wait for, or `None`.
 """
 
 
 class HostMessages(GroupCollectives):
-    """Host collectives in which all ranks have the values of this one."""
+    """Host collectives in which all ranks have the values of this rank."""
 
     blocking = False
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
-        """Fill every segment of `full` [n] with this rank's."""
+        """Fill every segment of `full` [n] with this rank's segment."""
         del cut
         rows = full.view(self.world_size, -1)
         rows.copy_(rows[self.rank].clone())
@@ -80,7 +80,7 @@ class HostMessages(GroupCollectives):
 
 
 class _LaunchingQueue:
-    """A queue that runs operations at once, on the calling thread, as a queue that launches them on a stream."""
+    """A queue that runs operations at once on the calling thread, like a queue that launches them on a stream."""
 
     on_stream = True
 
@@ -93,7 +93,7 @@ class _LaunchingQueue:
         return work
 
     def moment(self) -> object:
-        """Return a moment that has passed."""
+        """Return a moment in the past."""
         return self
 
     def stream(self, behind: object = None) -> AbstractContextManager[None]:
@@ -103,7 +103,7 @@ class _LaunchingQueue:
 
 
 def launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
-    """Return a queue for tensors of the CPU."""
+    """Return a queue for CPU tensors."""
     return _LaunchingQueue()
 
 
@@ -127,7 +127,7 @@ def fake_group(world_size: int, replacement: Replacement = _launch) -> Iterator[
 
 @contextmanager
 def as_over_nccl() -> Iterator[None]:
-    """Let ShardLite use a fake group, with the transport "collectives" or "p2p" (rings), within the block."""
+    """Let ShardLite use a fake group within the block, with the transport "collectives" or "p2p" (rings)."""
 
     with as_one_rank(connect_as_over_nccl, launching_queue), replaced(dict.fromkeys(_KERNELS, _launch)):
         yield
@@ -148,7 +148,7 @@ def connect_as_over_nccl(group: dist.ProcessGroup | None, route: Route) -> NcclT
 def as_one_rank(
     connect: Callable[[dist.ProcessGroup | None, Route], Transport], make_queue: Callable[..., object]
 ) -> Iterator[None]:
-    """Let ShardLite use these transports and queues within the block, where all ranks agree with rank 0."""
+    """Let ShardLite use these transports and queues within the block. All ranks agree with rank 0."""
 
     def connect_by(group: dist.ProcessGroup | None, *_: Any, route: Route, **__: Any) -> Transport:
         return connect(group, route)
@@ -181,7 +181,7 @@ def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
 
 
 def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook of DDP that reduces a bucket. The future of a fake group has no result."""
+    """Communication hook of DDP that reduces a bucket. It exists because the future of a fake group has no result."""
     dist.all_reduce(bucket.buffer(), async_op=True)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -204,7 +204,7 @@ class _Launches(TorchDispatchMode):
 
 
 def launches(step: Callable[[], object]) -> int:
-    """Return how many kernels, copies and collectives a step launches on a GPU.
+    """Return the number of kernels, copies and collectives that a step launches on a GPU.
 
     An operator counts as one launch, although a fused optimizer step over all parameters has several.
     """

@@ -1,9 +1,9 @@
-"""Bytes by link: what each GPU sends in a step inside its node and across, by how the ranks are arranged.
+"""Bytes that each GPU sends in a step inside its node and across nodes, for each arrangement of ranks.
 
     python -m bench.support.links
 
-prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL a gather
-is a ring over all network cards of a node, so one of `L` hops leaves it; so is a reduction by `reduce="fast"`.
+prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL, gathers
+and reductions with `reduce="fast"` are rings over all network cards of a node, so one of `L` hops leaves the node.
 
 Legend: `W = N L` ranks in `N` nodes of `L`, each with a network card; `n` bytes in all gradients or all weights.
 """
@@ -26,57 +26,57 @@ FP32, COMPACT = Fraction(12), Fraction(41, 8)
 """Bytes per parameter of weights and moments in fp32, and with `master="split24"` and `state="int8"`."""
 
 BF16, QUANTIZED, SUMMED = Fraction(2), Fraction(33, 32), Fraction(4)
-"""Bytes per parameter of gathers in bf16 and in 8-bit codes, and of gradients that are summed in fp32."""
+"""Bytes per parameter of gathers in bf16, of gathers in 8-bit codes, and of gradients summed in fp32."""
 
 
 class Sent(NamedTuple):
-    """Parts of a buffer that a GPU sends."""
+    """Fractions of a buffer that a GPU sends inside its node and across nodes."""
 
     inside: Fraction
     across: Fraction
 
 
 def nothing(nodes: int, node: int) -> Sent:
-    """One GPU."""
+    """Return the fractions for one GPU, which sends nothing."""
     del nodes, node
     return Sent(Fraction(0), Fraction(0))
 
 
 def ring(nodes: int, node: int) -> Sent:
-    """`(W-1)/W` in all, of which `1/L` leaves the node if there are others."""
+    """Return the fractions for a ring: `(W-1)/W` in total, of which `1/L` leaves the node if there are several."""
     sent = Fraction(nodes * node - 1, nodes * node)
     across = sent / node if nodes > 1 else Fraction(0)
     return Sent(sent - across, across)
 
 
 def exchange(nodes: int, node: int) -> Sent:
-    """`1/W` to each other rank."""
+    """Return the fractions for an all-to-all exchange: `1/W` to each other rank."""
     ranks = nodes * node
     return Sent(Fraction(node - 1, ranks), Fraction(ranks - node, ranks))
 
 
 def two_levels(nodes: int, node: int) -> Sent:
-    """`(L-1)/L` inside, then `(N-1)/N` of `1/L` across."""
+    """Return the fractions for two exchanges: `(L-1)/L` inside, then `(N-1)/N` of `1/L` across."""
     return Sent(Fraction(node - 1, node), Fraction(nodes - 1, nodes * node))
 
 
 def inside_only(nodes: int, node: int) -> Sent:
-    """Weights that each node has: `(L-1)/L`."""
+    """Return the fractions for gathers of weights that each node holds completely: `(L-1)/L` inside."""
     del nodes
     return Sent(Fraction(node - 1, node), Fraction(0))
 
 
 def over_replicas(nodes: int, node: int) -> Sent:
-    """`(L-1)/L` inside, then an all-reduce of `1/L` across: twice `(N-1)/N` of it."""
+    """Return the fractions for replicas: `(L-1)/L` inside, and twice `(N-1)/N` of `1/L` across for the all-reduce."""
     return Sent(Fraction(node - 1, node), 2 * Fraction(nodes - 1, nodes * node))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How ranks are arranged, and what they send."""
+    """An arrangement of ranks, and the bytes that they send and hold."""
 
     take: str
-    """Arguments of `ShardLite` and `AdamW`."""
+    """Arguments of `ShardLite` and `AdamW`, in Markdown."""
 
     why: str
     gather: Callable[[int, int], Sent]
@@ -84,7 +84,7 @@ class Arrangement:
     state: Fraction = FP32
     weights: Fraction = BF16
     replicas: bool = False
-    """Whether each node has all weights."""
+    """Whether each node holds all weights."""
 
     def held(self, numel: int, ranks: int) -> Fraction:
         """Return the bytes of weights and moments on each GPU."""
@@ -100,45 +100,48 @@ class Arrangement:
 
 
 ALONE = Arrangement(
-    take='`master="split24"`, `state="int8"`, `in_backward=True`',
+    take='`Precision(master="split24")`, `AdamW(state="int8", in_backward=True)`',
     why="no gradient is kept, and the state fits",
     gather=nothing,
     reduce=nothing,
     state=COMPACT,
 )
-ONE_NODE = Arrangement(
-    take="nothing: the default", why="bits are those of any other transport", gather=ring, reduce=exchange
-)
-FLAT = replace(ONE_NODE, why="the order of the ring, which does not depend on the nodes")
+ONE_NODE = Arrangement(take="the default", why="all other transports give the same bits", gather=ring, reduce=exchange)
+FLAT = replace(ONE_NODE, why="bits do not depend on the number of nodes")
 LEVELS = Arrangement(
-    take='`algorithm="hierarchical"`', why="exact, and the least state", gather=ring, reduce=two_levels
+    take='`Route(algorithm="hierarchical")`', why="exact, and the least state", gather=ring, reduce=two_levels
 )
 QUANTIZED_LEVELS = Arrangement(
-    take='`algorithm="hierarchical"`, `quantized_gather=True`',
-    why="the same, and gathers of half the bytes, in fewer bits",
+    take='`Route(algorithm="hierarchical")`, `Precision(quantized_gather=True)`',
+    why="as above, and gathers send 8-bit codes, about half the bytes",
     gather=ring,
     reduce=two_levels,
     weights=QUANTIZED,
 )
 HYBRID = Arrangement(
     take="`group=` a mesh of (nodes, 8)",
-    why="gathers stay inside, if an eighth of the state fits",
+    why="gathers stay inside nodes, if an eighth of the state fits on a GPU",
     gather=inside_only,
     reduce=over_replicas,
     replicas=True,
 )
-FAST = Arrangement(take='`reduce="fast"`', why="NCCL adds on the way, in an order of its own", gather=ring, reduce=ring)
+FAST = Arrangement(
+    take='`Route(reduce="fast")`',
+    why="NCCL adds during the transfer, in an unspecified order",
+    gather=ring,
+    reduce=ring,
+)
 
 ROWS: Sequence[tuple[int, Sequence[Arrangement]]] = (
     (1, (ALONE,)),
     (8, (ONE_NODE,)),
     *((ranks, (LEVELS, QUANTIZED_LEVELS, HYBRID, FAST, FLAT)) for ranks in (64, 512)),
 )
-"""What to take first, and then what else, by number of GPUs."""
+"""Recommended arrangement and alternatives by number of GPUs, the recommended one first."""
 
 
 def numel_of(shape: Shape) -> tuple[int, int]:
-    """Return the parameters of a block and of all of a preset of kind `llama`."""
+    """Return the number of parameters of one block, and of the whole model, for a preset of kind `llama`."""
     width, hidden = shape.width, shape.hidden or 4 * shape.width
     kv = (shape.kv_heads or shape.heads) * width // shape.heads
     block = 2 * width * width + 2 * width * kv + 3 * width * hidden + 2 * width
@@ -146,14 +149,15 @@ def numel_of(shape: Shape) -> tuple[int, int]:
 
 
 def table() -> str:
-    """Return the table, with a line on the model."""
+    """Return the table, preceded by a line that describes the model."""
     block, numel = numel_of(PRESETS[MODEL])
     lines = [
         f"{MODEL}: {numel:,} parameters, {block:,} of them in a block; nodes of {NODE} GPUs; "
-        "`Precision(compute=torch.bfloat16)`, sums in fp32; 10^9 bytes that each GPU holds, and sends per step.",
+        "`Precision(compute=torch.bfloat16)`, sums in fp32. *state* is held by each GPU; the other bytes are sent by "
+        "each GPU in a step. GB are 10^9 bytes.",
         "",
-        "| GPUs | take | why | state, GB | NVLink, GB | network card, GB | network card, for the gradients of a block, "
-        "MB |",
+        "| GPUs | choice | reason | state, GB | NVLink, GB | network card, GB | network card, for the gradients of a "
+        "block, MB |",
         "| ---: | --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for ranks, arrangements in ROWS:

@@ -1,7 +1,7 @@
-"""Find where ShardLite is slower or larger than a peer: `python -m bench.support.losses` prints the table.
+"""Table of cases in which ShardLite is slower or larger than a peer, printed by `python -m bench.support.losses`.
 
-Each line is the worst of the newest runs under `bench/results/`. `docs/measured.md` has the table, with a reason for
-each line.
+Each line is the worst case of the newest runs under `bench/results/`. `docs/measured.md` has the table, with a reason
+for each line.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardlite.apps.report.rows import bench_of, by_bench, by_setting, read_rows
 Where = Mapping[str, str]
 
 _SAME = ("ranks", "nbytes")
-"""Keys in which two rows of a run must agree to be compared."""
+"""Two rows of a run are compared only if they have the same values of these keys."""
 
 
 class Loss(NamedTuple):
-    """A number of ShardLite that is compared with a peer of the same run; less is better."""
+    """A measured value of ShardLite to compare with a peer in the same run. Lower is better."""
 
     what: str
     bench: str
@@ -29,7 +29,7 @@ class Loss(NamedTuple):
     ours: Where
     beside: Where
     name: str = ""
-    """What `beside` is called, if it is not a system."""
+    """Name of the peer, if it is not a system."""
 
 
 _STAGE3, _FSDP2, _DDP = {"system": "stage3"}, {"system": "fsdp2"}, {"system": "ddp"}
@@ -61,13 +61,13 @@ def table(results: Path = RESULTS) -> str:
 def render(rows: Sequence[Row]) -> str:
     """Return a line for each loss that has rows."""
     found = by_bench(rows)
-    head = ["what", "worst in", "beside", "its", "ShardLite's", "times as much"]
+    head = ["quantity", "worst case", "peer", "peer's value", "ShardLite's value", "ratio"]
     lines = [line for loss in LOSSES if (line := _line(loss, found.get(loss.bench, [])))]
     return markdown_table([head, *lines], words=3)
 
 
 def _line(loss: Loss, rows: Sequence[Row]) -> list[str]:
-    """Return the line of the worst pair."""
+    """Return the line of the worst pair of rows."""
     worst = max(_pairs(loss, rows), key=lambda pair: float(pair[0][loss.key] / pair[1][loss.key]), default=None)
     if worst is None:
         return []
@@ -93,14 +93,14 @@ def _is(row: Row, where: Where, key: str) -> bool:
 
 
 def _place(row: Row) -> str:
-    """Return what was run."""
+    """Return a description of the run: model or operation, size, and ranks."""
     size = {key: f"{value / scale:g} {name}" for key, (scale, name) in _sizes(row).items() if (value := row[key])}
     words = [row.get("operation") if "nbytes" in row else row.get("model"), *size.values()]
     return ", ".join([*filter(None, words), *([f"{row['ranks']} ranks"] if "ranks" in row else [])])
 
 
 def _sizes(row: Row) -> dict[str, tuple[float, str]]:
-    """Return the keys of a row's size, each with its unit."""
+    """Return the size keys of a row, each with its scale and unit."""
     known = {"nbytes": unit("nbytes", [row.get("nbytes", 0)]), "numel": (1e6, "million elements")}
     return {key: each for key, each in known.items() if key in row}
 

@@ -36,30 +36,30 @@ ROUNDOFF = {None: 2.0**-24, torch.bfloat16: 2.0**-9}
 
 @dataclass(frozen=True)
 class Setting:
-    """How all systems of a comparison train."""
+    """Settings of training that all systems of a comparison share."""
 
     precision: PrecisionName = "fp32"
     """Dtype of forward and backward. Weights, reductions and moments are in fp32."""
 
     accumulation: int = 1
-    """Micro-batches in a step."""
+    """Number of micro-batches in a step."""
 
     max_norm: float | None = None
     """Norm to which gradients are clipped; `None` does not clip."""
 
     @property
     def compute(self) -> torch.dtype | None:
-        """The dtype of forward and backward, `None` for that of the weights."""
+        """Dtype of forward and backward. `None` is the dtype of the weights."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
     @property
     def optimizer(self) -> str:
-        """The optimizer in words."""
+        """Description of the optimizer."""
         return f"{ADAMW}, {self._clipping}"
 
     @property
     def words(self) -> str:
-        """The setting in words."""
+        """Description of the setting."""
         return f"{self.precision}, accumulation {self.accumulation}, {self._clipping}"
 
     @property
@@ -71,7 +71,7 @@ class Setting:
         return {"precision": self.precision, "accumulation": self.accumulation, "clip": self.max_norm}
 
     def workload(self, workload: Workload) -> Workload:
-        """Return the workload with a batch that has all micro-batches of a step."""
+        """Return the workload with a batch that contains all micro-batches of a step."""
         count = self.accumulation
         if count == 1:
             return workload
@@ -83,7 +83,7 @@ class Setting:
         return replace(workload, draw=draw, terms=count * workload.terms, items=count * workload.items)
 
     def build(self, build: Callable[..., Trainer]) -> Build:
-        """Return a function that builds a system in this setting, from one that builds it with a dtype `compute`."""
+        """Return a function that builds a system in this setting. `build` takes a dtype `compute`."""
 
         def built(workload: Workload, group: dist.ProcessGroup) -> Trainer:
             trainer = build(workload, group, compute=self.compute)
@@ -124,10 +124,10 @@ _ALWAYS: dict[str, Callable[..., Trainer]] = {
 }
 
 _IN_BACKWARD: dict[str, Callable[..., Trainer]] = {"in_backward": partial(_format, in_backward=True)}
-"""Only where a step is one backward without a norm."""
+"""Systems that support only steps of one backward without clipping."""
 
 _SPLIT: dict[str, Callable[..., Trainer]] = {"split24": partial(_format, master="split24")}
-"""Only in bf16."""
+"""Systems that exist only in bf16."""
 
 _COMPACT: dict[str, Callable[..., Trainer]] = {
     "compact": partial(_format, master="split24", state="int8", in_backward=True)
@@ -146,6 +146,6 @@ def systems_in(setting: Setting) -> dict[str, Build]:
     builds |= _SPLIT if narrow else {}
     builds |= _COMPACT if narrow and steps_in_backward else {}
     if narrow and setting.accumulation > 1:
-        del builds["fsdp1"]  # PyTorch 2.13 refuses the bf16 gradients that `no_sync` leaves in fp32 parameters
+        del builds["fsdp1"]  # PyTorch 2.13 raises, because `no_sync` leaves bf16 gradients in fp32 parameters
     found = {name: setting.build(build) for name, build in builds.items()}
     return found | (ORDERS if setting == Setting() else {})

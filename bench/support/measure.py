@@ -39,9 +39,9 @@ class Times:
 def time_steps(
     workload: Workload, trainers: Mapping[str, Trainer], rounds: int, group: dist.ProcessGroup
 ) -> dict[str, Times]:
-    """Take `rounds` steps of each system.
+    """Time `rounds` steps of each system.
 
-    Each round takes one step of every system, and the next round starts with the next system. All ranks start a step
+    Each round takes one step of every system. The next round starts with the next system. All ranks start each step
     together.
     """
     taken = {name: Times() for name in trainers}
@@ -61,7 +61,7 @@ def time_steps(
 def seconds(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return the wall time of a call and the CPU time of this process, in seconds.
 
-    On a GPU, the wall time is that between two events on the current stream, launches included.
+    On a GPU, the wall time is the time between two events on the current stream, including launches.
     """
     if device.type == "cpu":
         wall, cpu = perf_counter(), process_time()
@@ -79,9 +79,9 @@ def seconds(call: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> int:
-    """Return the peak of bytes in tensors during a step, above those before, on the rank with the highest peak.
+    """Return the peak of bytes in tensors during a step, minus the bytes before the step, on the rank with the highest.
 
-    On a GPU, they are the bytes that PyTorch's allocator handed out.
+    On a GPU, these are the bytes that PyTorch's allocator has allocated.
     """
     before = _live_bytes(workload.device)
     trainer = build(workload, group)
@@ -110,7 +110,7 @@ def activation_bytes(workload: Workload, compute: torch.dtype | None = None) -> 
         loss = model(*batch)
         after = torch.cuda.memory_allocated(workload.device)
     else:
-        with Meter[None]() as meter:  # what the graph alone holds is seen as it is made
+        with Meter[None]() as meter:  # counts tensors of the graph when they are created
             before = meter.live
             loss = model(*batch)
             after = meter.live
@@ -129,7 +129,7 @@ def quantiles(key: str, values: Sequence[float], digits: int) -> dict[str, float
 
 
 def milliseconds(wall: Sequence[float]) -> dict[str, float]:
-    """Return the entries `ms_p20`, `ms_p50` and `ms_p80` of a row, of seconds."""
+    """Return the entries `ms_p20`, `ms_p50` and `ms_p80` of a row, from times in seconds."""
     return quantiles("ms", [1e3 * each for each in wall], 2)
 
 
@@ -148,7 +148,7 @@ def rotated(names: Sequence[str], turn: int) -> Sequence[str]:
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """Return the elementwise maximum over the ranks. Must be called by every rank, with the same number of values."""
+    """Return the elementwise maximum over the ranks. Collective; all ranks pass the same number of values."""
     most = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     values_of_all: list[float] = most.tolist()

@@ -21,7 +21,7 @@ from bench.support.table import RESULTS, Row, write_rows
 from shardlite.apps.launch import place, torchrun
 
 _GRACE = 35.0
-"""Seconds between SIGTERM and SIGKILL. `torchrun` kills its ranks 30 s after it terminated them."""
+"""Seconds between SIGTERM and SIGKILL. `torchrun` itself kills ranks 30 s after it has sent SIGTERM."""
 
 
 def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: bool = False) -> int:
@@ -35,8 +35,8 @@ def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: boo
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Terminate a process group, and wait until all of its processes have ended.
 
-    Ranks are in sessions of their own, and only their launcher can end them. So the launcher gets SIGTERM and the time
-    to react, even if the group's leader has already ended.
+    Ranks are in separate sessions, and only their launcher can end them. So the launcher gets SIGTERM and has time to
+    react, even if the leader of the process group has already ended.
     """
     with suppress(ProcessLookupError):  # no process of the group is left
         os.killpg(process.pid, signal.SIGTERM)
@@ -50,10 +50,12 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def options_of_ranks(module: str, description: str, ranks: int | Sequence[int] = 2) -> ArgumentParser:
-    """Return a parser with the options `--ranks` and `--out`. `--ranks` takes several numbers if `ranks` does."""
+    """Return a parser with the options `--ranks` and `--out`. If `ranks` is a list, `--ranks` takes several numbers."""
     parser = ArgumentParser(prog=f"python -m {module}", description=description)
     several = None if isinstance(ranks, int) else "+"
-    parser.add_argument("--ranks", type=int, nargs=several, default=ranks, help="processes here (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, nargs=several, default=ranks, help="processes on this machine (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser
 
@@ -69,10 +71,10 @@ def report(rows: Sequence[Row], file: Path, render: Callable[[Sequence[Row]], st
 def on_ranks(
     module: str, ranks: int | Sequence[int], arguments: Sequence[str], run: Callable[[dist.ProcessGroup], object]
 ) -> int:
-    """Call `run` if a launcher started this process; otherwise start the ranks, for each number after the other.
+    """Call `run` if a launcher started this process. Otherwise start the ranks, one number of ranks after the other.
 
     Returns:
-        The exit status: that of the launcher, or what `run` returns.
+        The exit status of the launcher, or the result of `run`.
     """
     if "RANK" in os.environ:
         with one_of_them() as group:
@@ -83,7 +85,7 @@ def on_ranks(
 
 @contextmanager
 def one_of_them() -> Iterator[dist.ProcessGroup]:
-    """Initialize the process group in a process that `start_ranks` started. After an error, do not wait for peers."""
+    """Initialize the process group of a process that `start_ranks` started. After an error, exit without waiting."""
     torch.set_num_threads(1)
     device, backend = place(torch.cuda.device_count())
     if torch.cuda.is_available():
@@ -97,7 +99,7 @@ def one_of_them() -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
-    """Initialize the default process group, and destroy it at the end. `where` is passed to `init_process_group`."""
+    """Initialize the default process group, and destroy it on exit. `where` is passed to `init_process_group`."""
     dist.init_process_group(backend, **where)
     group = dist.group.WORLD
     assert group is not None

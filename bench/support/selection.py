@@ -1,9 +1,10 @@
-"""Select the rows of a table: from the newest run of `python -m bench` that has such rows, else from given files.
+"""Select the rows of a table, from the newest run of `python -m bench` that has matching rows, or else from files.
 
     python -m bench.support.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
 
-prints the table of such rows. `python -m bench` writes the rows of all benches to one file, `MACHINE-DATE.jsonl`, so a
-page names a bench's own file only for rows that this file lacks. A term `clip=none` matches rows without clipping.
+prints the table of the matching rows. `python -m bench` writes the rows of all benches to one file,
+`MACHINE-DATE.jsonl`. A page names the file of a single bench as the source of rows that no such file has. The term
+`clip=none` matches rows without clipping.
 """
 
 from __future__ import annotations
@@ -31,28 +32,29 @@ RENDERERS = {
     "restart": "bench.faults.restart:render",
     **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
 }
-"""Functions that make a table of rows, by `bench`."""
+"""Functions that make a table of rows, by the key `bench`."""
 
 _DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
 
 _DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
-"""Values of rows that lack these keys."""
+"""Values to assume if a row lacks these keys."""
 
 
 class NoRowsError(ValueError):
-    """No row has the requested values."""
+    """Raised if no row has the requested values."""
 
 
 def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.parents[1]) -> list[Row]:
-    """Return the rows that the words of a command name.
+    """Return the rows that are selected by the words of a command.
 
     Args:
-        words: files end in `.jsonl`, and are relative to `root`; terms are `KEY=VALUE`; others are ignored.
+        words: words that end in `.jsonl` are files, relative to `root`; `KEY=VALUE` are terms that rows must match.
+            Other words are ignored.
         folder: folder of the runs of `python -m bench`.
         root: root of the repository.
 
     Raises:
-        NoRowsError: no row matches.
+        NoRowsError: No row matches.
     """
     terms = dict(word.split("=", 1) for word in words if "=" in word)
     files = [root / word for word in words if word.endswith(".jsonl")]
@@ -64,7 +66,7 @@ def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.
 
 
 def gpu_has_run(folder: Path = RESULTS) -> bool:
-    """Return whether there is a result of `bench.gpu`: the bits of a kernel, or a time."""
+    """Return whether the folder has a result of `bench.gpu`: the bits of a kernel, or a time."""
     rows = read_rows(folder.glob("gpu-*.jsonl"))
     return any("error" not in row and ("contract" in row or "ms_p50" in row) for row in rows)
 
@@ -76,7 +78,7 @@ def runs(folder: Path = RESULTS) -> list[Path]:
 
 
 def matches(row: Row, terms: dict[str, str]) -> bool:
-    """Return whether a row has these values. They are compared as text."""
+    """Return whether a row has the values of the terms, compared as text."""
     values = {**_DEFAULTS, **row}
     return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
 
@@ -85,21 +87,27 @@ def render(rows: Sequence[Row]) -> str:
     """Return the table of rows of one bench.
 
     Raises:
-        ValueError: rows of this bench have no table.
+        ValueError: There is no table for rows of this bench.
     """
     bench = rows[0]["bench"]
     if bench not in RENDERERS:
-        raise ValueError(f"rows of {bench!r} have no table; those of {', '.join(RENDERERS)} have one")
+        raise ValueError(f"there is no table for rows of {bench!r}; choose rows of {', '.join(RENDERERS)}")
     module, _, name = RENDERERS[bench].partition(":")
     table: str = getattr(import_module(module), name)(rows)
     return table
 
 
 def main() -> None:
-    """Print the tables of the given files, of the selected rows, or of all steps."""
+    """Print the tables of the given files, of the selected rows, or of all rows of `bench.step`."""
     parser = argparse.ArgumentParser(prog="python -m bench.support.table", description=main.__doc__)
-    parser.add_argument("files", nargs="*", help="rows, one JSON object a line")
-    parser.add_argument("--select", nargs="+", default=[], metavar="KEY=VALUE", help="of the newest run that has them")
+    parser.add_argument("files", nargs="*", help="files of rows, one JSON object per line")
+    parser.add_argument(
+        "--select",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="values of the rows, in the newest run that has them",
+    )
     options = parser.parse_args()
     files = options.files or ([] if options.select else sorted(map(str, RESULTS.glob("step-*.jsonl"))))
     try:

@@ -1,7 +1,8 @@
 """Run all benches one after the other, each with a time limit, and collect their rows in one file.
 
-A bench is a child process that writes its rows to its own folder. When it ends, they are added to `MACHINE-DATE.jsonl`
-together with a row `"suite"` that has its status. A bench that fails, hangs or is missing does not affect the others.
+A bench is a child process that writes its rows to its own folder. When the bench ends, its rows are added to
+`MACHINE-DATE.jsonl`, together with a row `"suite"` with its status. A bench that fails, hangs or is missing does not
+affect the other benches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BUDGET = 19 * 60.0
 """Time limit in seconds for all benches on a machine without a GPU."""
 
 MISSING = "skipped: not in this checkout"
-"""Status of a bench that this checkout lacks; not a failure."""
+"""Status of a bench that this checkout lacks. It is not a failure."""
 
 _SETTINGS = "--model small --steps 2 --precision fp32 bf16 --accumulation 1 4"
 
@@ -42,7 +43,7 @@ class Part:
 
     name: str
     command: str
-    """Arguments of `python`; `--out FOLDER` is appended."""
+    """Arguments of `python`, to which `--out FOLDER` is appended."""
 
     seconds: float
     """Time limit."""
@@ -51,7 +52,7 @@ class Part:
     """The command at toy size."""
 
     on_gpu: bool = False
-    """Whether it uses the GPUs. The others run on CPUs on any machine."""
+    """Whether the part uses GPUs. Other parts run on CPUs on any machine."""
 
     @property
     def is_there(self) -> bool:
@@ -86,7 +87,7 @@ PARTS: Sequence[Part] = (
     Part("kernels", f"{_KERNELS} --numel 1e6 --rounds 8 --seconds 2", 90, f"{_KERNELS} --numel 1e4 --rounds 2"),
     Part("strategies", "-m bench.strategies", 180, "-m bench.strategies --help"),
 )
-"""Most important first: on a busy machine the budget may not suffice for the last ones."""
+"""Parts in order of importance, because on a busy machine the budget may not suffice for the last parts."""
 
 ON_GPU: Sequence[Part] = (Part("gpu", "-m bench.gpu", 9 * 60, "-m bench.gpu --dry --only environment", on_gpu=True),)
 """Additional parts on a machine with a GPU: kernels, and steps compared with FSDP2."""
@@ -108,8 +109,8 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
 
     Args:
         chosen: parts to run, in order. Their earlier rows in `file` are replaced.
-        file: receives all rows.
-        budget: time limit in seconds for all of them.
+        file: file to which all rows are added.
+        budget: time limit in seconds for all parts together.
         dry: whether to run at toy size.
     """
     began = perf_counter()
@@ -132,7 +133,7 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
 
 
 def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
-    """Run one part in a process group of its own, and return its status."""
+    """Run one part in a new process group, and return its status."""
     if not part.is_there:
         return MISSING
     limit = left if dry else min(part.seconds, left)

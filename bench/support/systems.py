@@ -2,18 +2,18 @@
 
 | name | meaning |
 |---|---|
-| `floor` | forward and backward of the plain model, then AdamW on `1/W` of the parameters: no communication |
-| `ddp`, `zero` | `DistributedDataParallel`, gradients as views of its buckets; with `ZeroRedundancyOptimizer` |
+| `floor` | forward and backward of the plain model, then AdamW on `1/W` of the parameters; no communication |
+| `ddp`, `zero` | `DistributedDataParallel` with gradients as views of buckets; `zero` has `ZeroRedundancyOptimizer` |
 | `fsdp1`, `fsdp2` | `FullyShardedDataParallel` and `fully_shard` on every block, then on the root |
-| `stage0` to `stage3` | ShardLite, which finds the same units by itself |
-| `p2p`, `collectives` | the same at stage 3, over the process group instead of shared memory |
-| `tree` | stage 3 with `order="tree"`, one part per rank: the additions of the others in another order |
+| `stage0` to `stage3` | ShardLite, which finds the same units automatically |
+| `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
+| `tree` | ShardLite at stage 3 with `order="tree"` and one part per rank: the same additions in another order |
 
 `shardlite.apps.memory.systems` wraps PyTorch's systems.
 
-All use fused AdamW, and drop gradients after the step, which is PyTorch's default. With `compute`, weights in fp32 are
-cast to that dtype for forward and backward, and gradients are reduced in fp32: FSDP1, FSDP2 and ShardLite do so by
-themselves; of the others the forward casts (`Cast`).
+All systems use fused AdamW, and free gradients after the step, which is PyTorch's default. With `compute`, weights in
+fp32 are cast to this dtype for forward and backward, and gradients are reduced in fp32. FSDP1, FSDP2 and ShardLite have
+an option for this; in the other systems the forward casts (`Cast`).
 
 Legend: `W` ranks, `n` elements in all parameters, `k` elements of one parameter on this rank.
 """
@@ -44,15 +44,15 @@ from shardlite.config import ReduceName, TransportName
 
 @dataclass(frozen=True)
 class Trainer:
-    """A system that is ready to train. `model(x, y)` returns the loss."""
+    """A system that has been built. `model(x, y)` returns the loss."""
 
     model: nn.Module
     optimizer: Optimizer
     whole: Callable[[Tensor], Tensor]
-    """Return the full parameter or gradient of a shard, flat. Must be called by every rank."""
+    """Function that returns the full parameter or gradient of a shard, flat. Collective."""
 
     accumulation: int = 1
-    """Micro-batches per batch. Gradients are reduced once, in the backward of the last one."""
+    """Number of micro-batches per batch. Gradients are reduced once, in the backward of the last micro-batch."""
 
     max_norm: float | None = None
     """Norm to which gradients are clipped; `None` does not clip."""
@@ -73,7 +73,7 @@ class Trainer:
         return loss
 
     def update(self) -> Tensor | None:
-        """Clip if `max_norm` is set, step, and free the gradients. Return the norm before clipping, []."""
+        """Clip if `max_norm` is set, step, and free the gradients. Return the norm before clipping, [], or `None`."""
         norm = None if self.max_norm is None else self.clip(self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -107,7 +107,7 @@ class Trainer:
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """Reduce no gradients within the block. A plain model never does."""
+        """Do not reduce gradients within the block. A plain model never reduces gradients."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(False)
             yield
@@ -119,12 +119,12 @@ class Trainer:
             yield
 
     def _named(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield parameters by their names in the plain model. (DDP and `Cast` put their own before all others.)"""
+        """Yield parameters by their names in the plain model, without the prefixes of DDP and `Cast`."""
         return [(re.sub(r"^(module\.)+", "", name), param) for name, param in self.model.named_parameters()]
 
 
 class Floor(Trainer):
-    """A rank for which communication costs nothing: the gradients of its shard are always ready."""
+    """A rank whose communication takes no time: the gradients of its shard are always ready."""
 
     def update(self) -> Tensor | None:
         """Step `1/W` of the parameters, and drop the gradients of the model."""
@@ -137,11 +137,11 @@ class Floor(Trainer):
 
 
 class Format(Trainer):
-    """A system whose state is not fp32, so that only its losses are comparable."""
+    """A system whose state is not fp32, so only its losses are comparable."""
 
 
 class Fsdp1(Trainer):
-    """A model whose parameters are views of flat shards outside of `summon_full_params`."""
+    """A model whose parameters are views of flat shards, except inside `summon_full_params`."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters by their names in the plain model, whole and flat."""
@@ -167,7 +167,7 @@ class Autocast(Trainer):
 
 
 class InParts(Trainer):
-    """A model with `order="tree"`, which needs the loop over `parts()`. Each rank has one part."""
+    """A model with `order="tree"`, which requires a loop over `parts()`. Each rank has one part."""
 
     def backward(self, batch: Batch) -> Tensor:
         """Run forward and backward, and return the loss of this rank's batch, []."""
@@ -202,7 +202,7 @@ Build = Callable[[Workload, dist.ProcessGroup], Trainer]
 
 
 def build_floor(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build the plain model, and one parameter [n/W] that stands for this rank's shard."""
+    """Build the plain model, and one parameter [n/W] that represents this rank's shard."""
     share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
     return Floor(computing_in(workload.model(), compute), torch_adamw([share]), flat)
@@ -215,7 +215,7 @@ def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dt
 
 
 def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build FSDP2. With `compute`, weights are gathered in it, and gradients are reduced in fp32."""
+    """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in fp32."""
     model = workload.model()
     model = wrap_fsdp2(model, workload.units(model), group, Precision(compute=compute))
     return Trainer(model, torch_adamw(model.parameters()), _whole_of_dtensor)
@@ -264,13 +264,13 @@ def build_autocast(workload: Workload, group: dist.ProcessGroup) -> Trainer:
 
 
 def build_zero(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build DDP with PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
+    """Build DDP with `ZeroRedundancyOptimizer`, which shards its state by whole parameters (ZeRO stage 1)."""
     model = wrap_ddp(computing_in(workload.model(), compute), group)
     return Trainer(model, zero_optimizer(model.parameters(), group), flat)
 
 
 def build_fsdp1(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build FSDP1, which also has flat parameters."""
+    """Build FSDP1."""
     model = workload.model()
     model = wrap_fsdp1(model, workload.units(model), group, Precision(compute=compute))
     return Fsdp1(model, torch_adamw(model.parameters()), flat)
@@ -300,7 +300,7 @@ FORMATS: dict[str, Build] = {
     "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
     "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
 }
-"""Formats of stage 3 that `bench.gpu` compares with a plain twin by their losses. `compact` combines all."""
+"""Formats of stage 3. `bench.gpu` compares their losses with those of a plain twin. `compact` combines all formats."""
 
 MIXED: dict[str, Build] = {
     "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
@@ -309,7 +309,7 @@ MIXED: dict[str, Build] = {
     "in_backward": partial(build_format, precision=_BF16, in_backward=True),
     "compact": FORMATS["compact"],
 }
-"""Systems that compute in bf16 and reduce in fp32, for blocks that `bench.gpu` compiles."""
+"""Systems that compute in bf16 and reduce in fp32. `bench.gpu` compiles their blocks."""
 
 SYSTEMS: dict[str, Build] = {
     "floor": build_floor,
@@ -322,7 +322,7 @@ TRANSPORTS: dict[str, Build] = {
     "p2p": partial(build_shardlite, stage=3, transport="p2p"),
     "collectives": partial(build_shardlite, stage=3, transport="collectives"),
 }
-"""Stage 3 over the process group, which the other systems use, too."""
+"""Stage 3 over the process group, as in the other systems."""
 
 ORDERS: dict[str, Build] = {"tree": build_tree}
 """Stage 3 with another order of addition."""

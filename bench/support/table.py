@@ -1,6 +1,6 @@
-"""Make tables of rows: `python -m bench.support.table` prints those of all steps under `bench/results/`.
+"""Tables of rows: `python -m bench.support.table` prints the tables of all `step` rows under `bench/results/`.
 
-`bench.support.selection` describes how it selects the rows of other benches. `bench.step` defines the columns.
+`bench.support.selection` describes how to select the rows of other benches. `bench.step` defines the columns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COLUMNS: Columns = {
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    """Return all rows of some files, in the order of their names."""
+    """Return all rows of the files, sorted by file name."""
     return [json.loads(line) for file in sorted(files) for line in file.read_text().splitlines() if line.strip()]
 
 
@@ -46,7 +46,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]) -> None:
-    """Replace the rows of a file whose `key` is in `runs`, by one rename."""
+    """Replace the rows of a file whose `key` is in `runs`. The file is replaced atomically, by one rename."""
     others = [row for row in read_rows([file]) if row.get(key) not in runs] if file.exists() else []
     beside = file.with_suffix(".new")
     write_rows([*others, *rows], beside)
@@ -56,14 +56,14 @@ def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
     """Return one table for each model and number of ranks, with a heading.
 
-    A run with several settings gets a table of its throughput, with a column for each.
+    For a run with several settings, the table shows throughput, with one column per setting.
     """
     runs = [list(run) for _, run in groupby(rows, key=_run)]
     return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run, markdown) for run in runs)
 
 
 def where(row: Row) -> str:
-    """Return where, with which PyTorch and when a row was measured."""
+    """Return the machine, PyTorch version and date of a row."""
     return f"{row['machine']}, torch {row['torch']}, {row['date']}"
 
 
@@ -101,7 +101,7 @@ def _render_settings(rows: list[Row], markdown: bool) -> str:
     optimizer = first["optimizer"].partition(", no clipping")[0]
     heading = (
         f"{first['item'].capitalize()} per second of {first['ranks']} ranks together; {first['words']} per rank and "
-        f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters, units {first['units']}; {optimizer}; "
+        f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters; units: {first['units']}; {optimizer}; "
         f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
         f"{where(first)}."
     )
@@ -121,8 +121,8 @@ def _heading(row: Row) -> str:
     batches = f" in each of {count} micro-batches" if count > 1 else ""
     compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
     return (
-        f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}, "
-        f"units {row['units']}; "
+        f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}; "
+        f"units: {row['units']}; "
         f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
         f"medians of {row['rounds']} interleaved steps; {where(row)}."
     )
@@ -134,19 +134,19 @@ def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
 
 
 def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Return a Markdown table. The first line is the header; columns from `words` on are aligned right."""
+    """Return a Markdown table. The first line is the header. The first `words` columns are aligned left."""
     header, *body = cells
     rule = [*["---"] * words, *["---:"] * (len(header) - words)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
 
 
 def titled(words: str, columns: Columns, rows: Sequence[Row]) -> str:
-    """Return a table of rows, headed by `words` and where they were measured."""
+    """Return a table of rows with a heading: `words`, machine, PyTorch version and date."""
     return f"{words}; {where(rows[0])}.\n\n{markdown_table(cells_of(columns, rows))}"
 
 
 def differences(rows: Sequence[Row]) -> str:
-    """Return an aligned table of the keys in which rows of any bench differ."""
+    """Return an aligned table of the keys whose values differ between rows. Works for rows of any bench."""
     keys = dict.fromkeys(key for row in rows for key in row)
     values = {key: [row.get(key) for row in rows] for key in keys}
     columns = [[heading(key, each), *texts(key, each)] for key, each in values.items() if len(set(map(str, each))) > 1]
@@ -154,6 +154,6 @@ def differences(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    from bench.support.selection import main  # which knows the tables of all benches
+    from bench.support.selection import main  # imports the tables of all benches
 
     main()

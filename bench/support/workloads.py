@@ -1,4 +1,4 @@
-"""Models that the benches train, whose forward returns the loss, and their batches.
+"""Models that the benches train, and their batches. The forward of a model returns the loss.
 
 Legend: `b` sequences or examples per rank, `t` bytes in a sequence, `c` width.
 """
@@ -31,19 +31,19 @@ class Workload:
     """Description of model and batch."""
 
     make: Callable[[], nn.Module]
-    """Builds the model on the default device, with the same weights each time."""
+    """Function that builds the model on the default device, with the same weights in each call."""
 
     draw: Callable[[int, int], Batch]
-    """`draw(rank, step)` is a batch on the CPU, the same each time."""
+    """`draw(rank, step)` returns a batch on the CPU, the same in each call."""
 
     terms: int
-    """Number of terms of which the loss is the mean."""
+    """Number of terms over which the loss averages."""
 
     items: int
-    """Samples or tokens in a batch."""
+    """Number of tokens or samples in a batch."""
 
     item: str = "tokens"
-    """What `items` counts: tokens or samples."""
+    """Unit of `items`: tokens or samples."""
 
     blocks: str = "blocks"
     """Path of the module whose children are the units."""
@@ -56,12 +56,12 @@ class Workload:
         return replace(self, device=device)
 
     def model(self) -> nn.Module:
-        """Build the model on the device, with the same weights each time."""
+        """Build the model on the device, with the same weights in each call."""
         with self.device:
             return self.make()
 
     def batch(self, rank: int, step: int) -> Batch:
-        """Return a batch on the device, the same each time."""
+        """Return a batch on the device, the same in each call."""
         x, y = self.draw(rank, step)
         return x.to(self.device), y.to(self.device)
 
@@ -70,7 +70,7 @@ class Workload:
         return [*model.get_submodule(self.blocks).children()]
 
     def row(self, bench: str, ranks: int, **more: Any) -> dict[str, Any]:
-        """Return what the rows of a run have in common."""
+        """Return the keys that all rows of a run share."""
         common = {"bench": bench, "model": self.name, "words": self.words, "ranks": ranks}
         return {**common, **more, **machine(self.device if self.device.type == "cuda" else None)}
 
@@ -81,7 +81,7 @@ class Workload:
 
 
 class Perceptron(nn.Module):
-    """Residual perceptron: two matrices with a GELU between them."""
+    """Residual perceptron: layer norm, and two linear layers with a GELU between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Perceptron(nn.Module):
 
 
 class Perceptrons(nn.Module):
-    """Residual blocks; the loss is the mean squared distance from a target."""
+    """Residual blocks. The loss is the mean squared error."""
 
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Perceptrons(nn.Module):
 
 
 def perceptrons(name: str, *, blocks: int, width: int, batch: int) -> Workload:
-    """Return a model of residual perceptrons that is trained on noise."""
+    """Return a model of residual perceptrons, trained on noise."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def perceptrons(name: str, *, blocks: int, width: int, batch: int) -> Workload:
 
 
 class Pieces(nn.Module):
-    """Many small parameters in one module; the loss depends on their mean."""
+    """Many small parameters in one module. The loss depends on their mean."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Pieces(nn.Module):
 
 
 def pieces(name: str, *, count: int, numel: int) -> Workload:
-    """Return a model of many small parameters, which are costly for systems that handle each separately."""
+    """Return a model of many small parameters, which are expensive for systems that handle each one separately."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -152,7 +152,7 @@ def pieces(name: str, *, count: int, numel: int) -> Workload:
 
 
 def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
-    """Return the demo's model, trained on random bytes."""
+    """Return the GPT of the demo, trained on random bytes."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -168,14 +168,14 @@ def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
 
 
 class WithLoss(nn.Module):
-    """A causal language model of transformers; its forward returns the loss."""
+    """A causal language model of transformers, whose forward returns the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """[b t], [b t] -> []; the model shifts the labels by itself."""
+        """[b t], [b t] -> []. The model shifts the labels."""
         loss: Tensor = self.model(x, labels=y, use_cache=False).loss
         return loss
 
@@ -211,14 +211,14 @@ def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, co
 
 
 class LlamaBlocks(nn.Module):
-    """The blocks of a Llama of transformers, on hidden states; the loss is the mean squared distance from a target."""
+    """The blocks of a Llama of transformers, applied to hidden states. The loss is the mean squared error."""
 
     def __init__(self, **settings: int) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaModel
 
         self.model = LlamaModel(LlamaConfig(vocab_size=1, **settings))
-        self.model.embed_tokens = nn.Identity()  # hidden states are given, so there is nothing to embed
+        self.model.embed_tokens = nn.Identity()  # inputs are hidden states, so there is nothing to embed
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """[b t c], [b t c] -> []."""
@@ -263,12 +263,12 @@ def compiled(workload: Workload, **options: Any) -> Workload:
             block.compile(**options)
         return model
 
-    words = f"{workload.words}, each block by torch.compile"
+    words = workload.words.replace(", batch", ", each compiled by torch.compile, batch")
     return replace(workload, name=f"{workload.name}-compiled", words=words, make=make)
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Enable activation checkpointing of a model of transformers, whose method has another name in each version."""
+    """Enable activation checkpointing of a model of transformers. The method's name depends on the version."""
     options = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -302,7 +302,9 @@ WORKLOADS = {
         llama_blocks("llama-4k", layers=4, context=4096),
     )
 }
-"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` and Llama's
-blocks are for GPUs, and `pieces` is for checkpoints. Those of transformers need that package. `small` is for many
-settings in little time, `tiny` for trying out, `many` for the host's work around blocks that compute next to nothing.
+"""Workloads by name.
+
+`deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory. `gpt2-xl` and Llama's blocks are for
+GPUs. `pieces` is for checkpoints, `small` for many settings in little time, and `tiny` for tests. `many` measures the
+host's work around blocks that take almost no time to compute. Models of transformers require this package.
 """

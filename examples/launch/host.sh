@@ -1,16 +1,16 @@
 #!/bin/sh
-# Start this host's ranks of a run over several hosts. Start it on each host, with the same arguments but for the address:
+# Start this host's ranks of a run over several hosts. Run the script on each host, with that host's ADDRESS:
 #
 #   HOSTS=1:2 RANKS=8 HEAD=10.0.0.1 ADDRESS=10.0.0.1 examples/launch/host.sh examples/torchrun_template.py
 #   HOSTS=1:2 RANKS=8 HEAD=10.0.0.1 ADDRESS=10.0.0.2 examples/launch/host.sh examples/torchrun_template.py
 #
-# HOSTS    how many hosts, or at least and at most; a run goes on with fewer when one is lost, and with more when one comes
-# RANKS    ranks of this host
-# HEAD     address of the host that keeps the rendezvous: the run ends with it
-# ADDRESS  address of this host, as the others see it
-# DEVICE   network interface of that address, where the host has several
+# HOSTS    number of hosts, or MIN:MAX; within these limits the run continues when a host is lost or added
+# RANKS    number of ranks on this host
+# HEAD     address of the host that runs the rendezvous; the run ends if this host is lost
+# ADDRESS  address of this host for the other hosts
+# DEVICE   network interface of ADDRESS, if the host has several
 set -eu
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a store of its own for each attempt
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # gives each attempt a new store
 if [ -n "${DEVICE:-}" ]; then
     export GLOO_SOCKET_IFNAME="$DEVICE" NCCL_SOCKET_IFNAME="$DEVICE"
 fi

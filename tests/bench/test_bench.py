@@ -195,7 +195,7 @@ def test_only_some_systems_train_in_each_setting():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--systems", "floor", "stage3"], "--systems needs ddp"),
+        (["--systems", "floor", "stage3"], "--systems must include ddp"),
         (["--accumulation", "0"], "must be at least 1"),
         (["--clip", "0"], "must be none or a positive norm"),
     ],

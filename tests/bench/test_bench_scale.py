@@ -127,7 +127,7 @@ def _measure(group):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ranks", "4"], "needs 1 and 2"),
+        (["--ranks", "4"], "must include 1 and 2"),
         (["--ranks", "1", "2", "3"], "a batch of 8 cannot be divided among 3 ranks"),
         (["--planned", "gpt5"], "'gpt5' is no preset"),
         (["--steps", "0"], "must be at least 1"),

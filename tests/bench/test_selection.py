@@ -52,7 +52,7 @@ def test_nothing_selected_is_an_error(folder):
 
 def test_rows_without_a_table_are_refused(monkeypatch, capsys, tmp_path):
     write(tmp_path / "other.jsonl", bench="other")
-    for file, words in (("other.jsonl", "rows of 'other' have no table"), ("missing.jsonl", "No such file")):
+    for file, words in (("other.jsonl", "there is no table for rows of 'other'"), ("missing.jsonl", "No such file")):
         monkeypatch.setattr("sys.argv", ["table", str(tmp_path / file)])
         with pytest.raises(SystemExit):
             selection.main()
