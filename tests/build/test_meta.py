@@ -159,17 +159,14 @@ class Layers(nn.Sequential):
         super().__init__(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0), nn.LSTM(WIDTH, WIDTH, 2))
 
 
-def layers_body(group):
+@pytest.mark.ranks(2)
+def test_layers_of_pytorch(group):
     twin = seeded(Layers)
     model = on_meta(Layers)
     torch.manual_seed(7)
     model = ShardLite(model, group=group, units=nn.LSTM)
     assert_same(model.full_state_dict(), twin.state_dict())
     assert all(torch.equal(got, wanted) for got, wanted in zip(model(BATCH)[1], twin(BATCH)[1], strict=True))
-
-
-def test_layers_of_pytorch(cluster):
-    cluster.check(layers_body, 2)
 
 
 def own_init(module: nn.Module) -> None:
@@ -228,7 +225,8 @@ def test_values_do_not_depend_on_the_units(cluster):
     assert_same(states[0], states[2])
 
 
-def parents_body(group):
+@pytest.mark.ranks(2)
+def test_a_module_may_write_to_its_children(group):
     """A block scales what its children were given, as GPT-2 does with what ends in the residual stream."""
 
     def init(module: nn.Module) -> None:
@@ -247,11 +245,8 @@ def parents_body(group):
         assert (state[f"{i}.1.weight"] == 0.5).all()
 
 
-def test_a_module_may_write_to_its_children(cluster):
-    cluster.check(parents_body, 2)
-
-
-def apply_body(group):
+@pytest.mark.ranks(2)
+def test_init_draws_what_apply_draws(group):
     """The numbers are those of `apply` on a plain model."""
     twin = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
 
@@ -267,10 +262,6 @@ def apply_body(group):
     assert_same(model.full_state_dict(), twin.state_dict())
 
 
-def test_init_draws_what_apply_draws(cluster):
-    cluster.check(apply_body, 2)
-
-
 def must_not_run(module: nn.Module) -> None:
     raise AssertionError(f"{type(module).__name__} was initialized")
 
@@ -281,7 +272,10 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, 4))
 
 
-def received_body(group, stage, init):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("init", [None, must_not_run])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_on_meta_receive_what_rank_0_has(group, stage, init):
     """Rank 0 has values, the others have none: no rank initializes."""
     twin = seeded(Zoo)
     model = copy.deepcopy(twin) if dist.get_rank(group) == 0 else on_meta(Zoo)
@@ -295,13 +289,8 @@ def received_body(group, stage, init):
     ShardLite(bare if dist.get_rank(group) == 0 else bare.to("meta"), group=group, init=init)
 
 
-@pytest.mark.parametrize("init", [None, must_not_run])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_on_meta_receive_what_rank_0_has(cluster, stage, init):
-    cluster.check(received_body, 2, stage, init)
-
-
-def mixed_body(group):
+@pytest.mark.ranks(2)
+def test_what_has_values_keeps_them(group):
     """What has values on rank 0 keeps them, whatever initializes the rest of its module."""
     twin = seeded(Zoo)
     model = copy.deepcopy(twin)
@@ -319,10 +308,6 @@ def mixed_body(group):
     expected["statistics.running_mean"].fill_(5)
     assert_same(state, expected)
     assert torch.equal(model.module.blocks[2].rotation.speeds, twin.blocks[2].rotation.speeds)
-
-
-def test_what_has_values_keeps_them(cluster):
-    cluster.check(mixed_body, 2)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

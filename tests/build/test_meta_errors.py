@@ -145,14 +145,11 @@ def test_every_rank_hears_what_is_wrong(cluster, body, arguments, words):
         assert words in message
 
 
-def again_body(group):
+@pytest.mark.ranks(2)
+def test_a_model_that_failed_is_not_wrapped_again(group):
     """What was not initialized stays unusable."""
     model = on_meta(Forgetful)
     with pytest.raises(LayoutError, match="uninitialized"):
         ShardLite(model, group=group)
     with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
         ShardLite(model, group=group)
-
-
-def test_a_model_that_failed_is_not_wrapped_again(cluster):
-    cluster.check(again_body, 2)

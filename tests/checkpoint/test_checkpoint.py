@@ -161,7 +161,8 @@ def test_a_run_goes_on_with_the_same_bits(cluster, tmp_path, world_size, state, 
     cluster.check(resumes_body, world_size, tmp_path, state, optimizer, options)
 
 
-def hybrid_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_replicas_are_saved_once_and_loaded_by_all(group: Any, path: Path) -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     straight = Run(mesh).train(range(2))
     straight.save(path)
@@ -169,10 +170,6 @@ def hybrid_body(group: Any, path: Path) -> None:
     resumed = Run(mesh, seed=1)
     assert resumed.load(path)["rank"] == dist.get_rank(group)
     resumed.train(range(2, 4)).assert_like(straight)
-
-
-def test_replicas_are_saved_once_and_loaded_by_all(cluster, tmp_path):
-    cluster.check(hybrid_body, 4, tmp_path)
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------
@@ -245,7 +242,8 @@ def test_a_state_goes_into_another_format_rounded_once(cluster, tmp_path, state)
     same_state(cluster.run(whole_moments_body, 1, tmp_path / state)[0], once)
 
 
-def averages_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_averages_go_with_a_run(group: Any, path: Path) -> None:
     """Averages are each rank's own extra."""
     run = Run(group).train(range(1))
     average = EMA(run.model, decay=0.5)
@@ -259,10 +257,6 @@ def averages_body(group: Any, path: Path) -> None:
     for name, value in fresh.full_state_dict().items():
         if not name.startswith("norm."):
             same_bits(name, value, expected[name])
-
-
-def test_averages_go_with_a_run(cluster, tmp_path):
-    cluster.check(averages_body, 2, tmp_path)
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
@@ -391,7 +385,9 @@ class Views(nn.Module):
         return x @ (self.weight * self.scale) + self.mask + self.empty.sum()
 
 
-def views_body(group: Any, path: Path, optimizer: str) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("optimizer", ["NAdam", "Adagrad", *map(slow, ("ASGD", "Rprop"))])
+def test_buffers_that_share_memory_empty_parameters_and_scalars(group: Any, path: Path, optimizer: str) -> None:
     def make(seed: int) -> tuple[ShardLite, optim.Optimizer]:
         torch.manual_seed(seed)
         model = ShardLite(Views(), group=group)
@@ -410,11 +406,6 @@ def views_body(group: Any, path: Path, optimizer: str) -> None:
     load(path, *other)
     expected, got = train(*straight), train(*other)
     same_state(expected, got)
-
-
-@pytest.mark.parametrize("optimizer", ["NAdam", "Adagrad", *map(slow, ("ASGD", "Rprop"))])
-def test_buffers_that_share_memory_empty_parameters_and_scalars(cluster, tmp_path, optimizer):
-    cluster.check(views_body, 3, tmp_path, optimizer)
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
@@ -484,7 +475,8 @@ class Pieces(nn.Module):
         return torch.stack([*self.pieces]).mean(0) * x
 
 
-def pieces_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_many_parameters_are_loaded_in_linear_time(group: Any, path: Path) -> None:
     """What is compared for each parameter of a layout is compared a fixed number of times, however many there are."""
     looks: list[int] = []
     for count in (10, 100):
@@ -499,7 +491,3 @@ def pieces_body(group: Any, path: Path) -> None:
             load(path / str(count), model, optimizer)
         looks.append(compared.call_count)
     assert looks[0] == looks[1] < 5
-
-
-def test_many_parameters_are_loaded_in_linear_time(cluster, tmp_path):
-    cluster.check(pieces_body, 2, tmp_path)

@@ -31,7 +31,11 @@ def slow_disk() -> Iterator[threading.Event]:
         yield go
 
 
-def beside_body(group: Any, path: Path, state: str, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
+def test_training_goes_on_while_the_state_of_the_call_is_written(
+    group: Any, path: Path, state: str, stage: int
+) -> None:
     model, optimizer = run_on(group, state=state, stage=stage)
     train(model, optimizer, 2)
     with slow_disk() as go:
@@ -49,12 +53,8 @@ def beside_body(group: Any, path: Path, state: str, stage: int) -> None:
     same_state(other.full_state_dict(), model.full_state_dict())
 
 
-@pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
-def test_training_goes_on_while_the_state_of_the_call_is_written(cluster, tmp_path, state, stage):
-    cluster.check(beside_body, 2, tmp_path, state, stage)
-
-
-def queue_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_second_save_waits(group: Any, path: Path) -> None:
     """The next call waits for the save before; a save that is not waited for is there in the end."""
     model, optimizer = run_on(group)
     train(model, optimizer)
@@ -72,11 +72,8 @@ def queue_body(group: Any, path: Path) -> None:
     assert_names(group, path, "step-00000002", "step-00000003")
 
 
-def test_a_second_save_waits(cluster, tmp_path):
-    cluster.check(queue_body, 2, tmp_path)
-
-
-def failed_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     train(model, optimizer)
     whole = async_save(path, model, optimizer).result()
@@ -98,10 +95,6 @@ def failed_body(group: Any, path: Path) -> None:
             save(path, model, optimizer)  # says so once
     assert_names(group, path, whole.name)
     assert save(path, model, optimizer).name == "step-00000001"
-
-
-def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(cluster, tmp_path):
-    cluster.check(failed_body, 2, tmp_path)
 
 
 def copied_body(group: Any, path: Path) -> tuple[int, int]:

@@ -18,7 +18,9 @@ from shardlite.checkpoint import files, latest
 from tests.support.checkpoints import assert_names, names_in, on_first, run_on, same_state, train, tree
 
 
-def missing_body(group: Any, path: Path, name: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [files.METADATA, files.MANIFEST])
+def test_a_missing_file_is_named(group: Any, path: Path, name: str) -> None:
     model, optimizer = run_on(group)
     for step in (1, 2, 3):
         train(model, optimizer)
@@ -55,11 +57,6 @@ def missing_body(group: Any, path: Path, name: str) -> None:
     same_state(other.full_state_dict(), weights)
 
 
-@pytest.mark.parametrize("name", [files.METADATA, files.MANIFEST])
-def test_a_missing_file_is_named(cluster, tmp_path, name):
-    cluster.check(missing_body, 2, tmp_path, name)
-
-
 def no_folder_body(group: Any, root: Path) -> None:
     """A file, or a link to a disk that is not there, is where the folder of a run should be."""
     model, optimizer = run_on(group)
@@ -94,7 +91,8 @@ def test_a_file_or_dangling_link_in_place_of_the_folder_is_named(cluster, tmp_pa
     cluster.check(no_folder_body, 2, tmp_path)
 
 
-def other_folders_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_folders_that_save_has_not_written(group: Any, path: Path) -> None:
     """What DCP has written needs no manifest. A folder may be empty, as of a copy that was interrupted."""
     model, optimizer = run_on(group)
     dcp.save({"model": model.state_dict()}, checkpoint_id=path / "step-00000004", process_group=group)
@@ -105,11 +103,8 @@ def other_folders_body(group: Any, path: Path) -> None:
     assert save(path, model, optimizer).name == "step-00000006"
 
 
-def test_folders_that_save_has_not_written(cluster, tmp_path):
-    cluster.check(other_folders_body, 2, tmp_path)
-
-
-def newer_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_newer_format_is_refused_with_both_numbers(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     place = save(path, model, optimizer)
 
@@ -124,10 +119,6 @@ def newer_body(group: Any, path: Path) -> None:
     words = f"has format {files.FORMAT + 1}, but this version of ShardLite reads format {files.FORMAT}"
     with pytest.raises(CheckpointError, match=words):
         load(path, model, optimizer)
-
-
-def test_a_newer_format_is_refused_with_both_numbers(cluster, tmp_path):
-    cluster.check(newer_body, 2, tmp_path)
 
 
 # ---- links ----------------------------------------------------------------------------------------------------------
@@ -165,7 +156,8 @@ def test_links_are_never_followed_for_removal(cluster, tmp_path):
     cluster.check(linked_body, 2, tmp_path / "run", tmp_path / "far")
 
 
-def stubborn_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_save_that_failed_does_not_make_the_next_one_fail(group: Any, path: Path) -> None:
     """What cannot be removed costs only its place, and an error in the middle of a save is the same on all ranks."""
     model, optimizer = run_on(group)
     for step in (1, 2):
@@ -179,7 +171,3 @@ def stubborn_body(group: Any, path: Path) -> None:
             save(path, model, optimizer, step=5, keep=1)
     save(path, model, optimizer, step=6, keep=1)
     assert_names(group, path, "step-00000006")
-
-
-def test_a_save_that_failed_does_not_make_the_next_one_fail(cluster, tmp_path):
-    cluster.check(stubborn_body, 2, tmp_path)

@@ -90,7 +90,21 @@ def loaded(run: Run, path: Any) -> Any:
     return load(path, run.model, run.optimizer, run.extra(), missing_ok=True)
 
 
-def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("state", "optimizer", "options"),
+    [
+        ("fp32", "ours", {}),
+        ("int8", "ours", {"stage": 2}),
+        ("fp32", "in_backward", {}),
+        ("fp32", "momentum", {"stage": 1}),
+        ("fp32", "fused", {"stage": 0}),
+    ],
+)
+@pytest.mark.sample(2)
+def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(
+    group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]
+) -> None:
     with started_by(group), logged() as lines:
         straight = Run(group, state, OPTIMIZERS[optimizer], **options)
         for step in range(6):
@@ -110,21 +124,6 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
         again.train(range(8, 10)).assert_like(straight)
         expected = [f"load: step {step}, from {SOURCE}" for step in (6, 8)] if dist.get_rank() == 0 else []
         assert [line for line in lines if line.startswith("load: ")] == expected
-
-
-@pytest.mark.parametrize(
-    ("state", "optimizer", "options"),
-    [
-        ("fp32", "ours", {}),
-        ("int8", "ours", {"stage": 2}),
-        ("fp32", "in_backward", {}),
-        ("fp32", "momentum", {"stage": 1}),
-        ("fp32", "fused", {"stage": 0}),
-    ],
-)
-@pytest.mark.sample(2)
-def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(cluster, tmp_path, state, optimizer, options):
-    cluster.check(resumes_body, 2, tmp_path, state, optimizer, options)
 
 
 def killed_body(group: Any, path: str, where: str) -> None:
@@ -175,7 +174,8 @@ def test_a_killed_rank_is_taken_up_at_the_last_step_that_all_have_copied(doomed,
     assert [(each.result, each.text) for each in again] == [(step, "")] * 3, again
 
 
-def newest_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> None:
     """`load` takes what is newer, and memory if both are."""
     with started_by(group), logged() as lines:
         run = Run(group).train(range(2))
@@ -199,11 +199,8 @@ def newest_body(group: Any, path: Path) -> None:
         assert not [line for line in lines if "not used" in line]
 
 
-def test_load_takes_the_newest_of_memory_and_disk(cluster, tmp_path):
-    cluster.check(newest_body, 2, tmp_path)
-
-
-def left_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -> None:
     """What is not whole, or of another model, is left with a line that says why."""
     with started_by(group), logged() as lines:
         run = Run(group).train(range(2))
@@ -229,11 +226,8 @@ def left_body(group: Any, path: Path) -> None:
             assert told == ["there is none of rank 1"] * 2
 
 
-def test_copies_that_do_not_fit_are_left_with_a_reason(cluster, tmp_path):
-    cluster.check(left_body, 2, tmp_path)
-
-
-def without_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
     """A line says once that there is no memory, no agent, or no holder any more. The training goes on."""
     run = Run(group).train(range(1))
     with logged() as lines:
@@ -265,11 +259,8 @@ def without_body(group: Any, path: Path) -> None:
         run.train(range(1, 2))
 
 
-def test_a_run_goes_on_without_copies(cluster, tmp_path):
-    cluster.check(without_body, 2, tmp_path)
-
-
-def steady_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_copies_take_no_memory_in_the_steady_state(group: Any, path: Path) -> None:
     """From the second copy on, no memory is taken."""
     with started_by(group):
         run = Run(group)
@@ -283,11 +274,8 @@ def steady_body(group: Any, path: Path) -> None:
         assert taken[2:] == taken[1:2] * 4, taken
 
 
-def test_copies_take_no_memory_in_the_steady_state(cluster, tmp_path):
-    cluster.check(steady_body, 2, tmp_path)
-
-
-def hosts_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(3)
+def test_a_host_that_is_lost_gets_its_copies_from_the_next_one(group: Any, path: Path) -> None:
     """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with what it holds."""
     one, other = ancestors()
     with started_by(group, one, one, other):
@@ -317,10 +305,6 @@ def hosts_body(group: Any, path: Path) -> None:
             end_holders(other)
         dist.barrier(group)
         assert not loaded(Run(group), path).source
-
-
-def test_a_host_that_is_lost_gets_its_copies_from_the_next_one(cluster, tmp_path):
-    cluster.check(hosts_body, 3, tmp_path)
 
 
 # ---- without ranks --------------------------------------------------------------------------------------------------

@@ -158,7 +158,8 @@ def trained(group, stage) -> dict[str, torch.Tensor]:
     return model.full_state_dict()
 
 
-def other_transports_body(group):
+@pytest.mark.ranks(2, WIDE)
+def test_training_over_the_transports_for_gpus_gives_the_same_bits(group):
     """Train over the transports for GPUs, which carry CPU tensors over gloo as well."""
     connect = shardlite.comm.context.connect
     for stage in (0, 1, 2, 3):
@@ -171,11 +172,6 @@ def other_transports_body(group):
                 shardlite.comm.context.connect = connect
             for name, value in expected.items():
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_training_over_the_transports_for_gpus_gives_the_same_bits(cluster, world_size):
-    cluster.check(other_transports_body, world_size)
 
 
 class _Reports:

@@ -88,7 +88,9 @@ class Normed(nn.Module):
         return self.out(self.norm(self.block(x)))
 
 
-def twice_body(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(0, 3)
+def test_two_forwards_before_a_backward(group: Any, stage: int) -> None:
     """Two forwards before one backward (GAN, BYOL): what autograd has saved of statistics may change in between."""
     torch.manual_seed(0)
     model = ShardLite(Normed(), group=group, stage=stage, units=Block)
@@ -105,12 +107,8 @@ def twice_body(group: Any, stage: int) -> None:
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.stages(0, 3)
-def test_two_forwards_before_a_backward(cluster, stage):
-    cluster.check(twice_body, 2, stage)
-
-
-def sent_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_only_what_has_changed_is_sent(group: Any) -> None:
     """What stays is not sent: once a forward has changed nothing, a number for each buffer is all that is."""
     model = ShardLite(Counting(), group=group)
 
@@ -132,11 +130,8 @@ def sent_body(group: Any) -> None:
         assert changing - numbers > 4 * WIDTH * 4
 
 
-def test_only_what_has_changed_is_sent(cluster):
-    cluster.check(sent_body, 2)
-
-
-def own_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_each_rank_may_have_its_own(group: Any) -> None:
     """On request, and in ignored modules, each rank has its own."""
     net = Counting()
     model = ShardLite(net, group=group, ignore=[net.norm])
@@ -154,11 +149,8 @@ def own_body(group: Any) -> None:
         assert changing - same == kept
 
 
-def test_each_rank_may_have_its_own(cluster):
-    cluster.check(own_body, 2)
-
-
-def refused_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_what_cannot_be_sent_is_refused_on_every_rank(group: Any) -> None:
     with pytest.raises(LayoutError, match=r'buffers must be "rank0" or "own", got \'all\''):
         ShardLite(Counting(), group=group, buffers="all")
     with pytest.raises(LayoutError, match="rank 0 has buffers 'rank0', rank 1 has buffers 'own'"):
@@ -168,7 +160,3 @@ def refused_body(group: Any) -> None:
     model.module.queue = torch.zeros(4 + dist.get_rank(group), WIDTH)
     with pytest.raises(LayoutError, match=r"buffer 'queue' has another length on some rank"):
         model(rows(Turn(0, 0, 0)))
-
-
-def test_what_cannot_be_sent_is_refused_on_every_rank(cluster):
-    cluster.check(refused_body, 2)

@@ -54,7 +54,10 @@ def trained(group: Any, stage: int) -> ShardLite:
     return model
 
 
-def records(group: Any, record: Record, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(2, 3)
+@pytest.mark.parametrize("record", [export, export_to_file, trace, trace_to_file])
+def test_graphs_are_recorded_inside_gathered(group: Any, record: Record, stage: int) -> None:
     """Body of a rank: what was recorded computes what the model does, and a file of it has the weights."""
     model, x = trained(group, stage), torch.randn(2, WIDTH)
     with model.gathered(writeback=False), torch.no_grad():
@@ -65,12 +68,6 @@ def records(group: Any, record: Record, stage: int) -> None:
         if record in (export_to_file, trace_to_file):
             same_bits("outside", recorded(x), output)
     model(x).sum().backward()  # nothing is left of the recording
-
-
-@pytest.mark.stages(2, 3)
-@pytest.mark.parametrize("record", [export, export_to_file, trace, trace_to_file])
-def test_graphs_are_recorded_inside_gathered(cluster, record, stage):
-    cluster.check(records, 2, record, stage)
 
 
 def export_strictly(module: nn.Module, x: Tensor) -> Any:
@@ -110,7 +107,9 @@ def test_strict_export_says_how(cluster):
     cluster.check(refused, 2, export_strictly, of_module, 3)
 
 
-def reads_state_dict(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(0, 3)
+def test_the_module_has_a_state_dict_inside_gathered(group: Any, stage: int) -> None:
     """Body of a rank: exporters and `save_pretrained` read the module's own state dict."""
     model = trained(group, stage)
     with model.gathered(writeback=False):
@@ -120,8 +119,3 @@ def reads_state_dict(group: Any, stage: int) -> None:
     if stage == 3:
         with model.gathered("0.inner.weight"), pytest.raises(LayoutError, match=r"or be inside `with model\.gathered"):
             model.module.state_dict()
-
-
-@pytest.mark.stages(0, 3)
-def test_the_module_has_a_state_dict_inside_gathered(cluster, stage):
-    cluster.check(reads_state_dict, 2, stage)

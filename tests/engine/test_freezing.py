@@ -114,7 +114,8 @@ def test_gradient_memory_and_traffic_are_for_trainable_parameters_only(cluster, 
         assert [rank[i][2] for rank in ranks] == [rank[i][0] for rank in ranks]
 
 
-def wrapper_body(group):
+@pytest.mark.ranks(2)
+def test_requires_grad_of_the_model_reaches_the_shards_at_once(group):
     model = ShardLite(net(), group=group)
     model.requires_grad_(False)
     assert not any(shard.requires_grad for shard in model.parameters())
@@ -127,11 +128,8 @@ def wrapper_body(group):
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-def test_requires_grad_of_the_model_reaches_the_shards_at_once(cluster):
-    cluster.check(wrapper_body, 2)
-
-
-def accumulating_body(group):
+@pytest.mark.ranks(2)
+def test_changing_it_while_gradients_are_accumulated_is_an_error(group):
     module = net()
     model = ShardLite(module, group=group)
     with model.no_sync():
@@ -144,11 +142,8 @@ def accumulating_body(group):
     assert model.module[1][0].weight.grad is None
 
 
-def test_changing_it_while_gradients_are_accumulated_is_an_error(cluster):
-    cluster.check(accumulating_body, 2)
-
-
-def narrow_body(group):
+@pytest.mark.ranks(2)
+def test_a_parameter_that_is_kept_in_few_bits_cannot_be_unfrozen(group):
     module = net()
     module[0].bfloat16().requires_grad_(False)
     model = ShardLite(nn.Sequential(module[0], Widen(), *module[1:]), group=group)
@@ -163,7 +158,3 @@ def narrow_body(group):
 class Widen(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()
-
-
-def test_a_parameter_that_is_kept_in_few_bits_cannot_be_unfrozen(cluster):
-    cluster.check(narrow_body, 2)

@@ -122,44 +122,35 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_options(group: Any, name: str) -> None:
+SLOW = {"far-prefetch", "no-prefetch", "quantized"}  # the last is like "quantized-split"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
+def test_with_options_of_stage_3(group: Any, name: str) -> None:
     """Body of a rank."""
     alike(LanguageModel, on_tokens, group, stages=(3,), **OPTIONS[name])
     alike(Branching, loss_on(other_orders), group, stages=(3,), modes=[("step",)] * 4, **OPTIONS[name])
 
 
-SLOW = {"far-prefetch", "no-prefetch", "quantized"}  # the last is like "quantized-split"
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
-def test_with_options_of_stage_3(cluster, name):
-    cluster.check(with_options, 2, name)
-
-
-def takes_branches(group: Any, route: Any) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
+def test_ranks_may_take_different_branches(group: Any, route: Any) -> None:
     """Body of a rank: ranks skip units, call them in other orders, or do nothing but the head."""
     modes = [("step",), ("step",), ("local", "step"), ("step",)]
     alike(Branching, loss_on(route), group, modes=modes)
     alike(lambda: Branching(reentrant=False), loss_on(route), group, stages=(3,), modes=modes, precision=SPLIT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
-def test_ranks_may_take_different_branches(cluster, route):
-    cluster.check(takes_branches, 3, route)
-
-
-def in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
+def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
     """Body of a rank."""
     mesh = init_device_mesh("cpu", shape)
     alike(LanguageModel, on_tokens, mesh, stages=(1,))
     alike(LanguageModel, on_tokens, mesh, stages=(3,), precision=SPLIT)
     alike(Experts, on_routes, mesh, stages=(0, 2), modes=[("step",)] * 4)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
-def test_in_a_hybrid(cluster, shape):
-    cluster.check(in_a_hybrid, 4, shape)
 
 
 def survives(group: Any, stage: int, precision: Precision, state: str) -> None:
@@ -194,7 +185,8 @@ def test_large_units_survive_late_messages(cluster, stage, world_size, precision
 # ---- what changes from step to step ---------------------------------------------------------------------------------
 
 
-def freezes(group: Any) -> None:
+@pytest.mark.ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
+def test_freezing_between_steps(group: Any) -> None:
     """Body of a rank: other parameters are frozen in each step."""
     kept = [
         lambda n: False,
@@ -211,12 +203,9 @@ def freezes(group: Any) -> None:
             duo.step(on_tokens, ("local", "step"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_freezing_between_steps(cluster, world_size):
-    cluster.check(freezes, world_size)
-
-
-def joins(group: Any, stage: int) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.stages(1, 3)
+def test_uneven_batches(group: Any, stage: int) -> None:
     """Body of a rank: batches are uneven, and a mean is that of the ranks that have one."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     batches = [torch.randn(4, 7, generator=Turn(i, duo.rank, 0).generator()) for i in range([3, 1, 2][duo.rank])]
@@ -227,12 +216,8 @@ def joins(group: Any, stage: int) -> None:
     duo.compare()
 
 
-@pytest.mark.stages(1, 3)
-def test_uneven_batches(cluster, stage):
-    cluster.check(joins, 3, stage)
-
-
-def ignores(group: Any) -> None:
+@pytest.mark.ranks(1, 2)
+def test_ignored_parameters_are_stepped_and_accumulated_too(group: Any) -> None:
     """Body of a rank: one optimizer steps shards, and what each rank trains for itself."""
     for stage in (0, 3):
         duo = Duo(lambda: MLP([7, 33, 9, 5]), group, stage=stage, ignored=lambda module: [module[2]])
@@ -240,15 +225,13 @@ def ignores(group: Any) -> None:
             duo.step(on_rows, modes)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ignored_parameters_are_stepped_and_accumulated_too(cluster, world_size):
-    cluster.check(ignores, world_size)
-
-
 # ---- what is there, and when ----------------------------------------------------------------------------------------
 
 
-def keeps_nothing(group: Any, stage: int, precision: Precision) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
+@pytest.mark.stages(1, 3)
+def test_the_same_reductions_are_made_and_no_gradient_is_kept(group: Any, stage: int, precision: Precision) -> None:
     """Body of a rank."""
     duo = Duo(LanguageModel, group, stage=stage, precision=precision)
     duo.step(on_tokens)
@@ -285,13 +268,9 @@ def _since(model: ShardLite, before: dict[str, dict[str, Sent]], unit: str) -> d
     }
 
 
-@pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
 @pytest.mark.stages(1, 3)
-def test_the_same_reductions_are_made_and_no_gradient_is_kept(cluster, stage, precision):
-    cluster.check(keeps_nothing, 2, stage, precision)
-
-
-def sees_new_weights(group: Any, stage: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_the_backward_leaves_new_weights(group: Any, stage: int) -> None:
     """Body of a rank: between the backward and `step()` everything has the new weights already."""
     duo = Duo(LanguageModel, group, stage=stage)
     ema = [EMA(side.model, 0.5) for side in duo.sides]
@@ -316,13 +295,8 @@ def sees_new_weights(group: Any, stage: int) -> None:
         duo.steps += 1
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_backward_leaves_new_weights(cluster, world_size, stage):
-    cluster.check(sees_new_weights, world_size, stage)
-
-
-def resumes(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_states_can_be_exchanged_with_the_ordinary_one(group: Any) -> None:
     """Body of a rank: states go from one kind to the other."""
     duo = Duo(LanguageModel, group, precision=SPLIT, optimizer={"state": "int8"})
     duo.step(on_tokens)
@@ -331,7 +305,3 @@ def resumes(group: Any) -> None:
         side.optimizer.load_state_dict(state)
     duo.step(on_tokens)
     duo.step(on_tokens, ("local", "step"))
-
-
-def test_states_can_be_exchanged_with_the_ordinary_one(cluster):
-    cluster.check(resumes, 2)

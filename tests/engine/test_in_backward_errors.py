@@ -96,7 +96,8 @@ def test_a_graph_that_is_retained(cluster, world_size, stage):
     cluster.check(goes_twice, world_size, stage)
 
 
-def changes_too_late(group: Any) -> None:
+@pytest.mark.ranks(1, 2)
+def test_hyper_parameters_that_come_too_late(group: Any) -> None:
     """Body of a rank: a learning rate for the step that was taken already."""
     for lr in (0.1, torch.tensor(0.1)):
         model = wrapped(group)
@@ -112,11 +113,6 @@ def changes_too_late(group: Any) -> None:
         loss(model).backward()
         optimizer.step()
         assert {int(state["step"]) for state in optimizer.state.values()} == {2}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_hyper_parameters_that_come_too_late(cluster, world_size):
-    cluster.check(changes_too_late, world_size)
 
 
 # ---- what it does not go with ---------------------------------------------------------------------------------------
@@ -149,7 +145,8 @@ def test_what_wants_gradients_afterwards_is_refused(cluster, world_size, stage):
     cluster.check(refuses, world_size, stage)
 
 
-def refuses_optimizers(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_optimizers_that_do_not_fit_are_refused(group: Any) -> None:
     """Body of a rank: one that lacks parameters, two, and one whose gradients are there already."""
     model = wrapped(group)
     params = list(model.parameters())
@@ -170,11 +167,8 @@ def refuses_optimizers(group: Any) -> None:
     whole.step()
 
 
-def test_optimizers_that_do_not_fit_are_refused(cluster):
-    cluster.check(refuses_optimizers, 2)
-
-
-def replaces(group: Any) -> None:
+@pytest.mark.ranks(1, 2)
+def test_an_optimizer_that_was_dropped_steps_no_more(group: Any) -> None:
     """Body of a rank: one that was dropped steps no more, and one that was not is found out."""
     model = wrapped(group)
     first = AdamW(model.parameters(), in_backward=True)
@@ -193,12 +187,8 @@ def replaces(group: Any) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_that_was_dropped_steps_no_more(cluster, world_size):
-    cluster.check(replaces, world_size)
-
-
-def copies(group: Any) -> None:
+@pytest.mark.ranks(1)
+def test_a_copied_optimizer(group: Any) -> None:
     """Body of a rank: a copy of an optimizer of plain parameters steps in the backward, too."""
     layer = nn.Linear(3, 2)
     optimizer = AdamW(layer.parameters(), in_backward=True)
@@ -208,10 +198,6 @@ def copies(group: Any) -> None:
         assert each.weight.grad is None
         its.step()
     same_bits("weight", twin.weight.detach(), layer.weight.detach())
-
-
-def test_a_copied_optimizer(cluster):
-    cluster.check(copies, 1)
 
 
 # ---- weights that are used again ------------------------------------------------------------------------------------
@@ -260,7 +246,10 @@ def on_wide(model: Callable[..., Any], turn: Turn) -> Tensor:
     return model(torch.randn(3, WIDTH, generator=turn.generator())).square().mean()
 
 
-def never_wrong(group: Any, kind: str, stage: int) -> None:
+@pytest.mark.parametrize("kind", ["calls", "recomputed", "one-call"])
+@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
+@pytest.mark.stages(0, 3)
+def test_a_weight_that_is_used_after_its_gradient_was_complete(group: Any, kind: str, stage: int) -> None:
     """Body of a rank: the bits of the ordinary step, or an error in the backward."""
     makes: dict[str, Callable[[], nn.Module]] = {
         "calls": UsedAgain,
@@ -277,13 +266,6 @@ def never_wrong(group: Any, kind: str, stage: int) -> None:
         else:
             with pytest.raises(RuntimeError, match=r"modified by an inplace operation|is recomputed after"):
                 duo.inside.backward(on_wide, [Turn(0, duo.rank, 0)], ("step",))
-
-
-@pytest.mark.parametrize("kind", ["calls", "recomputed", "one-call"])
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.stages(0, 3)
-def test_a_weight_that_is_used_after_its_gradient_was_complete(cluster, kind, world_size, stage):
-    cluster.check(never_wrong, world_size, kind, stage)
 
 
 def differentiates_twice(group: Any, stage: int) -> None:
@@ -306,17 +288,14 @@ def test_gradients_of_gradients(cluster, world_size, stage):
     cluster.check(differentiates_twice, world_size, stage)
 
 
-def alone_and_reentrant(group: Any) -> None:
+@pytest.mark.ranks(1)
+def test_parts_of_a_gradient_on_one_rank_are_found_out(group: Any) -> None:
     """Body of a rank: on one rank a reentrant backward brings parts of a gradient, which must not be stepped by."""
     model = ShardLite(CalledTwice(reentrant=True), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|earlier backward"):
         model(torch.randn(2, 6, requires_grad=True)).sum().backward()
     del optimizer
-
-
-def test_parts_of_a_gradient_on_one_rank_are_found_out(cluster):
-    cluster.check(alone_and_reentrant, 1)
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
@@ -411,7 +390,8 @@ def test_not_a_number_on_one_rank_is_an_error_on_all(cluster, world_size, stage)
     cluster.check(finds_nan, world_size, stage)
 
 
-def recovers_while_accumulating(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_an_exception_while_gradients_are_accumulated(group: Any) -> None:
     """Body of a rank: an exception in `no_sync()` has stepped nothing."""
     duo = Duo(lambda: LanguageModel(), group)
     duo.step(on_tokens)
@@ -426,7 +406,3 @@ def recovers_while_accumulating(group: Any) -> None:
 
 def _fail(_: Tensor) -> None:
     raise AnyError("in a hook")
-
-
-def test_an_exception_while_gradients_are_accumulated(cluster):
-    cluster.check(recovers_while_accumulating, 2)

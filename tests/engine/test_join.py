@@ -85,7 +85,8 @@ def test_ranks_with_different_numbers_of_batches_finish_together(cluster, stage,
     assert cluster.run(join_body, world_size, stage) == [max(BATCHES[:1] if world_size == 2 else BATCHES)] * world_size
 
 
-def accumulation_body(group):
+@pytest.mark.ranks(2)
+def test_accumulated_gradients_keep_the_weights_of_their_steps(group):
     """The third batch of two is accumulated with a fourth that only one rank has; each mean is over who had a batch."""
     rank = group.rank()
     model = ShardLite(net(), group=group)
@@ -105,11 +106,8 @@ def accumulation_body(group):
     assert next(loop, None) is None
 
 
-def test_accumulated_gradients_keep_the_weights_of_their_steps(cluster):
-    cluster.check(accumulation_body, 2)
-
-
-def two_models_body(group):
+@pytest.mark.ranks(2)
+def test_several_models_are_trained_in_one_loop(group):
     """Of a second model in the loop a rank without a batch counts no more, either; after the loop all count again."""
     rank = group.rank()
     first, second = ShardLite(net(), group=group), ShardLite(net(), group=group, stage=2)
@@ -129,10 +127,6 @@ def two_models_body(group):
     parts = local_parts(second, {name: param.grad for name, param in plain.named_parameters()})
     for name, shard in second.named_parameters():
         torch.testing.assert_close(shard.grad, parts[name], rtol=1e-5, atol=1e-7)
-
-
-def test_several_models_are_trained_in_one_loop(cluster):
-    cluster.check(two_models_body, 2)
 
 
 def evaluation_body(group):

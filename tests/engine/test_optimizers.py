@@ -108,7 +108,8 @@ def two_groups(params: Named) -> list[dict[str, Any]]:
     return split_by(params, lambda name, _: "last" in name, lr=0.05)
 
 
-def adopted_body(group: Any) -> None:
+@pytest.mark.ranks(1, 2, WIDE)
+def test_our_optimizer_is_adopted_with_its_groups_and_scheduler(group: Any) -> None:
     """Groups, and a scheduler that was attached before, go on."""
     for stage in some_stages(0, 3):
         module = net()
@@ -123,12 +124,8 @@ def adopted_body(group: Any) -> None:
         assert [each["lr"] for each in optimizer.param_groups] == [0.02 / 16, 0.05 / 16]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, WIDE])
-def test_our_optimizer_is_adopted_with_its_groups_and_scheduler(cluster, world_size):
-    cluster.check(adopted_body, world_size)
-
-
-def midway_body(group: Any) -> None:
+@pytest.mark.ranks(1, 2, WIDE)
+def test_a_model_can_be_wrapped_in_the_middle_of_training(group: Any) -> None:
     """The moments of steps that were made before wrapping are cut like the weights.
 
     Before, all ranks train on the same batch, and the mean of 2^n equal gradients is each of them.
@@ -152,12 +149,8 @@ def midway_body(group: Any) -> None:
             assert optimizer.state[shard]["exp_avg"].shape == shard.shape
 
 
-@pytest.mark.parametrize("world_size", [1, 2, WIDE])
-def test_a_model_can_be_wrapped_in_the_middle_of_training(cluster, world_size):
-    cluster.check(midway_body, world_size)
-
-
-def outside_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_an_adopted_optimizer_may_hold_more_than_the_model(group: Any) -> None:
     """What is not of the model stays in the optimizer, and each rank trains its own."""
     for stage in (0, 3):
         module, other = net(), nn.Parameter(torch.arange(32.0))
@@ -177,10 +170,6 @@ def outside_body(group: Any) -> None:
         assert optimizer.param_groups[0]["params"][0] is other
 
 
-def test_an_adopted_optimizer_may_hold_more_than_the_model(cluster):
-    cluster.check(outside_body, 2)
-
-
 FOREIGN: list[Make] = [
     lambda p: optim.SGD(p, lr=0.1),
     lambda p: optim.AdamW(p, fused=True),
@@ -189,7 +178,9 @@ FOREIGN: list[Make] = [
 ]
 
 
-def late_body(group: Any, stepped: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_another_optimizer_is_refused_at_its_first_step(group: Any, stepped: bool) -> None:
     """Another optimizer would train nothing: its first step says so, whatever it has stepped before."""
     for stage, make in zip(STAGES, FOREIGN, strict=True):
         first = ShardLite(net(), group=group)
@@ -212,11 +203,6 @@ def late_body(group: Any, stepped: bool) -> None:
             same_bits("a weight", shard.detach(), expected)
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_another_optimizer_is_refused_at_its_first_step(cluster, stepped):
-    cluster.check(late_body, 2, stepped)
-
-
 AROUND = {
     "DataParallel": nn.DataParallel,
     "Sequential": lambda model: nn.Sequential(model, nn.Tanh()),
@@ -224,7 +210,10 @@ AROUND = {
 }
 
 
-def around_body(group: Any, around: str, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize("around", AROUND)
+def test_an_optimizer_over_a_module_around_the_model_is_refused(group: Any, around: str, stage: int) -> None:
     """`parameters()` of such a module are the wrapped module's own."""
     model = ShardLite(net(), stage=stage, group=group)
     outer = AROUND[around](model)
@@ -237,12 +226,6 @@ def around_body(group: Any, around: str, stage: int) -> None:
             LayoutError, match=r"holds the unsharded .* in or around the ShardLite model.*Build it from"
         ):
             each.step()
-
-
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("around", AROUND)
-def test_an_optimizer_over_a_module_around_the_model_is_refused(cluster, around, stage):
-    cluster.check(around_body, 2, around, stage)
 
 
 # ---- optimizers that are not elementwise ----------------------------------------------------------------------------
@@ -260,7 +243,8 @@ WHOLE: list[Make] = [
 ]
 
 
-def whole_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(group: Any) -> None:
     """At stage 0 every rank has whole parameters, so there they train like the twin."""
     for stage in some_stages(0, 3):
         for make in WHOLE:
@@ -276,10 +260,6 @@ def whole_body(group: Any) -> None:
             trained.check(name)
 
 
-def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(cluster):
-    cluster.check(whole_body, 2)
-
-
 # ---- groups, schedulers, zero_grad ----------------------------------------------------------------------------------
 
 
@@ -291,7 +271,9 @@ def by_name(params: Named) -> list[dict[str, Any]]:
     return split_by(params, lambda name, _: name.endswith("bias") or "norm" in name, names=True)
 
 
-def groups_body(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("rule", [by_dimension, by_name])
+@pytest.mark.ranks(2, WIDE)
+def test_groups_by_dimension_and_by_name(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> None:
     """Rules that look at dimensions and names choose the same for shards, however few of them a rank has."""
     for stage in (0, 3):
         for ours, theirs in (OURS, FOREACH):
@@ -303,12 +285,6 @@ def groups_body(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> No
             assert optimizers[0].param_groups[0].get("param_names") == optimizers[1].param_groups[0].get("param_names")
 
 
-@pytest.mark.parametrize("rule", [by_dimension, by_name])
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_groups_by_dimension_and_by_name(cluster, world_size, rule):
-    cluster.check(groups_body, world_size, rule)
-
-
 SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
     "lambda": lambda o: LambdaLR(o, [lambda t: 0.5**t, lambda t: 1 / (1 + t)]),
     "one-cycle": lambda o: OneCycleLR(o, max_lr=[0.1, 0.05], total_steps=6, cycle_momentum=True),
@@ -316,7 +292,9 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
 }
 
 
-def schedules_body(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.ranks(2, WIDE)
+def test_schedulers(group: Any, name: str) -> None:
     """A scheduler that needs a loss gets one that all ranks know."""
     losses = (5.0, 3.0, 2.9, 2.8, 1.0)
     for ours, theirs in (OURS, MOMENTUM):
@@ -337,12 +315,6 @@ def schedules_body(group: Any, name: str) -> None:
             rates.append([float(each["lr"]) for each in optimizers[0].param_groups])
             assert rates[-1] == [float(each["lr"]) for each in optimizers[1].param_groups]
         assert len({tuple(each) for each in rates}) > 2
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_schedulers(cluster, world_size, name):
-    cluster.check(schedules_body, world_size, name)
 
 
 def zero_grad_body(group: Any, ours: bool) -> None:

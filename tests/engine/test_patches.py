@@ -55,7 +55,8 @@ def test_patches_are_applied_once():
     assert replaced == (Optimizer.state_dict, nn.Module._apply, get_total_norm.__closure__[0].cell_contents)
 
 
-def by_name_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_functions_that_were_imported_by_name_know_shards(group: Any) -> None:
     """This file has imported PyTorch's functions by name, as a program does before it wraps a model."""
     torch.manual_seed(0)
     model = ShardLite(nn.Linear(8, 8), group=group)
@@ -72,10 +73,6 @@ def by_name_body(group: Any) -> None:
     assert all(each == norm for each in norms)
     with pytest.raises(LayoutError, match="unsharded parameter"):
         clip_grads_with_norm_(model.module.parameters(), 1.0, norm)
-
-
-def test_functions_that_were_imported_by_name_know_shards(cluster):
-    cluster.check(by_name_body, 2)
 
 
 WRAPPED = "from shardlite import ShardLite; from shardlite.engine import install_patches; install_patches()"

@@ -147,7 +147,8 @@ def test_whatever_comes_first_ends_what_was_left(cluster, first, backwards, erro
     cluster.check(first_thing_body, 2, ERRORS[error], backwards, first)
 
 
-def hook_body(group):
+@pytest.mark.ranks(2)
+def test_hooks_of_the_user_may_raise(group):
     """A user's own hooks raise: before a block, after it, and when a gradient has come."""
     pair = Pair(Trapped, group)
     pair.step(loss_of)
@@ -169,11 +170,9 @@ def hook_body(group):
         pair.step(loss_of)
 
 
-def test_hooks_of_the_user_may_raise(cluster):
-    cluster.check(hook_body, 2)
-
-
-def checkpointed_body(group, reentrant):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_may_raise(group, reentrant):
     """A recomputation fails, in the middle of a backward."""
 
     def make() -> nn.Module:
@@ -193,8 +192,3 @@ def checkpointed_body(group, reentrant):
     pair.model.module.blocks[1].attend = attend
     pair.step(loss)
     pair.step(loss)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_may_raise(cluster, reentrant):
-    cluster.check(checkpointed_body, 2, reentrant)

@@ -144,23 +144,20 @@ def agrees_body(group: Any, way: Way, stage: int) -> None:
     assert made <= {len(SCALES) - len(BAD)}
 
 
-def all_stages(group: Any, way: Way) -> None:
-    for stage in some_stages(2, 3):
-        agrees_body(group, way, stage)
-
-
 WAYS = [Way(name, unscale, half) for name in OPTIMIZERS for unscale in (True, False) for half in (False, True)]
 PAIRWISE = [place for place in range(len(WAYS)) if (place // 4 + place // 2 + place) % 2]
 """The places of ways in which each two choices meet."""
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, marks=() if place in PAIRWISE else pytest.mark.slow) for place, way in enumerate(WAYS)],
     ids=str,
 )
-def test_all_ranks_make_the_steps_of_the_twin(cluster, way):
-    cluster.check(all_stages, 2, way)
+def test_all_ranks_make_the_steps_of_the_twin(group: Any, way: Way) -> None:
+    for stage in some_stages(2, 3):
+        agrees_body(group, way, stage)
 
 
 @pytest.mark.parametrize("way", WAYS[1::5], ids=str)
@@ -213,8 +210,9 @@ def test_a_scale_that_overflows_on_one_rank(cluster):
         assert scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**11]
 
 
+@pytest.mark.ranks(2)
 @without_warnings
-def disabled_body(group: Any) -> None:
+def test_a_scaler_that_is_switched_off(group: Any) -> None:
     """A scaler that is switched off leaves skipping to us."""
     model = ShardLite(Tiny(), group=group)
     optimizer, scaler = OPTIMIZERS["ours"][0](model.parameters()), GradScaler("cpu", enabled=False)
@@ -226,11 +224,8 @@ def disabled_body(group: Any) -> None:
         same_bits("a weight", shard.detach(), expected)
 
 
-def test_a_scaler_that_is_switched_off(cluster):
-    cluster.check(disabled_body, 2)
-
-
-def other_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_an_optimizer_of_something_else(group: Any) -> None:
     """An optimizer of something else decides for itself, though the ranks have one scaler for both."""
     rank = dist.get_rank(group)
     model, plain = ShardLite(Tiny(), group=group), nn.Linear(16, 1)
@@ -244,7 +239,3 @@ def other_body(group: Any) -> None:
     scaler.update()
     assert not torch.equal(plain.weight, before)
     assert scaler.get_scale() == 2.0**8
-
-
-def test_an_optimizer_of_something_else(cluster):
-    cluster.check(other_body, 2)

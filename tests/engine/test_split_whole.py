@@ -55,7 +55,9 @@ def test_state_dicts_have_all_24_bits_at_any_world_size(cluster, stage):
         cluster.run(loads, world_size, 3 - stage, saved)
 
 
-def writes(group: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(1, 3)
+def test_writing_into_gathered_weights(group: Any, stage: int) -> None:
     """Body of a rank: what was written counts exactly, all else keeps its digits; an exception undoes it."""
     model, optimizer = trained(group, stage=stage)
     expected = model.full_state_dict()
@@ -85,12 +87,6 @@ def _spoil(module: nn.Module) -> None:
     for param in module.parameters():
         param.fill_(7)
     raise KeyError
-
-
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_writing_into_gathered_weights(cluster, world_size, stage):
-    cluster.check(writes, world_size, stage)
 
 
 def averages(group: Any, stage: int) -> None:
@@ -170,7 +166,9 @@ class Kinds(nn.Module):
         return x[:, self.codes] + self.nothing.sum()
 
 
-def keeps_kinds(group: Any, stage: int) -> None:
+@pytest.mark.stages(2, 3)
+@pytest.mark.ranks(1, 2)
+def test_parameters_of_all_dtypes_in_one_model(group: Any, stage: int) -> None:
     """Body of a rank: those are split that are trained; the others are kept as they were."""
     module = _seeded(lambda: nn.Sequential(Kinds(), Kinds()))
     before = {name: param.detach().clone() for name, param in module.named_parameters()}
@@ -198,13 +196,8 @@ def keeps_kinds(group: Any, stage: int) -> None:
     assert changed == {"0.fixed"}
 
 
-@pytest.mark.stages(2, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_of_all_dtypes_in_one_model(cluster, world_size, stage):
-    cluster.check(keeps_kinds, world_size, stage)
-
-
-def from_meta(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_meta_device(group: Any) -> None:
     """Body of a rank: the same weights are born on the meta device."""
     for stage in some_stages(2, 3):
         torch.manual_seed(5)
@@ -215,7 +208,3 @@ def from_meta(group: Any) -> None:
         model = ShardLite(module, group=group, stage=stage, precision=SPLIT, device="cpu")
         for name, value in model.full_state_dict().items():
             same_bits(name, value, born[name])
-
-
-def test_meta_device(cluster):
-    cluster.check(from_meta, 2)

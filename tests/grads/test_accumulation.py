@@ -55,7 +55,9 @@ def test_any_mixture_gives_the_bits_of_its_twin(cluster, name, world_size, stage
     cluster.check(follows, world_size, name, stage)
 
 
-def ends_clean(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(1, 3)
+def test_what_was_accumulated_can_be_dropped(group: Any, stage: int) -> None:
     """Body of a rank: `zero_grad()` drops what was accumulated in either way, and an exception ends a context."""
     pair = Pair(net, group, stage=stage)
     pair.step(lambda model, turn: model(torch.randn(2, 16, generator=turn.generator())).square().mean())
@@ -66,11 +68,6 @@ def ends_clean(group: Any, stage: int) -> None:
         with pytest.raises(KeyError), accumulating(pair.model, mode):
             raise KeyError
         pair.step(lambda model, turn: model(torch.randn(2, 16, generator=turn.generator())).square().mean())
-
-
-@pytest.mark.stages(1, 3)
-def test_what_was_accumulated_can_be_dropped(cluster, stage):
-    cluster.check(ends_clean, 2, stage)
 
 
 # ---- against one large batch ----------------------------------------------------------------------------------------

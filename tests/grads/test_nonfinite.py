@@ -155,8 +155,9 @@ def test_a_rank_with_nothing_skips_like_the_others(cluster):
     assert all(set(steps) == {2} and len(steps) == 2 * 3 * 2 for steps in tables)
 
 
+@pytest.mark.ranks(4)
 @without_warnings
-def replicas_body(group: Any) -> None:
+def test_all_replicas_skip(group: Any) -> None:
     """Bad on one rank of one of the two groups that have a model each."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for poison in POISONS:
@@ -167,10 +168,6 @@ def replicas_body(group: Any) -> None:
             stepped(model, optimizer, group, bad, seed)
         assert_same(f"{poison}", state_of(model, optimizer), before)
         assert model.skipped_steps == 1
-
-
-def test_all_replicas_skip(cluster):
-    cluster.check(replicas_body, 4)
 
 
 # ---- accumulation ---------------------------------------------------------------------------------------------------
@@ -259,8 +256,9 @@ def test_two_optimizers_leave_out_one_step_together(cluster, world_size):
     cluster.check(two_optimizers_body, world_size, 3)
 
 
+@pytest.mark.ranks(2)
 @without_warnings
-def foreign_body(group: Any) -> None:
+def test_parameters_outside_the_model_are_left_alone_too(group: Any) -> None:
     """An optimizer makes a step or does not, whatever else it holds."""
     model, other = wrap(net(), group), nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS["ours"]([*model.parameters(), other])
@@ -270,10 +268,6 @@ def foreign_body(group: Any) -> None:
         optimizer.step()
         assert torch.equal(other, torch.ones(3)) is (poison is not None)
         optimizer.zero_grad()
-
-
-def test_parameters_outside_the_model_are_left_alone_too(cluster):
-    cluster.check(foreign_body, 2)
 
 
 # ---- steps that end otherwise ---------------------------------------------------------------------------------------
@@ -311,8 +305,9 @@ def test_steps_with_a_closure(cluster, world_size, stage):
     cluster.check(closure_body, world_size, stage)
 
 
+@pytest.mark.ranks(2)
 @without_warnings
-def interrupted_body(group: Any) -> None:
+def test_a_step_that_fails_while_it_is_left_out(group: Any) -> None:
     """Gradients that were put aside for a step that then failed do not come back later."""
     model, clean = (wrap(net(), group) for _ in range(2))
     optimizers = [OPTIMIZERS["ours"](each.parameters()) for each in (model, clean)]
@@ -328,15 +323,12 @@ def interrupted_body(group: Any) -> None:
     assert_same("the next step", *map(state_of, (model, clean), optimizers))
 
 
-def test_a_step_that_fails_while_it_is_left_out(cluster):
-    cluster.check(interrupted_body, 2)
-
-
 # ---- one rank, where nothing is reduced -----------------------------------------------------------------------------
 
 
+@pytest.mark.ranks(1)
 @without_warnings
-def sparse_body(group: Any) -> None:
+def test_sparse_gradients_of_a_single_rank(group: Any) -> None:
     model = ShardLite(nn.Embedding(5, 3, sparse=True), group=group)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for value, changes in ((math.nan, False), (1.0, True)):
@@ -347,12 +339,9 @@ def sparse_body(group: Any) -> None:
         assert torch.equal(state_of(model, optimizer)["weight"], before) is not changes
 
 
-def test_sparse_gradients_of_a_single_rank(cluster):
-    cluster.check(sparse_body, 1)
-
-
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def unfrozen_body(group: Any) -> None:
+def test_a_gradient_of_a_parameter_that_was_unfrozen(group: Any) -> None:
     """A parameter that is trainable later is looked at too, even if no other one is."""
     module = net()
     module[4].requires_grad_(False)
@@ -365,13 +354,9 @@ def unfrozen_body(group: Any) -> None:
     assert model.skipped_steps == 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gradient_of_a_parameter_that_was_unfrozen(cluster, world_size):
-    cluster.check(unfrozen_body, world_size)
-
-
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def freed_body(group: Any) -> None:
+def test_looking_at_gradients_keeps_nothing_alive(group: Any) -> None:
     model = wrap(net(), group)
     optimizer = OPTIMIZERS["ours"](model.parameters())
     backward(model, group, 0, POISONS[0])
@@ -380,11 +365,6 @@ def freed_body(group: Any) -> None:
     del model, optimizer
     gc.collect()
     assert not [shard for shard in gone if shard() is not None]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_looking_at_gradients_keeps_nothing_alive(cluster, world_size):
-    cluster.check(freed_body, world_size)
 
 
 # ---- the warning of the first ---------------------------------------------------------------------------------------
@@ -407,7 +387,8 @@ def test_the_first_step_that_is_left_out_is_warned_of(cluster, world_size):
     cluster.check(first_body, world_size, {1: 3, 2: 0, 3: 2, 4: 1}[world_size])
 
 
-def as_error_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_the_warning_may_be_an_error(group: Any) -> None:
     """A warning that is an error leaves the gradients where they are, and the step out."""
     model = wrap(net(), group)
     optimizer = OPTIMIZERS["ours"](model.parameters())
@@ -417,10 +398,6 @@ def as_error_body(group: Any) -> None:
         optimizer.step()
     assert_same("after the error", state_of(model, optimizer), before)
     assert all(shard.grad is not None for shard in model.parameters())
-
-
-def test_the_warning_may_be_an_error(cluster):
-    cluster.check(as_error_body, 2)
 
 
 # ---- diagnosis ------------------------------------------------------------------------------------------------------

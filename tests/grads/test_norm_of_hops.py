@@ -191,7 +191,8 @@ def test_changed_gradients_have_the_norm_of_now(cluster, name):
     assert norms[0] == norms[1]
 
 
-def one_rank_body(group: Any) -> None:
+@pytest.mark.ranks(3)
+def test_ranks_may_differ_in_whether_theirs_still_hold(group: Any) -> None:
     """One rank alone has written to its gradients: the others need not know."""
     for stage in (1, 2, 3):
         model = made(group, stage)
@@ -199,10 +200,6 @@ def one_rank_body(group: Any) -> None:
             for shard in model.parameters():
                 shard.grad.mul_(2)
         assert_norm(f"stage {stage}", model)
-
-
-def test_ranks_may_differ_in_whether_theirs_still_hold(cluster):
-    cluster.check(one_rank_body, 3)
 
 
 class Branches(nn.Module):
@@ -216,7 +213,8 @@ class Branches(nn.Module):
         return self.layers[0](x)
 
 
-def unused_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_what_nobody_used_counts_as_zero(group: Any) -> None:
     """What no rank has used counts as zero."""
     for stage in some_stages(1, 3):
         model = ShardLite(Branches(), stage=stage, group=group)
@@ -227,14 +225,11 @@ def unused_body(group: Any) -> None:
         assert_norm(f"stage {stage}", model)
 
 
-def test_what_nobody_used_counts_as_zero(cluster):
-    cluster.check(unused_body, 2)
-
-
 # ---- numbers that are not ordinary ----------------------------------------------------------------------------------
 
 
-def huge_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_a_huge_gradient_is_not_taken_for_one_that_is_not_finite(group: Any) -> None:
     """Squares overflow, so the norm is infinite, as it is by a pass; but gradients are finite, and the step is made."""
     for stage in some_stages(0, 3):
         model = made(group, stage, scale=1e30)
@@ -248,11 +243,8 @@ def huge_body(group: Any) -> None:
             assert not model.clip_grad_norm_(1.0).isfinite()
 
 
-def test_a_huge_gradient_is_not_taken_for_one_that_is_not_finite(cluster):
-    cluster.check(huge_body, 2)
-
-
-def hybrid_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_replicas_have_the_norm_of_the_final_sum(group: Any) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     norms = []
     for stage in some_stages(0, 3):
@@ -262,10 +254,6 @@ def hybrid_body(group: Any) -> None:
             norms.append(model.clip_grad_norm_(1e9))
         same_bits(f"stage {stage}", norms[-1], norms[0])
         assert_norm(f"stage {stage}", model)
-
-
-def test_replicas_have_the_norm_of_the_final_sum(cluster):
-    cluster.check(hybrid_body, 4)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------

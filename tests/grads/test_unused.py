@@ -91,7 +91,8 @@ def tokens(step: int, rank: int, micro: int) -> list[int]:
     return routed(Turn(step, rank, micro)).tolist()
 
 
-def data_parallel_body(group):
+@pytest.mark.ranks(2)
+def test_gradients_are_there_where_data_parallel_has_them(group):
     """At two ranks a sum commutes, so plain SGD has the same bits."""
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     torch.manual_seed(0)
@@ -114,11 +115,8 @@ def data_parallel_body(group):
             torch.testing.assert_close(value, twin.module.state_dict()[name], rtol=0, atol=0)
 
 
-def test_gradients_are_there_where_data_parallel_has_them(cluster):
-    cluster.check(data_parallel_body, 2)
-
-
-def kept_body(group):
+@pytest.mark.ranks(2)
+def test_zeros_that_were_left_are_stepped_by(group):
     """`zero_grad(set_to_none=False)` leaves zeros, which an unused parameter keeps, and which are then stepped by."""
     results = []
     for make in (lambda module: ShardLite(module, group=group), lambda module: module):
@@ -136,10 +134,6 @@ def kept_body(group):
     (ours, weight), (theirs, expected) = results
     assert ours == theirs == 2
     torch.testing.assert_close(weight, expected, rtol=0, atol=0)
-
-
-def test_zeros_that_were_left_are_stepped_by(cluster):
-    cluster.check(kept_body, 2)
 
 
 def everything_unused_body(group):

@@ -58,17 +58,14 @@ def test_methods_and_outputs(cluster, loss, stage):
     cluster.check(through, 2, loss, stage)
 
 
-def outside(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_outside_of_a_pass_it_is_an_error(group: Any) -> None:
     model = ShardLite(nn.ModuleDict({"table": nn.Embedding(WORDS, WIDTH)}), group=group)
     assert "sharded" in repr(model.module.table.weight)
     assert model.module.table.weight.shape == (WORDS, WIDTH)
     for use in (lambda p: p.sum(), lambda p: p.T, lambda p: p.data, lambda p: nn.init.zeros_(p), lambda p: p * 2):
         with pytest.raises(LayoutError, match=r"parameter 'table\.weight' is sharded"):
             use(model.module.table.weight)
-
-
-def test_outside_of_a_pass_it_is_an_error(cluster):
-    cluster.check(outside, 2)
 
 
 # ---- writes through `.data` of shards --------------------------------------------------------------------------------
@@ -132,7 +129,14 @@ def shards_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def swaps(group: Any, of: Any, stage: int) -> None:
+def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
+    return dict(model.module.named_parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
+@pytest.mark.stages(2, 3)
+def test_former_data_keeps_its_values(group: Any, of: Any, stage: int) -> None:
     """Body of a rank: averages take the place of weights for a while, as a program does it that knows of no shards."""
     model = ShardLite(net(), group=group, stage=stage)
     with model.gathered() if of is whole_by_name else nullcontext():
@@ -155,17 +159,9 @@ def swaps(group: Any, of: Any, stage: int) -> None:
             same_bits(f"{name} restored", param.detach(), before[name])
 
 
-def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
-    return dict(model.module.named_parameters())
-
-
-@pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
-@pytest.mark.stages(2, 3)
-def test_former_data_keeps_its_values(cluster, of, stage):
-    cluster.check(swaps, 2, of, stage)
-
-
-def refused(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(0, 3)
+def test_data_that_would_change_something_else_is_refused(group: Any, stage: int) -> None:
     plain = net()
     plain[1].inner.bias._no_weight_decay = True
     model = ShardLite(plain, group=group, stage=stage)
@@ -181,11 +177,6 @@ def refused(group: Any, stage: int) -> None:
     del row
     shard.data = torch.zeros_like(before)
     assert not shard.any()
-
-
-@pytest.mark.stages(0, 3)
-def test_data_that_would_change_something_else_is_refused(cluster, stage):
-    cluster.check(refused, 2, stage)
 
 
 # ---- TorchScript ----------------------------------------------------------------------------------------------------
@@ -215,14 +206,11 @@ def on_width(model: Any, turn: Turn) -> Tensor:
         return model(torch.randn(4, WIDTH, generator=turn.generator())).square().mean()
 
 
-def scripted(group: Any, how: str, stage: int) -> None:
-    trained(partial(Scripted, how), on_width, group, stage=stage)
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("how", ["script", "trace"])
-def test_torchscript(cluster, how, stage):
-    cluster.check(scripted, 2, how, stage)
+def test_torchscript(group: Any, how: str, stage: int) -> None:
+    trained(partial(Scripted, how), on_width, group, stage=stage)
 
 
 class Outside(nn.Module):
@@ -237,20 +225,17 @@ class Outside(nn.Module):
         return self.inner(x)
 
 
-def one_script(group: Any, how: str, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_that_is_one_torchscript_module(group: Any, how: str, stage: int) -> None:
+    """It would run with what its shards are replaced by."""
     if stage > 0:
         with pytest.raises(LayoutError, match=r"the model is one TorchScript module, .* script its blocks instead"):
             ShardLite(Outside(how).inner, group=group, stage=stage)
     else:
         trained(lambda: Outside(how).inner, on_width, group, stage=stage)
     trained(partial(Outside, how), on_width, group, stage=stage)
-
-
-@pytest.mark.parametrize("how", ["script", "trace"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_model_that_is_one_torchscript_module(cluster, how, stage):
-    """It would run with what its shards are replaced by."""
-    cluster.check(one_script, 2, how, stage)
 
 
 # ---- what programs for one process do ------------------------------------------------------------------------------
@@ -333,7 +318,11 @@ def by_loop(model: ShardLite) -> None:
         param.grad = None
 
 
-def drops(group: Any, drop: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
+@pytest.mark.sample(2)
+def test_gradients_are_dropped(group: Any, drop: Any, stage: int) -> None:
     model = ShardLite(net(), group=group, stage=stage)
     with pytest.raises(LayoutError, match=r"give the gradient to the shard"):  # nothing steps by it
         next(model.module.parameters()).grad = torch.zeros(WIDTH, WIDTH)
@@ -351,13 +340,6 @@ def drops(group: Any, drop: Any, stage: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
-@pytest.mark.sample(2)
-def test_gradients_are_dropped(cluster, drop, stage):
-    cluster.check(drops, 2, drop, stage)
-
-
 # ---- functions of parameters ----------------------------------------------------------------------------------------
 
 
@@ -370,7 +352,9 @@ def adapted_loss(module: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(module, fast, (x.flip(0),)).square().mean()
 
 
-def adapts(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(0, 3)
+def test_a_model_may_be_called_with_other_parameters(group: Any, stage: int) -> None:
     plain = net()
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage)
@@ -386,11 +370,6 @@ def adapts(group: Any, stage: int) -> None:
             optimizer.zero_grad()
             losses.append(loss.detach())
         same_bits("loss", *losses)
-
-
-@pytest.mark.stages(0, 3)
-def test_a_model_may_be_called_with_other_parameters(cluster, stage):
-    cluster.check(adapts, 2, stage)
 
 
 def saves(group: Any, path: str) -> None:

@@ -131,7 +131,8 @@ class Choosing(nn.Module):
         return x
 
 
-def by_turns_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_training_and_evaluation_on_other_paths_by_turns(group: Any) -> None:
     """Training, evaluation and evaluation by parts by turns, each on another path in each step, alike on all ranks."""
     pair = Pair(Choosing, group)
 
@@ -147,10 +148,6 @@ def by_turns_body(group: Any) -> None:
             for path in ([4, 0], [1], [step % 5, 3, 3]):
                 same_bits(f"step {step}, evaluated", pair.model(x, path), pair.twin(x, path))
             same_bits("a block", pair.model.module.blocks[2](x), pair.twin.module.blocks[2](x))
-
-
-def test_training_and_evaluation_on_other_paths_by_turns(cluster):
-    cluster.check(by_turns_body, 2)
 
 
 class Viewed(Residual):
@@ -174,22 +171,22 @@ class InPlace(nn.Module):
         return x
 
 
-def in_place_body(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_outputs_that_are_views_may_be_changed_in_place(group: Any, stage: int) -> None:
     """Nothing hangs on the outputs of units, so nothing is lost where they are replaced."""
     pair = Pair(InPlace, group, stage=stage)
     for _ in range(3):
         pair.step(lambda model, turn: model(torch.randn(3, WIDTH, generator=turn.generator())).square().mean())
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_outputs_that_are_views_may_be_changed_in_place(cluster, stage):
-    cluster.check(in_place_body, 2, stage)
-
-
 # ---- races ----------------------------------------------------------------------------------------------------------
 
 
-def hybrid_survives(group: Any, stage: int) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
+def test_hybrid_sharding_survives_late_messages_and_reused_memory(group: Any, stage: int) -> None:
     """Body of a rank: large units, late messages and reused memory, where sums go over replicas as well."""
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
@@ -204,16 +201,11 @@ def hybrid_survives(group: Any, stage: int) -> None:
             pair.step(on_rows, ("sharded", "local", "step"))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.slow
-def test_hybrid_sharding_survives_late_messages_and_reused_memory(cluster, stage):
-    cluster.check(hybrid_survives, 4, stage)
-
-
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-def late_optimizer_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_an_optimizer_may_be_built_after_the_model_was_used(group: Any) -> None:
     """The model has run, forward and backward, before there is an optimizer."""
     for stage in some_stages(1, 3):
         for make in (lambda params: AdamW(params, lr=0.1), lambda params: optim.SGD(params, lr=0.1)):
@@ -235,10 +227,6 @@ def late_optimizer_body(group: Any) -> None:
             for name, value in model.full_state_dict().items():  # sizes are multiples of 16: no tail is rounded apart
                 same_bits(name, value, twin.state_dict()[name])
                 assert not torch.equal(value, before[name])
-
-
-def test_an_optimizer_may_be_built_after_the_model_was_used(cluster):
-    cluster.check(late_optimizer_body, 2)
 
 
 def small_updates_body(group: Any) -> tuple[float, float]:
@@ -265,7 +253,8 @@ def test_small_updates_of_a_bf16_model_are_not_lost(cluster):
         assert abs(ours - 1e-3) <= 10 * 2**-24
 
 
-def repeated_body(group: Any) -> None:
+@pytest.mark.ranks(2, WIDE)
+def test_a_run_can_be_repeated_to_the_bit(group: Any) -> None:
     """Two runs, the second with late messages, shorter ones, and another number of buffers."""
     runs = []
     for prefetch, messages, delays in ((1, nullcontext(), nullcontext()), (3, short_messages(2048), late_messages(5))):
@@ -289,11 +278,6 @@ def repeated_body(group: Any) -> None:
         same_bits(f"loss or norm {i}", other, one)
     for name, value in weights.items():
         same_bits(name, weights_again[name], value)
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_a_run_can_be_repeated_to_the_bit(cluster, world_size):
-    cluster.check(repeated_body, world_size)
 
 
 # ---- saving and going on --------------------------------------------------------------------------------------------
@@ -419,7 +403,8 @@ def test_weights_go_to_any_number_of_ranks_and_optimizer_state_to_the_same_numbe
     assert cluster.run(wrong_size_body, 4, [*states, *states]) == [True] * 4
 
 
-def alone_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_the_state_of_an_optimizer_is_saved_by_each_rank_alone(group: Any) -> None:
     """Only rank 0 saves its optimizer: no other rank is needed for that, and nothing is sent."""
     model = ShardLite(net(), group=group)
     optimizer = AdamW(model.parameters())
@@ -434,10 +419,6 @@ def alone_body(group: Any) -> None:
     optimizer.zero_grad()
     square(model).backward()
     optimizer.step()
-
-
-def test_the_state_of_an_optimizer_is_saved_by_each_rank_alone(cluster):
-    cluster.check(alone_body, 2)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -58,14 +58,10 @@ def test_a_kept_view_is_right_and_reported_once(cluster):
         assert buffers == 0  # the backward is over
 
 
-def kept_parameter_body(group):
+@pytest.mark.ranks(2, WIDE)
+def test_a_kept_parameter_is_right(group):
     """The parameter itself, kept as an attribute, is gathered when the backward uses it."""
     compare(keeping(view=False), square, group, prefetch=0)
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_a_kept_parameter_is_right(cluster, world_size):
-    cluster.check(kept_parameter_body, world_size)
 
 
 class ReturnsParameter(nn.Module):
@@ -89,13 +85,10 @@ class Queries(nn.Module):
         return torch.stack([x * query for query in queries]).sum(0)
 
 
-def returned_body(group):
+@pytest.mark.ranks(2)
+def test_a_block_that_returns_a_view_of_its_parameter_is_right(group):
     with pytest.warns(EscapedViewWarning, match="outlived"):
         compare(Queries(), square, group, prefetch=0)
-
-
-def test_a_block_that_returns_a_view_of_its_parameter_is_right(cluster):
-    cluster.check(returned_body, 2)
 
 
 class RawSave(nn.Module):
@@ -116,7 +109,8 @@ def _same_version(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-def raw_save_body(group):
+@pytest.mark.ranks(2)
+def test_a_weight_saved_around_the_hooks_is_an_error(group):
     """A weight saved around our hooks has another version after its release: PyTorch's own check tells."""
     model = ShardLite(nn.Sequential(*(RawSave() for _ in range(4))), group=group, prefetch=0)
     loss = model(batch()).square().mean()
@@ -124,11 +118,8 @@ def raw_save_body(group):
         loss.backward()
 
 
-def test_a_weight_saved_around_the_hooks_is_an_error(cluster):
-    cluster.check(raw_save_body, 2)
-
-
-def no_false_alarm_body(group):
+@pytest.mark.ranks(2)
+def test_ordinary_layers_give_no_false_alarm(group):
     """Nothing escapes from ordinary layers (a warning would be an error here)."""
 
     class Attention(nn.Module):
@@ -150,7 +141,3 @@ def no_false_alarm_body(group):
         twin(x).square().mean().backward()
         model(x).square().mean().backward()
         assert_gradients_equal(model, twin)
-
-
-def test_ordinary_layers_give_no_false_alarm(cluster):
-    cluster.check(no_false_alarm_body, 2)

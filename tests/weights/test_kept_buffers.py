@@ -382,7 +382,9 @@ BITS: dict[str, dict[str, Any]] = {
 }
 
 
-def bits_body(group: Any, name: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [slow(n) if n in ("stage 2", "no prefetch") else n for n in BITS])
+def test_bits_are_those_of_the_twin(group: Any, name: str) -> None:
     with as_on_a_gpu():
         pair = Pair(untied, group, **BITS[name])
     assert pair.model._reducer.on_stream
@@ -393,8 +395,3 @@ def bits_body(group: Any, name: str) -> None:
     pair.evaluate(on_tokens)
     pair.step(on_tokens)
     assert spare(pair.model) or BITS[name].get("stage", 3) < 3
-
-
-@pytest.mark.parametrize("name", [slow(n) if n in ("stage 2", "no prefetch") else n for n in BITS])
-def test_bits_are_those_of_the_twin(cluster, name):
-    cluster.check(bits_body, 2, name)

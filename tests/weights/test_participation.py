@@ -116,13 +116,10 @@ def test_lower_stages_have_all_weights_anyway(cluster, stage):
     cluster.check(route_body, 2, layer_drop, stage=stage)
 
 
-def hybrid_body(group):
+@pytest.mark.ranks(4)
+def test_in_a_hybrid(group):
     mesh = init_device_mesh("cpu", (2, 2))
     route_body(mesh, layer_drop, 3, replicas=2)
-
-
-def test_in_a_hybrid(cluster):
-    cluster.check(hybrid_body, 4)
 
 
 def cost_body(group, steps):
@@ -191,14 +188,11 @@ def test_ranks_that_do_the_same_talk_twice_per_step(cluster):
         assert counts[2:] == [(2, 2 * 20)] * 3
 
 
-def lengths_body(group):
+@pytest.mark.ranks(4)
+def test_different_numbers_of_forwards_inside_gathered(group):
     """Ranks generate answers of different lengths: inside `gathered()` no rank waits for another."""
     model = ShardLite(Branching(), group=group)
     with model.gathered(writeback=False), torch.no_grad():
         for _ in range(1 + 3 * group.rank()):
             model(torch.ones(2, WIDTH), [0, 1, 2], False)
     model(torch.ones(2, WIDTH), [0, 1, 2], False).sum().backward()
-
-
-def test_different_numbers_of_forwards_inside_gathered(cluster):
-    cluster.check(lengths_body, 4)

@@ -196,17 +196,14 @@ def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(cluster, n
     cluster.check(training_body, world_size, name)
 
 
-def dtypes_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_dtypes_that_have_no_codes_are_gathered_as_ever(group: Any) -> None:
     """Frozen weights are coded as they are kept; fp64 is gathered as it is."""
     pair = QuantizedPair(MixedDtypes, group)
     quantized = {flat.layout.dtype: flat.quantized for unit in pair.model._units for flat in unit.flats}
     assert quantized == {torch.float64: False, torch.float32: True}
     for _ in range(3):
         pair.step(on_rows)
-
-
-def test_dtypes_that_have_no_codes_are_gathered_as_ever(cluster):
-    cluster.check(dtypes_body, 2)
 
 
 class Counting(nn.Module):
@@ -223,14 +220,11 @@ class Counting(nn.Module):
         return self.linear(x * self.gain + self.shift) + self.empty.sum()
 
 
-def kinds_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_integers_and_empty_parameters(group: Any) -> None:
     pair = QuantizedPair(lambda: nn.Sequential(Counting(), Counting()), group)
     for _ in range(2):
         pair.step(on_rows)
-
-
-def test_integers_and_empty_parameters(cluster):
-    cluster.check(kinds_body, 2)
 
 
 def rule_body(group: Any) -> list[str]:
@@ -266,7 +260,8 @@ def test_ranks_may_take_different_branches(cluster, route, world_size):
     cluster.check(route_body, world_size, route)
 
 
-def mixed_route_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_branches_of_units_of_which_some_are_quantized(group: Any) -> None:
     """A rank takes part in quantized gathers and others."""
     route_body(
         group,
@@ -276,18 +271,11 @@ def mixed_route_body(group: Any) -> None:
     )
 
 
-def test_branches_of_units_of_which_some_are_quantized(cluster):
-    cluster.check(mixed_route_body, 2)
-
-
-def hybrid_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_in_a_hybrid(group: Any) -> None:
     pair = QuantizedPair(LanguageModel, init_device_mesh("cpu", (2, 2)), replicas=2)
     for _ in range(2):
         pair.step(on_tokens)
-
-
-def test_in_a_hybrid(cluster):
-    cluster.check(hybrid_body, 4)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -361,7 +349,9 @@ def test_the_bench_compares_losses_and_bytes(cluster):
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
-def writeback_body(group: Any, precision: Precision) -> None:
+@PRECISIONS
+@pytest.mark.ranks(2, WIDE)
+def test_writing_back_keeps_all_digits_of_what_was_not_written(group: Any, precision: Precision) -> None:
     model = ShardLite(LanguageModel(tied=False), group=group, precision=replace(precision, quantized_gather=True))
     before = model.full_state_dict()
     with model.gathered():
@@ -384,13 +374,8 @@ def writeback_body(group: Any, precision: Precision) -> None:
     same_bits("what is gathered then", got, read_back(as_sent(kept, precision), precision.compute))
 
 
-@PRECISIONS
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_writing_back_keeps_all_digits_of_what_was_not_written(cluster, world_size, precision):
-    cluster.check(writeback_body, world_size, precision)
-
-
-def ema_body(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_a_moving_average_keeps_all_digits(group: Any) -> None:
     """The average is of the weights that are kept, and is quantized when it is computed with."""
     model = ShardLite(LanguageModel(tied=False), group=group, precision=Precision(quantized_gather=True))
     optimizer, ema = AdamW(model.parameters()), EMA(model, decay=0.5)
@@ -409,10 +394,6 @@ def ema_body(group: Any) -> None:
         same_bits(f"the average of {name}", average, expected[name])
     for name, weight in model.full_state_dict().items():
         same_bits(name, weight, kept[name])
-
-
-def test_a_moving_average_keeps_all_digits(cluster):
-    cluster.check(ema_body, 2)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

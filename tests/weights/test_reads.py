@@ -140,15 +140,12 @@ def on_words(model: Any, turn: Turn) -> Tensor:
 MODELS = (AttentionPool, WeightNormedHead, Lists, SharedTable, ReadsAnother, Orthogonal, TensorHook, BackwardHook)
 
 
-def follows(group: Any, make: Any, stage: int) -> None:
-    trained(make, on_words, group, stage=stage, units=UNITS)
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.sample(2)
-def test_programs_that_read_weights(cluster, make, stage):
-    cluster.check(follows, 2, make, stage)
+def test_programs_that_read_weights(group: Any, make: Any, stage: int) -> None:
+    trained(make, on_words, group, stage=stage, units=UNITS)
 
 
 # ---- hooks that are registered after wrapping ------------------------------------------------------------------------
@@ -173,7 +170,10 @@ def after_all(module: Trunk) -> None:
 HOOKS = (before_block, after_block, before_all, after_all)
 
 
-def hooked(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_registered_after_wrapping(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
     pair = Pair(Trunk, group, stage=stage, units=UNITS)
     for each in (pair.model, pair.twin):
         register(each.module)
@@ -181,13 +181,9 @@ def hooked(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
         pair.step(on_words)
 
 
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("register", HOOKS)
-def test_hooks_registered_after_wrapping(cluster, register, stage):
-    cluster.check(hooked, 2, register, stage)
-
-
-def hooked_around(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(1, 3)
+def test_hooks_of_the_wrapper(group: Any, stage: int) -> None:
     """Hooks of the wrapper itself run around its forward."""
     pair = Pair(Trunk, group, stage=stage, units=UNITS)
     for each in (pair.model, pair.twin.module):
@@ -196,11 +192,6 @@ def hooked_around(group: Any, stage: int) -> None:
         each.register_forward_pre_hook(lambda _, args, m=trunk: (args[0] + int(m.table.weight.mean() > 9),))
     for _ in range(3):
         pair.step(on_words)
-
-
-@pytest.mark.stages(1, 3)
-def test_hooks_of_the_wrapper(cluster, stage):
-    cluster.check(hooked_around, 2, stage)
 
 
 class Recursive(nn.Module):

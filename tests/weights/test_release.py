@@ -198,7 +198,8 @@ def test_a_block_twice_under_reentrant_checkpointing_is_reduced_once(cluster):
         assert sorted(reductions) == ["reduce blocks.0", "reduce blocks.1"]
 
 
-def two_losses_body(group):
+@pytest.mark.ranks(2)
+def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(group):
     """Two forwards, two backwards, and a block that each calls twice."""
     plain = CallsBlocks(0, 0, 1, 1)
     twin = copy.deepcopy(plain)
@@ -211,10 +212,6 @@ def two_losses_body(group):
             assert_gradients_equal(model, twin)
             model.zero_grad()
             twin.zero_grad()
-
-
-def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(cluster):
-    cluster.check(two_losses_body, 2)
 
 
 def nested_reentrant_body(group):

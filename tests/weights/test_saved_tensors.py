@@ -31,7 +31,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def outside_body(group):
+@pytest.mark.ranks(2)
+def test_a_loss_on_a_weight_gathered_by_hand(group):
     """A loss on a weight that was gathered by hand, used outside any forward."""
 
     def loss(model: nn.Module) -> Tensor:
@@ -42,10 +43,6 @@ def outside_body(group):
             return out + (model.module.head.weight @ model.module.head.weight.T).square().mean()
 
     compare(Net(), loss, group)
-
-
-def test_a_loss_on_a_weight_gathered_by_hand(cluster):
-    cluster.check(outside_body, 2)
 
 
 def offload_outside_body(group):
@@ -119,15 +116,12 @@ class InPlace(nn.Module):
         return self.blocks[1](s)
 
 
-def in_place_body(group, stage):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_in_place_changes_of_saved_activations_are_errors(group, stage):
     model = ShardLite(InPlace(), group=group, stage=stage)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(batch()).sum().backward()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_in_place_changes_of_saved_activations_are_errors(cluster, stage):
-    cluster.check(in_place_body, 2, stage)
 
 
 def leak_body(group):
@@ -151,7 +145,9 @@ def test_saved_activations_do_not_leak(cluster):
     assert cluster.run(leak_body, 2) == [(True, True)] * 2
 
 
-def step_between_body(group, stage):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_between_forward_and_backward_is_an_error(group, stage):
     net = Net()
     model = ShardLite(net, group=group, stage=stage)
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -166,11 +162,6 @@ def step_between_body(group, stage):
     twin(batch()).sum().backward()
     model(batch()).sum().backward()
     assert_gradients_equal(model, twin)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_between_forward_and_backward_is_an_error(cluster, stage):
-    cluster.check(step_between_body, 2, stage)
 
 
 def retain_body(group):

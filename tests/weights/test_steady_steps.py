@@ -4,6 +4,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -81,7 +82,8 @@ def test_no_rank_waits_in_a_step_for_the_rounds_of_another(cluster):
         cluster.check(held_body, 2, which)
 
 
-def behind_body(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_is_served_by_ranks_that_are_a_pass_ahead(group: dist.ProcessGroup) -> None:
     """Rank 1 needs two blocks that the order does not have, while rank 0 is in the backward."""
     gradients = []
     for stage in (3, 2):
@@ -105,7 +107,3 @@ def behind_body(group: dist.ProcessGroup) -> None:
     assert any("blocks.1" in name and grad.numel() and grad.any() for name, grad in gradients[0].items())
     for name, grad in gradients[0].items():
         assert torch.equal(grad, gradients[1][name]), name
-
-
-def test_a_rank_is_served_by_ranks_that_are_a_pass_ahead(cluster):
-    cluster.check(behind_body, 2)

@@ -105,7 +105,9 @@ def test_what_a_forward_writes_is_kept(cluster, kind, stage):
     cluster.check(keeps, 2, kind, stage)
 
 
-def keeps_in_bf16(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_not_written_keeps_its_digits(group: Any, stage: int) -> None:
     """Body of a rank: what was not written keeps the digits of its master."""
     model = ShardLite(Clamped(), group=group, stage=stage, precision=Precision(compute=torch.bfloat16))
     before = model.full_state_dict()["weight"]
@@ -119,12 +121,9 @@ def keeps_in_bf16(group: Any, stage: int) -> None:
     assert not inside.all()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_is_not_written_keeps_its_digits(cluster, stage):
-    cluster.check(keeps_in_bf16, 2, stage)
-
-
-def assigns_inside(group: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(2, 3)
+def test_what_is_assigned_inside_gathered_is_kept(group: Any, stage: int) -> None:
     model = ShardLite(Codebook(), group=group, stage=stage)
     with model.gathered():
         model.module.codes.data = torch.ones(5, WIDTH)
@@ -132,11 +131,6 @@ def assigns_inside(group: Any, stage: int) -> None:
     full = model.full_state_dict()
     assert torch.equal(full["codes"], torch.ones(5, WIDTH))
     assert torch.equal(full["out.bias"], torch.full((WIDTH,), 2.0))
-
-
-@pytest.mark.stages(2, 3)
-def test_what_is_assigned_inside_gathered_is_kept(cluster, stage):
-    cluster.check(assigns_inside, 2, stage)
 
 
 class Scaled(nn.Module):
@@ -162,7 +156,10 @@ class Scaled(nn.Module):
         weight.add_(1.0)
 
 
-def assigns_what_it_computes(group: Any, change: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
+def test_what_was_computed_from_former_data_may_be_assigned(group: Any, change: Any, stage: int) -> None:
     """Body of a rank: a module changes its weights in the same way, wrapped or not."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Scaled() for _ in range(3)))
@@ -180,13 +177,8 @@ def assigns_what_it_computes(group: Any, change: Any, stage: int) -> None:
         same_bits(name, full[name], value)
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
-def test_what_was_computed_from_former_data_may_be_assigned(cluster, change, stage):
-    cluster.check(assigns_what_it_computes, 2, change, stage)
-
-
-def lost_outside(group: Any) -> None:
+@pytest.mark.ranks(2)
+def test_what_would_be_lost_is_refused(group: Any) -> None:
     """Where the shards are other memory, a write into full weights between passes would be lost."""
     for stage, precision in ((3, Precision()), (2, Precision(compute=torch.bfloat16))):
         model = ShardLite(nn.Linear(4, 4), group=group, stage=stage, precision=precision)
@@ -194,7 +186,3 @@ def lost_outside(group: Any) -> None:
             model(torch.ones(1, 4))
         with pytest.raises(LayoutError, match="parameter 'weight' is sharded"):
             model.module.weight.data.fill_(1.0)
-
-
-def test_what_would_be_lost_is_refused(cluster):
-    cluster.check(lost_outside, 2)

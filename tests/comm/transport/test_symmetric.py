@@ -69,12 +69,9 @@ def test_bodies_for_gpus_pass_on_the_cpu(body, size):
     assert run_played(body, size, CPU) == [None] * size
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_the_training_for_gpus_passes_on_the_cpu(cluster, in_backward):
-    cluster.check(train_twice, 2, in_backward)
-
-
-def train_twice(group, in_backward):
+def test_the_training_for_gpus_passes_on_the_cpu(group, in_backward):
     for name, weight in on_cuda.trained(group, CPU, "p2p", in_backward=in_backward).items():
         other = on_cuda.trained(group, CPU, "shared_memory", in_backward=in_backward)
         on_cuda.assert_equal_bits(weight, other[name])

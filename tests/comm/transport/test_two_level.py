@@ -250,7 +250,11 @@ def two_level_mean(node, of):
     return mean
 
 
-def train_at_every_stage(group, name, recipe):
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("plain", "adamw"), ("mlp", "sgd"), slow("mixed", "adamw"), slow("frozen", "adamw")]
+)
+def test_every_stage_has_the_bits_of_the_written_out_order(group, name, recipe):
     make, loss = {**MODELS, "mlp": (partial(MLP, [7, 33, 5]), on_rows)}[name]
     for stage in STAGES:
         with hosts_of(2):
@@ -261,24 +265,14 @@ def train_at_every_stage(group, name, recipe):
         pair.step(loss, ("local", "step"), clip=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"), [("plain", "adamw"), ("mlp", "sgd"), slow("mixed", "adamw"), slow("frozen", "adamw")]
-)
-def test_every_stage_has_the_bits_of_the_written_out_order(cluster, name, recipe):
-    cluster.check(train_at_every_stage, 4, name, recipe)
-
-
-def train_both_ways(group, stage, in_backward, options):
-    with hosts_of(2):
-        train_over_both(group, stage, "hierarchical", in_backward, {}, options)
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("stage", "in_backward", "options"),
     [(3, True, {"precision": NARROW_WIRE}), (2, False, {}), slow(0, True, {}), slow(3, True, {})],
 )
-def test_training_has_the_bits_of_messages(cluster, stage, in_backward, options):
-    cluster.check(train_both_ways, 4, stage, in_backward, options)
+def test_training_has_the_bits_of_messages(group, stage, in_backward, options):
+    with hosts_of(2):
+        train_over_both(group, stage, "hierarchical", in_backward, {}, options)
 
 
 def traffic_of(group):
