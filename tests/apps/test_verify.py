@@ -172,7 +172,8 @@ def test_replicas_cast_as_sharded_models_do(cluster, name, precision, world_size
     assert [row.quantity for row in judged] == ["loss of step 1"] * (not casts) + ["gradients of step 1"]
 
 
-def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@pytest.mark.ranks(2)
+def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(group: Any) -> None:
     """Body of a rank: a bf16 model that `DistributedDataParallel` does not take."""
     task = Task(
         make_model=lambda: Rows(Context(reentrant=True)).bfloat16(),
@@ -185,12 +186,8 @@ def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         seed=0,
         group=group,
     )
-    return twins.sharded(task, 3).weights, twins.replicated(task, simple_mean)[0].weights
-
-
-def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(cluster):
-    for ours, theirs in cluster.run(train_apart, 2):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    ours, theirs = twins.sharded(task, 3).weights, twins.replicated(task, simple_mean)[0].weights
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def wrong_precision(group: Any, **wrong: torch.dtype) -> Report:
@@ -447,21 +444,18 @@ def test_a_model_that_knows_its_number_of_ranks_is_found_out(cluster):
     assert changing[:2] == ("from 2 to 1 ranks", "BEYOND ITS BOUND")
 
 
-def cannot_be_compared(group: Any, message: str) -> None:
-    """Body of a rank."""
-    with pytest.raises(LayoutError, match=message):
-        verify(droppy, rows(6), 1, group=group, elastic=True)
-
-
 @pytest.mark.parametrize(
-    ("world_size", "message"),
+    ("group", "message"),
     [
         (3, r"verify\(elastic=True\) compares powers of two of ranks, got 3 ranks"),
         (1, "PyTorch calls all 2 of the program: leave group=None, instead of a group of 1"),
     ],
+    indirect=["group"],
 )
-def test_ranks_that_cannot_be_compared_are_refused(cluster, world_size, message):
-    cluster.check(cannot_be_compared, world_size, message)
+def test_ranks_that_cannot_be_compared_are_refused(group: Any, message: str) -> None:
+    """Body of a rank."""
+    with pytest.raises(LayoutError, match=message):
+        verify(droppy, rows(6), 1, group=group, elastic=True)
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

@@ -57,14 +57,11 @@ def test_the_command_has_a_row_for_each_system(cluster, tmp_path):
     assert state <= ddp["peak_bytes"] - ddp["activation_bytes"] <= 1.5 * state
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.slow
-def test_a_gpt_is_measured_alike_on_every_rank(cluster):
-    for rows in cluster.run(_measure_gpt, 2):
-        assert_complete(rows)
-
-
-def _measure_gpt(group):
-    return step.measure(TINY_GPT, SYSTEMS, 2, group)
+def test_a_gpt_is_measured_alike_on_every_rank(group):
+    rows = step.measure(TINY_GPT, SYSTEMS, 2, group)
+    assert_complete(rows)
 
 
 @pytest.mark.parametrize("wrong", ["learning rate", "gradient scale", "a parameter that is not stepped"])
@@ -105,8 +102,7 @@ def _verify_floor(group):
 
 
 def test_an_equal_result_needs_half_of_the_tolerance_at_most(cluster):
-    shares = cluster.run(_verify_ddp, 1)[0]
-    assert 0 < shares["ddp"] < 0.5
+    assert 0 < cluster.run(_verify_ddp, 1)[0]["ddp"] < 0.5
 
 
 def _verify_ddp(group):
@@ -167,18 +163,13 @@ def test_a_setting_is_verified_and_stands_in_its_rows(cluster, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_all_systems_pass_in_all_settings(cluster, ranks):
-    for shares in cluster.run(_verify_all, ranks):
-        assert max(shares.values()) <= 1
-
-
-def _verify_all(group):
+@pytest.mark.ranks(1, 2)
+def test_all_systems_pass_in_all_settings(group):
     found = {}
     for setting in settings(["fp32", "bf16"], [1, 4], [None, 1.0]):
         shares = verify(setting.workload(TINY_GPT), systems_in(setting), group, setting)
         found |= {f"{name}, {setting.words}": share for name, share in shares.items()}
-    return found
+    assert max(found.values()) <= 1
 
 
 def test_only_some_systems_train_in_each_setting():
@@ -234,16 +225,13 @@ def test_several_settings_have_a_column_each():
     assert table.startswith("Tokens per second of 1 ranks together; A model per rank")
 
 
-def test_the_cost_of_detection_is_measured_on_equal_training(cluster):
-    for row in cluster.run(_detection, 2):
-        assert row["model"] == TINY.name
-        assert row["talks_cpu_ms"] > 0
-        rounded = {"rel": 0.01, "abs": 1e-3 / row["cpu_ms_p50_without"]}  # a microsecond is a large part of little
-        assert row["talks_share"] == pytest.approx(row["talks_cpu_ms"] / row["cpu_ms_p50_without"], **rounded)
-
-
-def _detection(group):
-    return detection.measure(TINY, 2, group)
+@pytest.mark.ranks(2)
+def test_the_cost_of_detection_is_measured_on_equal_training(group):
+    row = detection.measure(TINY, 2, group)
+    assert row["model"] == TINY.name
+    assert row["talks_cpu_ms"] > 0
+    rounded = {"rel": 0.01, "abs": 1e-3 / row["cpu_ms_p50_without"]}  # a microsecond is a large part of little
+    assert row["talks_share"] == pytest.approx(row["talks_cpu_ms"] / row["cpu_ms_p50_without"], **rounded)
 
 
 def test_workloads_are_the_same_each_time():

@@ -111,17 +111,14 @@ def test_the_figure_says_why_ranks_that_share_cores_are_slow(rows, tmp_path, cor
     assert words in text if words else "ranks share" not in text
 
 
-def test_both_modes_are_verified_and_timed(cluster):
-    for found in cluster.run(_measure, 2):
-        assert [(row["mode"], row["ranks"]) for row in found] == [("weak", 2), ("strong", 2)]
-        for row in found:
-            items = 2 * 4 if row["mode"] == "weak" else 4
-            assert row["per_second"] == pytest.approx(items / row["ms_p50"] * 1e3, rel=0.02)
-
-
-def _measure(group):
+@pytest.mark.ranks(2)
+def test_both_modes_are_verified_and_timed(group):
     torch.set_num_threads(1)
-    return run.measure(TINY, 1, group)
+    found = run.measure(TINY, 1, group)
+    assert [(row["mode"], row["ranks"]) for row in found] == [("weak", 2), ("strong", 2)]
+    for row in found:
+        items = 2 * 4 if row["mode"] == "weak" else 4
+        assert row["per_second"] == pytest.approx(items / row["ms_p50"] * 1e3, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,10 @@ def initialized(model: nn.Module) -> nn.Module:
     return model
 
 
-def trains_like_one_with_memory(group: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "group"), [*(case(name, 2) for name in PRETRAINED), case("llama", 4)], indirect=["group"]
+)
+def test_a_model_born_on_meta_is_one_born_with_memory(group: Any, name: str) -> None:
     """Body of a rank: born with the weights and buffers of a model that always had memory, and trained like it."""
     architecture = ARCHITECTURES[name]
     model = on_meta(architecture.make)
@@ -66,11 +69,6 @@ def trains_like_one_with_memory(group: Any, name: str) -> None:
         optimizer.zero_grad()
     for (key, got), shard in zip(model.named_parameters(), pair.model.parameters(), strict=True):
         same_bits(key, got, shard)
-
-
-@pytest.mark.parametrize(("name", "world_size"), [*(case(name, 2) for name in PRETRAINED), case("llama", 4)])
-def test_a_model_born_on_meta_is_one_born_with_memory(cluster, name, world_size):
-    cluster.check(trains_like_one_with_memory, world_size, name)
 
 
 def weights_only(module: nn.Module) -> None:

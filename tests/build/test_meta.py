@@ -126,8 +126,12 @@ def train(model: ShardLite) -> list[float]:
     return losses
 
 
-def born_body(group, stage, compute):
-    """A model on meta gets the values of a plain construction, and trains as a model that was given these."""
+@pytest.mark.parametrize(
+    ("group", "compute"), [(2, None), (2, torch.bfloat16), (1, None), (3, None)], ids=str, indirect=["group"]
+)
+@pytest.mark.stages(1, 3)
+def test_a_model_on_meta_becomes_the_plain_one(group, stage, compute):
+    """A model on meta gets the values of a plain construction, and trains like a model with these values."""
     options = {"group": group, "stage": stage, "units": Block, "precision": Precision(compute=compute)}
     twin = seeded(Zoo)
     model = on_meta(Zoo)
@@ -143,13 +147,6 @@ def born_body(group, stage, compute):
     assert [each.dtype for each in model.buffers()] == [each.dtype for each in plain.buffers()]
     assert train(model) == train(plain)
     assert_same(model.full_state_dict(), plain.full_state_dict())
-
-
-@pytest.mark.parametrize(("ranks", "compute"), [(2, None), (2, torch.bfloat16), (1, None), (3, None)], ids=str)
-@pytest.mark.stages(1, 3)
-def test_a_model_on_meta_becomes_the_plain_one(cluster, stage, ranks, compute):
-    """On any number of ranks."""
-    cluster.check(born_body, ranks, stage, compute)
 
 
 class Layers(nn.Sequential):

@@ -123,24 +123,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]) -> None:
-    """20 steps straight are 10 steps, a checkpoint, and 10 more."""
-    straight = Run(group, state, OPTIMIZERS[optimizer], **options).train(range(10))
-    place = straight.save(path, step=10)
-    assert place == path / "step-00000010" == latest(path)
-    straight.train(range(10, 20))
-    resumed = Run(group, state, OPTIMIZERS[optimizer], seed=1, **options)
-    random.seed(3)
-    found = resumed.load(path)
-    assert found["rank"] == resumed.rank
-    assert found["nested"]["data"] == [1, (2.5, "x")]
-    assert found["nested"]["t"].tolist() == [1, 1]
-    assert found["schedule"] is resumed.schedule
-    resumed.train(range(10, 20)).assert_like(straight)
-
-
 @pytest.mark.parametrize(
-    ("world_size", "state", "optimizer", "options"),
+    ("group", "state", "optimizer", "options"),
     [
         (2, "fp32", "ours", {}),
         (2, "bf16", "ours", {"stage": 1}),
@@ -155,10 +139,25 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
         slow(3, "fp32", "foreach", {}),
         slow(2, "fp32", "ours", {"precision": Precision(quantized_gather=True)}),
     ],
+    indirect=["group"],
 )
 @pytest.mark.sample(2)
-def test_a_run_goes_on_with_the_same_bits(cluster, tmp_path, world_size, state, optimizer, options):
-    cluster.check(resumes_body, world_size, tmp_path, state, optimizer, options)
+def test_a_run_goes_on_with_the_same_bits(
+    group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]
+) -> None:
+    """20 steps straight are 10 steps, a checkpoint, and 10 more."""
+    straight = Run(group, state, OPTIMIZERS[optimizer], **options).train(range(10))
+    place = straight.save(path, step=10)
+    assert place == path / "step-00000010" == latest(path)
+    straight.train(range(10, 20))
+    resumed = Run(group, state, OPTIMIZERS[optimizer], seed=1, **options)
+    random.seed(3)
+    found = resumed.load(path)
+    assert found["rank"] == resumed.rank
+    assert found["nested"]["data"] == [1, (2.5, "x")]
+    assert found["nested"]["t"].tolist() == [1, 1]
+    assert found["schedule"] is resumed.schedule
+    resumed.train(range(10, 20)).assert_like(straight)
 
 
 @pytest.mark.ranks(4)
@@ -426,8 +425,10 @@ def deep(group: Any, state: str) -> tuple[ShardLite, AdamW]:
     return model, optimizer
 
 
-def peaks_body(group: Any, path: Path, state: str) -> list[int]:
-    """Return how many bytes of tensors saving and loading take at most above those before."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("state", [slow("fp32"), "int8"])
+def test_saving_and_loading_take_memory_for_one_tensor(group: Any, path: Path, state: str) -> None:
+    """At most its two decoded moments, a copy for the file or from it, and the states of generators."""
     model, optimizer = deep(group, state)
     peaks = []
     for act in (save, load):
@@ -435,14 +436,7 @@ def peaks_body(group: Any, path: Path, state: str) -> list[int]:
             before = meter.live
             act(path, model, optimizer)
             peaks.append(meter.peak - before)
-    return peaks
-
-
-@pytest.mark.parametrize("state", [slow("fp32"), "int8"])
-def test_saving_and_loading_take_memory_for_one_tensor(cluster, tmp_path, state):
-    """At most its two decoded moments, a copy for the file or from it, and the states of generators."""
-    for peaks in cluster.run(peaks_body, 2, tmp_path, state):
-        assert max(peaks) <= 3 * TENSOR // 2 + 40_000 < DEPTH * TENSOR // 2
+    assert max(peaks) <= 3 * TENSOR // 2 + 40_000 < DEPTH * TENSOR // 2
 
 
 def bytes_read_body(group: Any, path: Path, again: bool) -> tuple[int, int]:

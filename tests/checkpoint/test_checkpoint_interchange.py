@@ -29,6 +29,7 @@ from shardlite import AdamW, CheckpointError, LayoutError, ShardLite, load, save
 from shardlite.apps import cli
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, export_weights
 from tests.support.checkpoints import same_state
+from tests.support.internals import bridge
 from tests.support.twins.sharded import same_bits
 
 
@@ -66,7 +67,7 @@ def assert_same_run(group: Any, model: ShardLite, optimizer: AdamW, other: nn.Mo
     expected = {name: whole(value.detach()) for name, value in other.named_parameters()}
     same_state(model.full_state_dict(), expected)
     shards = dict(model.named_parameters())
-    parts = model._bridge.shards.parts()
+    parts = bridge(model).shards.parts()
     for name, param in other.named_parameters():
         _, start, stop, _ = parts[shards[name]]
         assert float(optimizer.state[shards[name]]["step"]) == float(its.state[param]["step"])

@@ -112,7 +112,9 @@ def same(got: Any, expected: Any) -> None:
 # ---- out of a model --------------------------------------------------------------------------------------------------
 
 
-def whole_body(group: Any, kind: str, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 2), (2, 0), (3, 3)], indirect=["group"])
+@pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
+def test_whole_tensors_come_out(group: Any, kind: str, stage: int) -> None:
     """Whole tensors are those of an unsharded model that has had the same steps, in a file, too."""
     model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
     plain, its = trained(group, OPTIMIZERS[kind], stage=0)
@@ -125,12 +127,6 @@ def whole_body(group: Any, kind: str, stage: int) -> None:
             continue
         for part, its_part in zip(got, expected, strict=True):
             same(written(part), its_part)
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0), (3, 3)])
-@pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
-def test_whole_tensors_come_out(cluster, kind, world_size, stage):
-    cluster.check(whole_body, world_size, kind, stage)
 
 
 @pytest.mark.ranks(4)

@@ -90,29 +90,11 @@ def block_sizes(world_size: int) -> list[int]:
     return [full, full // 2, full // world_size, full // 2 // world_size]
 
 
-def survives(group: Any, stage: int, precision: Precision, options: dict[str, Any]) -> None:
-    """Body of a rank: several steps with all kinds of accumulation, and an evaluation between two of them."""
-    world_size = torch.distributed.get_world_size(group)
-
-    def make() -> nn.Module:
-        return nn.Sequential(*(Residual(WIDTH, HIDDEN) for _ in range(UNITS)))
-
-    with late_messages(seed=stage), short_messages(1 << 19):
-        pair = Pair(make, group, stage=stage, units=Residual, precision=precision, **options)
-        with pressed_allocator(pair.model.module, block_sizes(world_size)):
-            pair.step(on_rows, clip=0.01)
-            pair.step(on_rows, ("local", "sharded", "step"))
-            with torch.no_grad():
-                pair.model(torch.randn(1, WIDTH))
-            pair.step(on_rows, ("sharded", "local", "step"), clip=0.01)
-            pair.step(on_rows)
-
-
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("stage", "world_size", "precision", "options"),
+    ("stage", "group", "precision", "options"),
     [
         (3, 2, BF16, {"prefetch": 2}),
         *(
@@ -133,6 +115,23 @@ BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
         ),
     ],
     ids=str,
+    indirect=["group"],
 )
-def test_large_units_survive_late_messages_and_reused_memory(cluster, stage, world_size, precision, options):
-    cluster.check(survives, world_size, stage, precision, options)
+def test_large_units_survive_late_messages_and_reused_memory(
+    group: Any, stage: int, precision: Precision, options: dict[str, Any]
+) -> None:
+    """Body of a rank: several steps with all kinds of accumulation, and an evaluation between two of them."""
+    world_size = torch.distributed.get_world_size(group)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Residual(WIDTH, HIDDEN) for _ in range(UNITS)))
+
+    with late_messages(seed=stage), short_messages(1 << 19):
+        pair = Pair(make, group, stage=stage, units=Residual, precision=precision, **options)
+        with pressed_allocator(pair.model.module, block_sizes(world_size)):
+            pair.step(on_rows, clip=0.01)
+            pair.step(on_rows, ("local", "sharded", "step"))
+            with torch.no_grad():
+                pair.model(torch.randn(1, WIDTH))
+            pair.step(on_rows, ("sharded", "local", "step"), clip=0.01)
+            pair.step(on_rows)

@@ -48,7 +48,8 @@ def rows(turn: Turn) -> Tensor:
     return torch.randn(6, WIDTH, generator=turn.generator())
 
 
-def like_ddp_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(2, 1), (3, 3)], indirect=["group"])
+def test_buffers_are_those_of_ddp(group: Any, stage: int) -> None:
     """Trained with accumulation and evaluated in between, the buffers have the bits of DDP's all along."""
     torch.manual_seed(0)
     model = ShardLite(Counting(), group=group, stage=stage)
@@ -72,11 +73,6 @@ def like_ddp_body(group: Any, stage: int) -> None:
         theirs = dict(ddp.module.named_buffers())
         for name, buffer in model.named_buffers():
             same_bits(f"step {step}, {mode}: {name}", buffer, theirs[name])
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 3)])
-def test_buffers_are_those_of_ddp(cluster, world_size, stage):
-    cluster.check(like_ddp_body, world_size, stage)
 
 
 class Normed(nn.Module):

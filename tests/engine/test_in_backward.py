@@ -19,6 +19,7 @@ from tests.comm.test_races import UNITS, WIDTH, block_sizes, late_messages, pres
 from tests.comm.test_races import on_rows as on_wide_rows
 from tests.grads.test_unused import Model as Experts
 from tests.grads.test_unused import loss as on_routes
+from tests.support.internals import units
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.residual import Nested
 from tests.support.models.residual import on_rows as on_residual_rows
@@ -153,7 +154,16 @@ def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
     alike(Experts, on_routes, mesh, stages=(0, 2), modes=[("step",)] * 4)
 
 
-def survives(group: Any, stage: int, precision: Precision, state: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "group", "precision", "state"),
+    [
+        pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow),
+        (3, 2, SPLIT, "fp32"),
+    ],
+    ids=str,
+    indirect=["group"],
+)
+def test_large_units_survive_late_messages(group: Any, stage: int, precision: Precision, state: str) -> None:
     """Body of a rank: large units, late messages, and an allocator that hands out used memory."""
     world_size = torch.distributed.get_world_size(group)
 
@@ -168,18 +178,6 @@ def survives(group: Any, stage: int, precision: Precision, state: str) -> None:
             with torch.no_grad():
                 duo.inside.model(torch.randn(1, WIDTH))
             duo.step(on_wide_rows)
-
-
-@pytest.mark.parametrize(
-    ("stage", "world_size", "precision", "state"),
-    [
-        pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow),
-        (3, 2, SPLIT, "fp32"),
-    ],
-    ids=str,
-)
-def test_large_units_survive_late_messages(cluster, stage, world_size, precision, state):
-    cluster.check(survives, world_size, stage, precision, state)
 
 
 # ---- what changes from step to step ---------------------------------------------------------------------------------
@@ -244,7 +242,7 @@ def test_the_same_reductions_are_made_and_no_gradient_is_kept(group: Any, stage:
     for unit in model.unit_names:
         ordinary, inside = (_since(side.model, earlier, unit) for side, earlier in zip(duo.sides, before, strict=True))
         assert inside["reduce"] == ordinary["reduce"]
-        assert inside["used"][0] == sum(len(each.trainable) for each in model._units if each.name == unit)
+        assert inside["used"][0] == sum(len(each.trainable) for each in units(model) if each.name == unit)
         assert "used" not in ordinary
     held = model.memory().get("gradients")
     assert held is None or held.now == 0

@@ -317,7 +317,8 @@ def test_schedulers(group: Any, name: str) -> None:
         assert len({tuple(each) for each in rates}) > 2
 
 
-def zero_grad_body(group: Any, ours: bool) -> None:
+@pytest.mark.parametrize(("group", "ours"), [(2, True), (2, False), (4, True)], indirect=["group"])
+def test_zero_grad_in_both_ways(group: Any, ours: bool) -> None:
     """Gradients that are set to zero are added to; those that are dropped are made anew."""
     for stage in some_stages(0, 3):
         for set_to_none in (True, False):
@@ -338,8 +339,3 @@ def zero_grad_body(group: Any, ours: bool) -> None:
 
 def sides(trained: Trained) -> tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]:
     return trained.model.parameters(), trained.twin.masters.values()
-
-
-@pytest.mark.parametrize(("world_size", "ours"), [(2, True), (2, False), (4, True)])
-def test_zero_grad_in_both_ways(cluster, world_size, ours):
-    cluster.check(zero_grad_body, world_size, ours)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EMA, AdamW, PhaseError, ShardLite
+from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages
@@ -133,8 +134,7 @@ def _named_averages(model: ShardLite, ema: EMA) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_part(model: ShardLite, name: str, whole: Tensor) -> Tensor:
-    flats = (flat for unit in model._units for flat in unit.flats)
-    return next(f.part_of(i, whole) for f in flats for i, slot in enumerate(f.layout.slots) if slot.name == name)
+    return next(f.part_of(i, whole) for f in flats(model) for i, slot in enumerate(f.layout.slots) if slot.name == name)
 
 
 @pytest.mark.stages(0, 3)

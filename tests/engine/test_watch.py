@@ -125,16 +125,12 @@ def test_penalties_in_the_loss_are_right(group: Any, stage: int) -> None:
     assert heard(penalised) == []
 
 
-def whole_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0)], indirect=["group"])
+def test_whole_parameters_are_not(group: Any, stage: int) -> None:
     """Whole parameters are not watched."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
     assert heard(lambda: [use(list(model.parameters())) for use in USES.values()]) == []
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
-def test_whole_parameters_are_not(cluster, world_size, stage):
-    cluster.check(whole_body, world_size, stage)
 
 
 LONELY: dict[str, Callable[[Params], object]] = {

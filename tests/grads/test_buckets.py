@@ -20,6 +20,7 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.grads.bucket import Bucket
 from shardlite.params import Gradients
+from tests.support.internals import reducer
 from tests.support.patience import seconds
 
 WIDTH = 16
@@ -103,7 +104,7 @@ def counted(model: ShardLite) -> Iterator[list[int]]:
 
     def counting(self: Bucket) -> None:
         fill(self)
-        buckets = model._reducer.buckets.values()
+        buckets = reducer(model).buckets.values()
         if not self.unit.is_root:
             counts.append(sum(b.phase is not Gradients.EMPTY for b in buckets if not b.unit.is_root))
 
@@ -126,7 +127,13 @@ RECIPES: dict[str, Callable[[ShardLite], tuple[Any, Any]]] = {
 }
 
 
-def ordinary_body(group: Any, stage: int, recipe: str) -> list[list[int]]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.sample(2)
+def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(
+    group: Any, stage: int, recipe: str
+) -> None:
     model = wrap(group, stage=stage)
     optimizer, first = RECIPES[recipe](model)
     passes = []
@@ -138,18 +145,11 @@ def ordinary_body(group: Any, stage: int, recipe: str) -> list[list[int]]:
             if step or recipe != "no_sync(sharded=True)":
                 optimizer.step()
                 optimizer.zero_grad()
-    return passes
+    assert passes == [[1, 1, 1, 1, 1, 1] if recipe == "in_backward" else [1, 2, 2, 2, 2, 2]] * 4
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.sample(2)
-def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(cluster, stage, recipe):
-    for passes in cluster.run(ordinary_body, 2, stage, recipe):
-        assert passes == [[1, 1, 1, 1, 1, 1] if recipe == "in_backward" else [1, 2, 2, 2, 2, 2]] * 4
-
-
-def accumulated_body(group: Any) -> list[list[int]]:
+@pytest.mark.ranks(2)
+def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(group: Any) -> None:
     model = wrap(group, stage=0)
     passes = []
     with reductions_that_wait():
@@ -157,12 +157,7 @@ def accumulated_body(group: Any) -> list[list[int]]:
             with counted(model) as counts, model.no_sync() if step == 1 else nullcontext():
                 model(torch.ones(2, WIDTH)).backward()
             passes.append(counts)
-    return passes
-
-
-def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(cluster):
-    for passes in cluster.run(accumulated_body, 2):
-        assert passes == [[1, 2, 2, 2, 2, 2], [1, 2, 3, 4, 5, 6], [], [1, 2, 2, 2, 2, 2]]
+    assert passes == [[1, 2, 2, 2, 2, 2], [1, 2, 3, 4, 5, 6], [], [1, 2, 2, 2, 2, 2]]
 
 
 def divergent_body(

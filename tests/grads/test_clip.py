@@ -134,7 +134,8 @@ def test_norms_that_cannot_be_put_together_are_refused(group: Any) -> None:
 # ---- torch.nn.utils -------------------------------------------------------------------------------------------------
 
 
-def torchs_body(group: Any, name: str) -> None:
+@pytest.mark.parametrize(("group", "name"), [(1, "tiny"), (2, "tied"), (4, "tiny")], indirect=["group"])
+def test_torchs_functions_give_the_same(group: Any, name: str) -> None:
     for stage in some_stages(2, 3):
         for norm_type in NORMS:
             ours, theirs = (made(name, group, stage) for _ in range(2))
@@ -150,11 +151,6 @@ def torchs_body(group: Any, name: str) -> None:
             )
             for key, grad in grads_of(theirs).items():
                 same_bits(f"stage {stage}, {norm_type}-norm: {key}", grad, grads_of(ours)[key])
-
-
-@pytest.mark.parametrize(("world_size", "name"), [(1, "tiny"), (2, "tied"), (4, "tiny")])
-def test_torchs_functions_give_the_same(cluster, world_size, name):
-    cluster.check(torchs_body, world_size, name)
 
 
 @pytest.mark.ranks(2, WIDE)

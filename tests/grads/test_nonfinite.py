@@ -204,8 +204,9 @@ def test_what_was_accumulated_counts(cluster, world_size):
 # ---- counting -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), (4, 3)], indirect=["group"])
 @without_warnings
-def limit_body(group: Any, stage: int) -> None:
+def test_too_many_in_a_row_are_an_error_on_all_ranks(group: Any, stage: int) -> None:
     model = wrap(tiny(), group, stage=stage)
     optimizer = OPTIMIZERS["ours"](model.parameters())
     step = partial(stepped, model, optimizer, group)
@@ -223,11 +224,6 @@ def limit_body(group: Any, stage: int) -> None:
     optimizer.zero_grad()
     step()
     assert all(int(each["step"]) == 3 for each in optimizer.state.values())
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (4, 3)])
-def test_too_many_in_a_row_are_an_error_on_all_ranks(cluster, world_size, stage):
-    cluster.check(limit_body, world_size, stage)
 
 
 @without_warnings
@@ -273,8 +269,9 @@ def test_parameters_outside_the_model_are_left_alone_too(group: Any) -> None:
 # ---- steps that end otherwise ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 3), (2, 0)], indirect=["group"])
 @without_warnings
-def closure_body(group: Any, stage: int) -> None:
+def test_steps_with_a_closure(group: Any, stage: int) -> None:
     """A step that computes its gradients itself is judged by those."""
     for kind, optimizer_of in OPTIMIZERS.items():
         model, clean = (wrap(net(), group, stage=stage) for _ in range(2))
@@ -298,11 +295,6 @@ def closure_body(group: Any, stage: int) -> None:
                 assert_same(f"{kind}: left out", state_of(model, optimizers[0]), before)
         assert_same(kind, *map(state_of, (model, clean), optimizers))
         assert model.skipped_steps == 2
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (2, 0)])
-def test_steps_with_a_closure(cluster, world_size, stage):
-    cluster.check(closure_body, world_size, stage)
 
 
 @pytest.mark.ranks(2)
@@ -411,7 +403,8 @@ def warned(run: Callable[[], None]) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def diagnose_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), (2, 2), (4, 3)], indirect=["group"])
+def test_on_request_the_first_bad_gradient_of_each_rank_is_named(group: Any, stage: int) -> None:
     """Whether it warns in the backward or at the step, it does so once."""
     last = dist.get_world_size(group) - 1
     wheres = {
@@ -427,11 +420,6 @@ def diagnose_body(group: Any, stage: int) -> None:
             heard = warned(partial(step, poison))
             assert [each for each in heard if not each.startswith("rank")] == words
             assert warned(step) == []
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (4, 3)])
-def test_on_request_the_first_bad_gradient_of_each_rank_is_named(cluster, world_size, stage):
-    cluster.check(diagnose_body, world_size, stage)
 
 
 def two_ranks_body(group: Any) -> list[str]:
@@ -479,8 +467,9 @@ def finite_after_step(model: ShardLite) -> tuple[bool, int]:
     return all(bool(shard.isfinite().all()) for shard in model.parameters()), model.skipped_steps
 
 
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def overflowing_body(group):
+def test_finite_gradients_whose_sum_overflows(group):
     found = []
     for stage in (0, 1, 2, 3):
         for sharded in (False, True):
@@ -490,17 +479,13 @@ def overflowing_body(group):
                     (model(torch.ones(1, 4)).sum() * 1.5e38).backward()
             (model(torch.ones(1, 4)).sum() * 1.5e38).backward()
             found.append(finite_after_step(model))
-    return found
+    assert found == [(True, 1)] * 8
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_finite_gradients_whose_sum_overflows(cluster, world_size):
-    for found in cluster.run(overflowing_body, world_size):
-        assert found == [(True, 1)] * 8
-
-
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("partly", [False, True])
 @without_warnings
-def left_over_body(group, partly):
+def test_a_gradient_that_the_backward_does_not_touch(group, partly):
     """Freeze a unit, or a part of one, that has a NaN in its gradient; the next backward is a good one."""
     module = two_layers()
     model = ShardLite(module, group=group, units=nn.Linear)
@@ -511,17 +496,12 @@ def left_over_body(group, partly):
         if not name.startswith("0."):
             shard.grad = None
     model(torch.ones(1, 4)).sum().backward()
-    return finite_after_step(model)
+    assert finite_after_step(model) == (True, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("partly", [False, True])
-def test_a_gradient_that_the_backward_does_not_touch(cluster, world_size, partly):
-    assert cluster.run(left_over_body, world_size, partly) == [(True, 1)] * world_size
-
-
+@pytest.mark.ranks(2)
 @without_warnings
-def used_elsewhere_body(group):
+def test_a_sum_of_what_another_rank_has_used(group):
     """Only rank 1 uses the second layer, whose accumulated gradient overflows; its shard may be on rank 0."""
     module = two_layers()
     model = ShardLite(module, group=group, units=lambda name, _: False)
@@ -529,8 +509,4 @@ def used_elsewhere_body(group):
         with model.gathered():
             y = module[0](torch.ones(1, 4))
             (module[1](y).sum() * 3e38 if group.rank() == 1 else y.sum()).backward()
-    return finite_after_step(model)
-
-
-def test_a_sum_of_what_another_rank_has_used(cluster):
-    assert cluster.run(used_elsewhere_body, 2) == [(True, 1)] * 2
+    assert finite_after_step(model) == (True, 1)

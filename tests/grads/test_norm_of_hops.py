@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite import ShardLite
 from shardlite.comm.collectives import staging_numel
 from shardlite.params.parameters import as_they_are
+from tests.support.internals import bridge, reducer, shard_group
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.worlds import run
 from tests.support.twins.sharded import WIDE, same_bits, some_stages
@@ -71,7 +72,7 @@ def assert_norm(what: str, model: ShardLite) -> None:
         parts = [shard.grad.reshape(-1).double() for shard in model.parameters() if shard.grad is not None]
         squares = torch.cat([*parts, torch.zeros(1)]).square().sum().reshape(1)
     if model.stage > 0:
-        dist.all_reduce(squares, group=model._groups.shard)
+        dist.all_reduce(squares, group=shard_group(model))
     rtol = 2 * WIDTH * WIDTH * 2**-24
     torch.testing.assert_close(model.clip_grad_norm_(math.inf).double(), squares[0].sqrt(), rtol=rtol, atol=0, msg=what)
 
@@ -87,7 +88,7 @@ def untouched_body(group: Any, ways: list[str]) -> None:
                     norm = model.clip_grad_norm_(1e9)
                 else:
                     norm = clip_grad_norm_(model.parameters(), 1e9)
-                model._bridge.before_step(optimizer)  # whether a step is skipped is known by then, too
+                bridge(model).before_step(optimizer)  # whether a step is skipped is known by then, too
             assert model.skipped_steps == 0
             assert [shard.grad._version for shard in model.parameters()] == versions
             same_bits("again", model.clip_grad_norm_(1e9), norm)
@@ -235,11 +236,11 @@ def test_a_huge_gradient_is_not_taken_for_one_that_is_not_finite(group: Any) -> 
         model = made(group, stage, scale=1e30)
         assert all(shard.grad.isfinite().all() for shard in model.parameters())
         assert model.clip_grad_norm_(1.0).isinf()
-        assert model._reducer.results.nonfinite() == 0
+        assert reducer(model).results.nonfinite() == 0
         for bad in (math.nan, math.inf):
             model.zero_grad()
             backward(model, group, bad if dist.get_rank(group) == 1 else 1.0)
-            assert model._reducer.results.nonfinite() == 1
+            assert reducer(model).results.nonfinite() == 1
             assert not model.clip_grad_norm_(1.0).isfinite()
 
 

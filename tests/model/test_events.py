@@ -1,5 +1,6 @@
 """What happens in which order, written out: gathers, releases, evictions, reductions and the step."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -109,7 +110,8 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
         assert third == second
 
 
-def deviating_body(group):
+@pytest.mark.ranks(2)
+def test_leaving_the_recorded_path_is_survived_and_recorded(group):
     """A pass that leaves the recorded path is right, and gathers nothing ahead from there on."""
 
     class Skips(Three):
@@ -127,17 +129,14 @@ def deviating_body(group):
     steps = []
     for plain.skip in (False, False, True, True):
         steps.append(train_step(model, optimizer)[0])
-    return [[event for event in forward if event.startswith("wait")] for forward in steps]
-
-
-def test_leaving_the_recorded_path_is_survived_and_recorded(cluster):
     full, short = ["wait (root)", "wait blocks.0", "wait blocks.1"], ["wait (root)", "wait blocks.1"]
-    for waits in cluster.run(deviating_body, 2):
-        assert waits[:2] == [full, full]
-        assert waits[2:] == [short, short]
+    waits = [[event for event in forward if event.startswith("wait")] for forward in steps]
+    assert waits[:2] == [full, full]
+    assert waits[2:] == [short, short]
 
 
-def first_order_body(group):
+@pytest.mark.ranks(2)
+def test_the_order_of_reductions_is_learnt_in_the_first_backward(group):
     """The order of reductions is the one in which gradients came in the first backward."""
 
     class Unusual(nn.Module):
@@ -155,22 +154,15 @@ def first_order_body(group):
     for _ in range(2):
         model(torch.ones(2, WIDTH)).backward()
         reductions.append([event for event in model.trace.take() if event.startswith("reduce")])
-    return reductions
+    first, second = reductions
+    assert sorted(first) == sorted(second)
+    assert second == ["reduce blocks.1", "reduce blocks.0", "reduce blocks.2"]
 
 
-def test_the_order_of_reductions_is_learnt_in_the_first_backward(cluster):
-    for first, second in cluster.run(first_order_body, 2):
-        assert sorted(first) == sorted(second)
-        assert second == ["reduce blocks.1", "reduce blocks.0", "reduce blocks.2"]
-
-
-def stepping_body(group):
+@pytest.mark.ranks(2)
+def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(group):
     model = ShardLite(Three(), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)
-    return [train_step(model, optimizer)[1] for _ in range(3)]
-
-
-def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(cluster):
     expected = [
         "evict blocks.0",  # what the forward has left, but for the unit that is needed first
         "reshard blocks.1",
@@ -184,6 +176,6 @@ def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(cluster):
         "reduce (root)",
         "evict (root)",
     ]
-    for first, second, third in cluster.run(stepping_body, 2):
-        assert "gather blocks.0" not in first, "it is not known yet that this one steps"
-        assert second == third == expected
+    first, second, third = [train_step(model, optimizer)[1] for _ in range(3)]
+    assert "gather blocks.0" not in first, "it is not known yet that this one steps"
+    assert second == third == expected

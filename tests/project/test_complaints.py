@@ -229,8 +229,9 @@ def test_an_optimizer_may_be_built_after_the_model_was_used(group: Any) -> None:
                 assert not torch.equal(value, before[name])
 
 
-def small_updates_body(group: Any) -> tuple[float, float]:
-    """Return how far a weight of 1 has gone in ten steps of 1e-4, of a bf16 model here and in plain PyTorch."""
+@pytest.mark.ranks(2)
+def test_small_updates_of_a_bf16_model_are_not_lost(group: Any) -> None:
+    """Below 1 neighbours are 2^-8 apart in bf16, so steps of 1e-4 are lost there; in fp32 each is rounded by 2^-25."""
     moved = []
     for wrapped in (True, False):
         plain = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
@@ -243,14 +244,9 @@ def small_updates_body(group: Any) -> tuple[float, float]:
             optimizer.zero_grad()
         weight = model.full_state_dict()["weight"] if wrapped else plain.weight
         moved.append(1 - weight.flatten()[0].item())
-    return moved[0], moved[1]
-
-
-def test_small_updates_of_a_bf16_model_are_not_lost(cluster):
-    """Below 1 neighbours are 2^-8 apart in bf16, so steps of 1e-4 are lost there; in fp32 each is rounded by 2^-25."""
-    for ours, plain in cluster.run(small_updates_body, 2):
-        assert plain == 0
-        assert abs(ours - 1e-3) <= 10 * 2**-24
+    ours, plain = moved
+    assert plain == 0
+    assert abs(ours - 1e-3) <= 10 * 2**-24
 
 
 @pytest.mark.ranks(2, WIDE)
@@ -338,8 +334,13 @@ def resumed(group: Any, state: dict[str, Any]) -> Run:
     return run
 
 
-def resume_body(group: Any, ranks: list[list[int]] | None) -> None:
-    """A run that was saved and goes on in new objects has the bits, the memory and the traffic of one that was not."""
+@pytest.mark.parametrize(
+    ("group", "ranks"),
+    [(2, None), pytest.param(3, None, marks=pytest.mark.slow), (4, [[0, 1], [2, 3]])],
+    indirect=["group"],
+)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(group: Any, ranks: list[list[int]] | None) -> None:
+    """It has the same bits, memory and traffic, also if the ranks of the model do not include rank 0."""
     if ranks is not None:
         group = DeviceMesh("cpu", ranks).get_group(1)
     uninterrupted, first = Run(group, seed=0), Run(group, seed=0)
@@ -353,14 +354,6 @@ def resume_body(group: Any, ranks: list[list[int]] | None) -> None:
         same_bits(name, value, weights[name])
     assert [each["lr"] for each in second.optimizer.param_groups] == [0.02 * 0.8**5, 0.05 * 0.8**5]
     assert second.cost() == uninterrupted.cost()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "ranks"), [(2, None), pytest.param(3, None, marks=pytest.mark.slow), (4, [[0, 1], [2, 3]])]
-)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(cluster, world_size, ranks):
-    """With several groups, also where the model's ranks do not include rank 0."""
-    cluster.check(resume_body, world_size, ranks)
 
 
 def weights_body(group: Any, weights: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], Tensor, Any]:

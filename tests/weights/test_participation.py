@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import NO_UNIT
 from shardlite.weights.gather_order import MEMORY
+from tests.support.internals import units
 from tests.support.models.small import Residual
 from tests.support.patience import passes_over
 from tests.support.twins.sharded import WIDE, Pair, Turn
@@ -135,7 +136,7 @@ def cost_body(group, steps):
         now = {purpose: each.calls for purpose, each in model.traffic()["blocks.2"].items()}
         sent.append({purpose: calls - before.get(purpose, 0) for purpose, calls in now.items()})
         before = now
-        assert model.ledger.peak()["gather buffers"] < sum(unit.nbytes for unit in model._units)
+        assert model.ledger.peak()["gather buffers"] < sum(unit.nbytes for unit in units(model))
     return sent
 
 
@@ -146,8 +147,9 @@ def test_taking_part_is_counted(cluster):
     assert second == [{"take part": 2, "reduce": 1}] * 4
 
 
-def rare_body(group):
-    """Only the first batch has the tower. Return in which steps anything was gathered for it."""
+@pytest.mark.ranks(2)
+def test_what_nobody_needs_any_more_is_gathered_no_more(group):
+    """Only the first batch has the tower."""
     model = ShardLite(Branching(), group=group)
     optimizer = AdamW(model.parameters())
     gathered, before = [], 0
@@ -158,16 +160,12 @@ def rare_body(group):
         calls = sum(each.calls for purpose, each in model.traffic()["tower.0"].items() if purpose != "reduce")
         gathered.append(calls > before)
         before = calls
-    return gathered
+    assert gathered == [True] * MEMORY + [False] * 3
 
 
-def test_what_nobody_needs_any_more_is_gathered_no_more(cluster):
-    for gathered in cluster.run(rare_body, 2):
-        assert gathered == [True] * MEMORY + [False] * 3
-
-
-def steady_body(group):
-    """Return the messages of one step that carry no weights or gradients."""
+@pytest.mark.ranks(2)
+def test_ranks_that_do_the_same_talk_twice_per_step(group):
+    """At the end of the forward and of the backward, five integers each, once the gather order has settled."""
     model = ShardLite(Branching(), group=group)
     optimizer = AdamW(model.parameters())
     counts = []
@@ -179,13 +177,7 @@ def steady_body(group):
         passes_over(model)
         after = model.traffic()[NO_UNIT]["order negotiation"]
         counts.append((after.calls - before.calls, after.nbytes - before.nbytes) if before else None)
-    return counts
-
-
-def test_ranks_that_do_the_same_talk_twice_per_step(cluster):
-    """At the end of the forward and of the backward, five integers each, once the gather order has settled."""
-    for counts in cluster.run(steady_body, 2):
-        assert counts[2:] == [(2, 2 * 20)] * 3
+    assert counts[2:] == [(2, 2 * 20)] * 3
 
 
 @pytest.mark.ranks(4)

@@ -85,7 +85,16 @@ def of_module(loss: Part) -> Loss:
     return lambda model, turn: loss(model.module, turn)
 
 
-def trains_a_part(group: Any, name: str, of: str) -> None:
+CASES = [(name, of, 2) for name, (models, _) in PARTS.items() for of in models]
+WIDE = [("blocks-backwards", "gpt2", 4), ("encoder-then-decoder", "t5", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "group"),
+    [case(*each, of=each[1], id="-".join(map(str, each))) for each in (*CASES, *WIDE)],
+    indirect=["group"],
+)
+def test_parts_train_by_themselves(group: Any, name: str, of: str) -> None:
     """Body of a rank: steps of the part by itself, and of the model between them."""
     architecture, part = ARCHITECTURES[of], of_module(PARTS[name][1])
     pair = Pair(architecture.make, group)
@@ -94,14 +103,3 @@ def trains_a_part(group: Any, name: str, of: str) -> None:
     for guard in (torch.no_grad, torch.inference_mode):
         with guard():
             pair.evaluate(part)
-
-
-CASES = [(name, of, 2) for name, (models, _) in PARTS.items() for of in models]
-WIDE = [("blocks-backwards", "gpt2", 4), ("encoder-then-decoder", "t5", 4)]
-
-
-@pytest.mark.parametrize(
-    ("name", "of", "world_size"), [case(*each, of=each[1], id="-".join(map(str, each))) for each in (*CASES, *WIDE)]
-)
-def test_parts_train_by_themselves(cluster, name, of, world_size):
-    cluster.check(trains_a_part, world_size, name, of)

@@ -18,6 +18,7 @@ from bench.formats.quantized import RUNS, Task, measure
 from shardlite import EMA, AdamW, Precision, ShardLite
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import read_corpus
+from tests.support.internals import flats, units
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, slow
 from tests.weights.test_participation import WIDTH, Branching, layer_drop, loss_on, other_orders
@@ -134,8 +135,8 @@ def test_all_ranks_compute_with_what_the_codes_mean(cluster, world_size, precisi
             same_bits(f"weight {i}", got, expected)
 
 
-def poison_body(group: Any) -> tuple[int, int]:
-    """Return how many weights that a forward sees are NaN, and how many that are kept."""
+@pytest.mark.ranks(2)
+def test_an_infinite_weight_shows_in_its_block_alone_and_spoils_no_neighbour_for_good(group: Any) -> None:
     model = ShardLite(
         nn.Sequential(nn.Linear(64, 64, bias=False)), group=group, precision=Precision(quantized_gather=True)
     )
@@ -144,11 +145,7 @@ def poison_body(group: Any) -> tuple[int, int]:
     model.load_full_state_dict(state)
     with model.gathered():
         seen = int(model.module[0].weight.isnan().sum())
-    return seen, int((~model.full_state_dict()["0.weight"].isfinite()).sum())
-
-
-def test_an_infinite_weight_shows_in_its_block_alone_and_spoils_no_neighbour_for_good(cluster):
-    assert cluster.run(poison_body, 2) == [(32, 1)] * 2
+    assert (seen, int((~model.full_state_dict()["0.weight"].isfinite()).sum())) == (32, 1)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -173,7 +170,14 @@ TRAINED = {
 LIKE_OTHERS = {"no-prefetch", "lora", "frozen", "checkpointed"}
 
 
-def training_body(group: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [*(slow(n, 2) if n in LIKE_OTHERS else (n, 2) for n in TRAINED), ("fp32", 4), slow("bf16", 4)],
+    indirect=["group"],
+)
+@pytest.mark.sample(2)
+def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(group: Any, name: str) -> None:
+    """The gradient for quantized weights is applied to those that they were made of."""
     make, options = TRAINED[name]
     pair = QuantizedPair(make, group, **options)
     for clip in (None, 0.01):
@@ -186,21 +190,11 @@ def training_body(group: Any, name: str) -> None:
         same_bits(f"full_state_dict()[{key!r}]", kept[key], master)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [*(slow(n, 2) if n in LIKE_OTHERS else (n, 2) for n in TRAINED), ("fp32", 4), slow("bf16", 4)],
-)
-@pytest.mark.sample(2)
-def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(cluster, name, world_size):
-    """The gradient for quantized weights is applied to those that they were made of."""
-    cluster.check(training_body, world_size, name)
-
-
 @pytest.mark.ranks(2)
 def test_dtypes_that_have_no_codes_are_gathered_as_ever(group: Any) -> None:
     """Frozen weights are coded as they are kept; fp64 is gathered as it is."""
     pair = QuantizedPair(MixedDtypes, group)
-    quantized = {flat.layout.dtype: flat.quantized for unit in pair.model._units for flat in unit.flats}
+    quantized = {flat.layout.dtype: flat.quantized for flat in flats(pair.model)}
     assert quantized == {torch.float64: False, torch.float32: True}
     for _ in range(3):
         pair.step(on_rows)
@@ -227,8 +221,8 @@ def test_integers_and_empty_parameters(group: Any) -> None:
         pair.step(on_rows)
 
 
-def rule_body(group: Any) -> list[str]:
-    """Return the names that the rule was asked about."""
+@pytest.mark.ranks(2)
+def test_a_rule_chooses_units(group: Any) -> None:
     asked = []
 
     def rule(name: str, module: nn.Module) -> bool:
@@ -241,11 +235,7 @@ def rule_body(group: Any) -> list[str]:
     pair = QuantizedPair(LanguageModel, group, chosen=chosen, rule=rule)
     for _ in range(2):
         pair.step(on_tokens)
-    return asked
-
-
-def test_a_rule_chooses_units(cluster):
-    assert cluster.run(rule_body, 2) == [["", "blocks.0", "blocks.1"] * 2] * 2  # the twin asks as well
+    assert asked == ["", "blocks.0", "blocks.1"] * 2
 
 
 def route_body(group: Any, route: Any, **options: Any) -> None:
@@ -307,24 +297,21 @@ def test_a_gather_sends_33_bytes_for_32_weights(cluster, world_size, precision):
     assert cluster.run(bytes_body, world_size, precision, False) == plain
 
 
-def part_body(group: Any) -> tuple[int, int, int]:
-    """Rank 1 alone needs the tower. Return what each rank has sent for it, and its memory."""
+@pytest.mark.ranks(2)
+def test_who_takes_part_passes_codes_on(group: Any) -> None:
+    """Rank 1 alone needs the tower."""
     model = ShardLite(Branching(), group=group, precision=Precision(quantized_gather=True), prefetch=0)
     with torch.no_grad():
         model(torch.ones(2, WIDTH), [0], group.rank() == 1)
     torch.distributed.barrier(group)  # rank 0 serves rank 1 beside its own computation
-    unit = next(unit for unit in model._units if unit.name == "tower.0")
+    unit = next(unit for unit in units(model) if unit.name == "tower.0")
     row = sum(-(-(flat.layout.shard_numel * 33 // 32) // 16) * 16 for flat in unit.flats)
     sent = model.traffic()["tower.0"]
     purpose = "gather" if group.rank() == 1 else "take part"
     assert sent.keys() == {purpose}
-    return sent[purpose].nbytes, row, model.ledger.peak()["staging"]
-
-
-def test_who_takes_part_passes_codes_on(cluster):
-    for sent, row, staged in cluster.run(part_body, 2):
-        assert sent == row
-        assert staged >= 2 * row
+    sent, row, staged = sent[purpose].nbytes, row, model.ledger.peak()["staging"]
+    assert sent == row
+    assert staged >= 2 * row
 
 
 def bench_body(group: Any) -> dict[str, Any]:
@@ -356,11 +343,11 @@ def test_writing_back_keeps_all_digits_of_what_was_not_written(group: Any, preci
     before = model.full_state_dict()
     with model.gathered():
         pass
-    versions = [unit.version() for unit in model._units]
+    versions = [unit.version() for unit in units(model)]
     with model.gathered(), torch.no_grad():
         model.module.blocks[1].qkv.weight[3, 5] = 0.123
         model.module.blocks[1].norm.weight.mul_(1.5)
-    assert [unit.version() != v for unit, v in zip(model._units, versions, strict=True)] == [False, False, True]
+    assert [unit.version() != v for unit, v in zip(units(model), versions, strict=True)] == [False, False, True]
     for name, value in model.full_state_dict().items():
         expected = before[name].clone()
         if name == "blocks.1.qkv.weight":

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from shardlite import ShardLite
 from shardlite.params import Placeholder
+from tests.support.internals import units
 from tests.support.models.residual import WIDTH, Block
 from tests.support.twins.sharded import Pair, Turn, trained
 
@@ -206,16 +207,13 @@ class Recursive(nn.Module):
         return x * self.weight
 
 
-def recursive_body(group: Any) -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_module_that_calls_itself_is_resharded_when_its_outermost_call_ends(group: Any) -> None:
     model = ShardLite(nn.Sequential(Recursive(), Recursive()), units=Recursive, group=group)
     model.trace.take()
     model(torch.ones(2, WIDTH))
-    return [event for event in model.trace.take() if event.startswith("reshard")]
-
-
-def test_a_module_that_calls_itself_is_resharded_when_its_outermost_call_ends(cluster):
-    for events in cluster.run(recursive_body, 2):
-        assert events == ["reshard 0", "reshard 1"]
+    events = [event for event in model.trace.take() if event.startswith("reshard")]
+    assert events == ["reshard 0", "reshard 1"]
 
 
 # ---- in a backward, where handles need no parameters -----------------------------------------------------------------
@@ -232,13 +230,14 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x))
 
 
-def placeholders_body(group: Any) -> tuple[list[bool], list[int]]:
-    """Return whether a parameter is a placeholder, and its unit's users: before a hook reads it, then, at the end."""
+@pytest.mark.ranks(2)
+def test_parameters_stay_placeholders_in_a_backward_until_one_is_read(group: Any) -> None:
+    """Compare before a hook reads the parameter, then, and at the end."""
     model = ShardLite(nn.Sequential(TwoLayers(), TwoLayers()), units=TwoLayers, group=group)
     seen: list[bool] = []
     users: list[int] = []
     weight = model.module[1].second.inner.weight
-    (unit,) = (each for each in model._units if weight in set(each.params()))
+    (unit,) = (each for each in units(model) if weight in set(each.params()))
 
     def note() -> None:
         seen.append(isinstance(weight, Placeholder))
@@ -252,10 +251,5 @@ def placeholders_body(group: Any) -> tuple[list[bool], list[int]]:
     weight.register_hook(look)
     model(torch.ones(2, WIDTH)).sum().backward()
     note()
-    return seen, users
-
-
-def test_parameters_stay_placeholders_in_a_backward_until_one_is_read(cluster):
-    for kinds, users in cluster.run(placeholders_body, 2):
-        assert kinds == [True, False, True]
-        assert users == [1, 1, 0]  # the handles: a hook does not hold a unit that is there
+    assert seen == [True, False, True]
+    assert users == [1, 1, 0]  # the handles: a hook does not hold a unit that is there

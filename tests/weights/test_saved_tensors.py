@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
+from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, batch
 from tests.support.twins.sharded import assert_gradients_equal, compare
 
@@ -45,7 +46,8 @@ def test_a_loss_on_a_weight_gathered_by_hand(group):
     compare(Net(), loss, group)
 
 
-def offload_outside_body(group):
+@pytest.mark.ranks(2)
+def test_hooks_of_the_user_around_the_model_see_everything_but_weights(group):
     counts = []
 
     def loss(model: nn.Module) -> Tensor:
@@ -62,16 +64,12 @@ def offload_outside_body(group):
 
     compare(Net(), loss, group)
     weights = 2 + 3  # of the first layer, the head and each block
-    return counts, weights
+    plain, ours = counts
+    assert ours == plain - weights
 
 
-def test_hooks_of_the_user_around_the_model_see_everything_but_weights(cluster):
-    for counts, weights in cluster.run(offload_outside_body, 2):
-        plain, ours = counts
-        assert ours == plain - weights
-
-
-def inside_unit_body(group):
+@pytest.mark.ranks(2)
+def test_hooks_inside_a_block_do_not_get_the_weights(group):
     """Hooks entered inside a block, around its layers: ours are innermost again at each layer."""
     copies: list[Tensor] = []
 
@@ -94,13 +92,9 @@ def inside_unit_body(group):
         return model(batch()).square().mean()
 
     compare(Outer(), loss, group)  # runs the plain model first
-    return [tuple(tensor.shape) for tensor in copies]
-
-
-def test_hooks_inside_a_block_do_not_get_the_weights(cluster):
-    for shapes in cluster.run(inside_unit_body, 2):
-        assert (3, WIDTH) in shapes
-        assert (WIDTH, WIDTH) not in shapes
+    shapes = [tuple(tensor.shape) for tensor in copies]
+    assert (3, WIDTH) in shapes
+    assert (WIDTH, WIDTH) not in shapes
 
 
 class InPlace(nn.Module):
@@ -164,7 +158,8 @@ def test_a_step_between_forward_and_backward_is_an_error(group, stage):
     assert_gradients_equal(model, twin)
 
 
-def retain_body(group):
+@pytest.mark.ranks(2)
+def test_a_retained_graph_can_be_used_again_until_a_step(group):
     net = Net()
     twin = copy.deepcopy(net)
     model = ShardLite(net, group=group, prefetch=0)
@@ -173,20 +168,16 @@ def retain_body(group):
         ours.backward(retain_graph=True)
         theirs.backward(retain_graph=True)
     assert_gradients_equal(model, twin)
-    users = [unit.users for unit in model._units]
+    held = users(model)
     optimizer = AdamW(model.parameters(), lr=0.1)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ours.backward()
-    return users
+    assert not any(held)
 
 
-def test_a_retained_graph_can_be_used_again_until_a_step(cluster):
-    for users in cluster.run(retain_body, 2):
-        assert set(users) == {0}
-
-
-def looking_body(group):
+@pytest.mark.ranks(2)
+def test_looking_into_the_graph_gives_values_and_holds_nothing(group):
     """The graph is read outside a backward."""
     net = Net()
     twin = copy.deepcopy(net)
@@ -198,9 +189,4 @@ def looking_body(group):
     out.sum().backward()
     expected.sum().backward()
     assert_gradients_equal(model, twin)
-    return [unit.users for unit in model._units]
-
-
-def test_looking_into_the_graph_gives_values_and_holds_nothing(cluster):
-    for users in cluster.run(looking_body, 2):
-        assert set(users) == {0}
+    assert not any(users(model))

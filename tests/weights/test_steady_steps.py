@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlite import AdamW, ShardLite
+from tests.support.internals import context, gatherer
 from tests.support.patience import seconds
 from tests.weights.test_participation import WIDTH, Branching
 
@@ -24,7 +25,7 @@ class Trained:
         self.route = [0, 1, 2, 3]
         self.optimizer = AdamW(self.model.parameters(), lr=0.1)
         self._store = dist.PrefixStore(
-            f"signals of {self.model._context.instance}", dist.distributed_c10d._get_default_store()
+            f"signals of {context(self.model).instance}", dist.distributed_c10d._get_default_store()
         )
 
     def signal(self, what: str) -> None:
@@ -44,7 +45,7 @@ class Trained:
 
     def hold_rounds(self, until: Callable[[], None]) -> None:
         """Let each round of negotiation of this rank begin when something has happened."""
-        negotiation = self.model._bridge.gatherer._negotiation
+        negotiation = gatherer(self.model)._negotiation
         agree = negotiation.agree
 
         def held(*arguments: Any) -> Any:
@@ -66,14 +67,14 @@ def held_body(group: dist.ProcessGroup, which: int) -> None:
             trained.wait_for(f"{rank} has ended {now[0]}")
 
     if group.rank() == which:
-        trained.model._bridge.gatherer._collect(lambda _: True)
+        gatherer(trained.model)._collect(lambda _: True)
         trained.hold_rounds(both_are_at_the_end)
     for step in range(3):
         now[0] = step
         trained.step()
         trained.signal(f"{group.rank()} has ended {step}")
         if group.rank() == which:
-            trained.model._bridge.gatherer._collect(lambda _: True)
+            gatherer(trained.model)._collect(lambda _: True)
 
 
 def test_no_rank_waits_in_a_step_for_the_rounds_of_another(cluster):

@@ -19,6 +19,7 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.comm.shm import transport
 from shardlite.errors import SAME_PASSES, ShardLiteError
+from tests.support.internals import context
 from tests.support.models.small import Residual
 from tests.support.patience import seconds
 from tests.support.twins.sharded import slow
@@ -54,7 +55,7 @@ class Trained:
         self.x = torch.ones(2, WIDTH)
 
     def _wait_for_notes(self, patience: float) -> None:
-        reports = self.model._context.reports
+        reports = context(self.model).reports
         reports._patience, reports._waits = patience, None  # a standstill would be found before the timeout
 
     def expect_silence(self) -> None:

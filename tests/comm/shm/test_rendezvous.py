@@ -159,8 +159,9 @@ def test_a_forked_child_ends_nothing():
 # What is said of it.
 
 
-def without_memory_body(group):
-    """Meet where rank 1 gets no memory; return why ranks share none, and what is logged of it."""
+@pytest.mark.ranks(2)
+def test_less_than_was_asked_for_is_a_warning(group):
+    """Rank 1 gets no memory."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
@@ -176,10 +177,6 @@ def without_memory_body(group):
             met = meet(group)
     finally:
         logging.getLogger("shardlite").removeHandler(handler)
-    return met.why_not, [(record.levelname, record.getMessage()) for record in records]
-
-
-def test_less_than_was_asked_for_is_a_warning(cluster):
-    for why_not, logged in cluster.run(without_memory_body, 2):
-        assert why_not == "rank 1: this system provides no shared memory: too many open files"
-        assert logged == [("WARNING", f"no shared memory between the ranks of this host: {why_not}")]
+    why_not, logged = met.why_not, [(record.levelname, record.getMessage()) for record in records]
+    assert why_not == "rank 1: this system provides no shared memory: too many open files"
+    assert logged == [("WARNING", f"no shared memory between the ranks of this host: {why_not}")]

@@ -507,8 +507,8 @@ def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
     assert len(set(refusals)) == 1
 
 
-def descriptors_body(group):
-    """Meet, use and forget, again and again; returns which files are open before and after."""
+@pytest.mark.ranks(3)
+def test_a_meeting_leaves_no_descriptors_behind(group):
     files = []
     for _ in range(4):
         met = rendezvous._rendezvous(group, PATIENT)
@@ -517,7 +517,7 @@ def descriptors_body(group):
         del met
         gc.collect()
         files.append(sorted(_kind_of(each) for each in Path("/proc/self/fd").iterdir()))
-    return files[0], files[-1]
+    assert not Counter(files[-1]) - Counter(files[0])  # what an earlier test has left may go meanwhile
 
 
 def _kind_of(descriptor: Path) -> str:
@@ -526,8 +526,3 @@ def _kind_of(descriptor: Path) -> str:
         return str(descriptor.readlink()).partition("[")[0]
     except FileNotFoundError:
         return "that of the folder"
-
-
-def test_a_meeting_leaves_no_descriptors_behind(cluster):
-    for before, after in cluster.run(descriptors_body, 3):
-        assert not Counter(after) - Counter(before)  # what an earlier test has left may go meanwhile

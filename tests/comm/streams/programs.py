@@ -16,6 +16,7 @@ from shardlite import AdamW, EscapedViewWarning, Precision, Route, ShardLite
 from shardlite.engine import backward
 from shardlite.params import Weights
 from tests.comm.streams.simulated_gpu import Gpu
+from tests.support.internals import units
 
 BF16 = Precision(compute=torch.bfloat16)
 WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
@@ -306,7 +307,7 @@ def is_dropped(gpu: Gpu, where: str, transport: str = "collectives") -> None:
             training.model.module[3].fall.register_full_backward_pre_hook(_fail)
         with suppress(KeyError):
             loss(training.model).backward()
-        assert where == "backward" or any(unit.phase is Weights.GATHERING for unit in training.model._units)
+        assert where == "backward" or any(unit.phase is Weights.GATHERING for unit in units(training.model))
         model = weakref.ref(training.model)
         del training
         gc.collect()
@@ -323,7 +324,7 @@ def is_replaced(gpu: Gpu) -> None:
                 training.model.module[2].register_forward_pre_hook(_fail)
                 with suppress(KeyError):
                     loss(training.model)
-                assert any(unit.phase is Weights.GATHERING for unit in training.model._units)
+                assert any(unit.phase is Weights.GATHERING for unit in units(training.model))
                 del training
                 gc.collect()
 

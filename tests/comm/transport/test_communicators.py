@@ -21,6 +21,7 @@ from shardlite.comm.transport import nccl
 from shardlite.comm.transport.nccl import Communicator, NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import take_deprecated
+from tests.support.internals import context as context_of
 from tests.support.patience import seconds
 
 CUDA = torch.device("cuda", 0)
@@ -226,7 +227,7 @@ def test_gathers_and_reductions_have_their_own_and_inline_operations_that_of_the
     with fake_group(2), as_over_nccl(), mock.patch.object(context, "connect", side_effect=context.connect) as connected:
         model = ShardLite(torch.nn.Linear(4, 4), route=Route(transport=transport))
         apart = [call.kwargs.get("apart", False) for call in connected.call_args_list]
-    own = model._context
+    own = context_of(model)
     assert apart == [True, False, True]
     assert len({own.transport, own.inline[0], own.reducing[0]}) == 3
 
@@ -344,19 +345,15 @@ def test_keywords_of_before_are_fields_of_records():
         take_deprecated(Route(max_ctas=4), Precision(), {"transport": "p2p"})
 
 
-def wrap_by_keywords(group):
+@pytest.mark.ranks(2)
+def test_a_model_takes_keywords_of_before(group):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", DeprecationWarning)
         options = {"transport": "p2p", "quantized_gather": True}
         model = ShardLite(torch.nn.Linear(4, 4), group=group, **options)
     told = [each for each in warned if each.category is DeprecationWarning]
     assert [each.filename for each in told] == [__file__, __file__]
-    return repr(model)
-
-
-def test_a_model_takes_keywords_of_before(cluster):
-    for found in cluster.run(wrap_by_keywords, 2):
-        assert "transport=GlooTransport" in found
+    assert "transport=GlooTransport" in repr(model)
 
 
 def test_a_model_has_at_most_fourteen_keywords():

@@ -44,25 +44,19 @@ NARROW_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def train_at_every_stage(group, name):
+@pytest.mark.parametrize(
+    ("name", "group"), [("plain", 2), ("mixed", 3), slow("plain", 4), slow("frozen", 2)], indirect=["group"]
+)
+def test_every_stage_has_the_bits_of_plain_data_parallel(group, name):
     for stage in STAGES:
         trained(*MODELS[name], group, stage=stage, route=COLLECTIVES)
 
 
-@pytest.mark.parametrize(("name", "size"), [("plain", 2), ("mixed", 3), slow("plain", 4), slow("frozen", 2)])
-def test_every_stage_has_the_bits_of_plain_data_parallel(cluster, name, size):
-    cluster.check(train_at_every_stage, size, name)
-
-
-def train_over_its_own_all_gather(group, name):
+@pytest.mark.parametrize(("name", "group"), [("plain", 2), ("mixed", 3)], indirect=["group"])
+def test_gathers_by_the_process_group_have_the_same_bits(group, name):
+    """As over NCCL: with equal segments in place, and with others in rows that are padded."""
     with patch.object(GlooCollectives, "all_gather", GroupCollectives.all_gather):
         trained(*MODELS[name], group, stage=3, route=COLLECTIVES)
-
-
-@pytest.mark.parametrize(("name", "size"), [("plain", 2), ("mixed", 3)])
-def test_gathers_by_the_process_group_have_the_same_bits(cluster, name, size):
-    """As over NCCL: with equal segments in place, and with others in rows that are padded."""
-    cluster.check(train_over_its_own_all_gather, size, name)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -29,6 +29,7 @@ from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.comm.transport.group_collectives import TwoLevelCollectives, as_bytes
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
+from tests.support.internals import units
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
@@ -284,7 +285,7 @@ def traffic_of(group):
         with hosts_of(2):
             model = ShardLite(LanguageModel(), group=ranks, route=route)
         on_tokens(model, Turn(0, dist.get_rank(), 0)).backward()
-        sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in model._units}
+        sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in units(model)}
         found.append((sizes, {unit: dict(sent) for unit, sent in model.traffic().items()}))
     return found
 
