@@ -17,8 +17,8 @@ import pytest
 from shardlite.apps import launch
 from shardlite.apps.inspect_checkpoint import inspect
 from shardlite.checkpoint import checkpoints_in
-from tests.apps.test_failover import TINY
 from tests.support.patience import seconds, until
+from tests.support.ranks.restarts import TINY
 from tests.support.ranks.scripts import IMPORTED_FROM
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc for processes")

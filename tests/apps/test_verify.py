@@ -506,7 +506,7 @@ def test_the_command_fails_on_all_ranks_where_one_is_spoilt(cluster):
 def test_the_launcher_passes_the_failure_on(tmp_path):
     script = tmp_path / "spoilt.py"
     script.write_text(
-        "import sys\nfrom tests.apps.test_verify import main_with_a_spoilt_rank as main\nsys.exit(main(sys.argv[1:]))\n"
+        f"import sys\nfrom {__name__} import main_with_a_spoilt_rank as main\nsys.exit(main(sys.argv[1:]))\n"
     )
     launcher = launch.torchrun(2, [])[1:-3]  # without `-m -- shardlite`
     done = run_process(*launcher, str(script), "verify", "--ranks", "2", *SMALL)

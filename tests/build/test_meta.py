@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.telemetry.meter import Meter
+from tests.support.models.meta import Bare, on_meta
 
 WIDTH = 12
 BATCH = torch.arange(6 * WIDTH, dtype=torch.float32).view(6, WIDTH).sin()
@@ -94,11 +95,6 @@ class Zoo(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.leave(x).square().mean()
-
-
-def on_meta(make: type[nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make()
 
 
 def seeded(make: type[nn.Module]) -> nn.Module:
@@ -261,12 +257,6 @@ def test_init_draws_what_apply_draws(group):
 
 def must_not_run(module: nn.Module) -> None:
     raise AssertionError(f"{type(module).__name__} was initialized")
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 4))
 
 
 @pytest.mark.ranks(2)

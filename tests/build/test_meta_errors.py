@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError, ShardLite
-from tests.build.test_meta import Bare, on_meta
+from tests.support.models.meta import Bare, on_meta
 
 
 class Forgetful(Bare):

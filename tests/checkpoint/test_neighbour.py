@@ -21,9 +21,9 @@ from shardlite.checkpoint import latest, memory_copies, snapshot, snapshot_holde
 from shardlite.checkpoint.memory_copies import Hosts, held_by, key_of, newest
 from shardlite.checkpoint.snapshot import Header, Snapshot, SnapshotMemory
 from shardlite.checkpoint.snapshot_holder import Agent, Holder, HolderError, parent_and_start
-from tests.apps.test_failover import assert_same_weights, ranks_of, started, train_straight
-from tests.checkpoint.test_checkpoint import OPTIMIZERS, Run
+from tests.support.checkpoints import OPTIMIZERS, Run
 from tests.support.patience import seconds, until
+from tests.support.ranks.restarts import assert_same_weights, ranks_of, started, train_straight
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="memory is held by processes that are found in /proc"

@@ -15,20 +15,27 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 from shardlite import EMA, Precision, ShardLite
 from shardlite.comm.traffic import Sent
-from tests.comm.test_races import UNITS, WIDTH, block_sizes, late_messages, pressed_allocator, short_messages
-from tests.comm.test_races import on_rows as on_wide_rows
-from tests.grads.test_unused import Model as Experts
-from tests.grads.test_unused import loss as on_routes
 from tests.support.internals import units
+from tests.support.models.branching import Branching, layer_drop, loss_on, one_rank_alone, other_orders
+from tests.support.models.experts import Model as Experts
+from tests.support.models.experts import loss as on_routes
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.residual import Nested
 from tests.support.models.residual import on_rows as on_residual_rows
 from tests.support.models.small import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.support.models.small import Context as CalledTwice
+from tests.support.transports.pressure import (
+    UNITS,
+    WIDTH,
+    block_sizes,
+    late_messages,
+    pressed_allocator,
+    short_messages,
+)
+from tests.support.transports.pressure import on_rows as on_wide_rows
 from tests.support.twins.duos import Duo, alike
 from tests.support.twins.plain import decayed_by_ndim
 from tests.support.twins.sharded import Turn, same_bits, some_stages
-from tests.weights.test_participation import Branching, layer_drop, loss_on, one_rank_alone, other_orders
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 BF16 = Precision(compute=torch.bfloat16)

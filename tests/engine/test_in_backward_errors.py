@@ -14,10 +14,10 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, NonFiniteError, PhaseError, Precision, ShardLite
-from tests.engine.test_recovery import AnyError, Trapped, loss_of
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.models.small import Context as CalledTwice
+from tests.support.models.trapped import AnyError, Trapped, loss_of
 from tests.support.twins.duos import Duo
 from tests.support.twins.sharded import Turn, accumulating, same_bits
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pr
 
 from shardlite import LayoutError, ShardLite
 from shardlite.engine import PATCHES, install_patches, patches
-from tests.project.test_docs import ROOT, cells
+from tests.support.markdown import ROOT, cells
 from tests.support.ranks.scripts import run_process
 
 

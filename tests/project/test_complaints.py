@@ -18,13 +18,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.telemetry.meter import Meter
-from tests.comm.test_races import HIDDEN, block_sizes, late_messages, on_rows, pressed_allocator, short_messages
-from tests.comm.test_races import WIDTH as LARGE
 from tests.support.models.residual import WIDTH, net, square
 from tests.support.models.small import VOCABULARY, LanguageModel, Residual
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
+from tests.support.transports.pressure import (
+    HIDDEN,
+    block_sizes,
+    late_messages,
+    on_rows,
+    pressed_allocator,
+    short_messages,
+)
+from tests.support.transports.pressure import WIDTH as LARGE
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, some_stages
 
 

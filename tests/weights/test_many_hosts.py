@@ -12,7 +12,7 @@ from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.weights.negotiation import Negotiation
 from tests.support.internals import context as context_of
 from tests.support.internals import gatherer
-from tests.weights.test_participation import WIDTH, Branching
+from tests.support.models.branching import WIDTH, Branching
 
 
 def train(group, many, parts):

@@ -19,9 +19,9 @@ from shardlite import EMA, AdamW, Precision, ShardLite
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import read_corpus
 from tests.support.internals import flats, units
+from tests.support.models.branching import WIDTH, Branching, layer_drop, loss_on, other_orders
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, slow
-from tests.weights.test_participation import WIDTH, Branching, layer_drop, loss_on, other_orders
 
 BF16 = Precision(compute=torch.bfloat16)
 SPLIT = Precision(compute=torch.bfloat16, master="split24")

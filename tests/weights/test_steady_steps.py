@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardlite import AdamW, ShardLite
 from tests.support.internals import context, gatherer
+from tests.support.models.branching import WIDTH, Branching
 from tests.support.patience import seconds
-from tests.weights.test_participation import WIDTH, Branching
 
 
 class Trained:

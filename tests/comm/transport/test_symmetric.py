@@ -25,12 +25,12 @@ from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import why_not
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from tests.comm.transport import test_symmetric_cuda as on_cuda
 from tests.support.patience import seconds
 from tests.support.simulated_cuda import Simulated
 from tests.support.transports.played_symmetric import CPU, RING, launches, played, run_memories, run_played
 from tests.support.transports.ring_cases import (
     Case,
+    assert_equal_bits,
     assert_gathered_and_summed,
     broadcast_everything,
     cases_for,
@@ -38,6 +38,7 @@ from tests.support.transports.ring_cases import (
     reduce_everything,
     tensor_of,
 )
+from tests.support.transports.symmetric_bodies import every_dtype, rings, trained
 from tests.support.transports.symmetric_training import train, train_in_backward
 from tests.support.twins.sharded import slow
 
@@ -64,7 +65,7 @@ def test_steps_in_the_backward_have_the_same_bits(cluster, tmp_path, size, stage
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("body", [on_cuda.every_dtype, on_cuda.rings])
+@pytest.mark.parametrize("body", [every_dtype, rings])
 def test_bodies_for_gpus_pass_on_the_cpu(body, size):
     assert run_played(body, size, CPU) == [None] * size
 
@@ -72,9 +73,9 @@ def test_bodies_for_gpus_pass_on_the_cpu(body, size):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_training_for_gpus_passes_on_the_cpu(group, in_backward):
-    for name, weight in on_cuda.trained(group, CPU, "p2p", in_backward=in_backward).items():
-        other = on_cuda.trained(group, CPU, "shared_memory", in_backward=in_backward)
-        on_cuda.assert_equal_bits(weight, other[name])
+    for name, weight in trained(group, CPU, "p2p", in_backward=in_backward).items():
+        other = trained(group, CPU, "shared_memory", in_backward=in_backward)
+        assert_equal_bits(weight, other[name])
 
 
 # What a collective enqueues.
@@ -122,7 +123,7 @@ def test_long_buffers_go_in_rounds_however_late_ranks_pull(size):
     assert_gathered_and_summed([result[:2] for result in results], cases)
     for *_, sent in results:
         for i, (got, case) in enumerate(zip(sent, cases, strict=True)):
-            on_cuda.assert_equal_bits(got, tensor_of(i % size, case.numel, case.dtype))
+            assert_equal_bits(got, tensor_of(i % size, case.numel, case.dtype))
 
 
 def pull_late(memory, shown):
