@@ -288,7 +288,7 @@ class Trajectory:
 def trained_twin(name: str, recipe_name: str, world_size: int, mean: Mean = ring_mean) -> Trajectory:
     """Train a twin, in this process."""
     case, recipe = CASES[name], RECIPES[recipe_name]
-    twin = Twin(made(case, seed=0), world_size, case.units, mean)
+    twin = Twin(made(case, seed=0), world_size, case.units, mean=mean)
     start = {name: param.detach().clone() for name, param in twin.masters.items()}
     steps = train_twin(twin, case, recipe)
     check_twin(steps, start)

@@ -148,7 +148,7 @@ class Pair:
     twin `together`, each on its own batch; where a rank may run ahead of the others, each computes all of it.
     """
 
-    _shares = True
+    make_twin: type[Twin] = Twin
     _due = False
     """Whether rank 0's buffers are to be those of all."""
 
@@ -168,7 +168,7 @@ class Pair:
         everyone = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
         self.rank = dist.get_rank()
         shared = everyone if together else None
-        self.twin = Twin(plain, everyone.size(), units, precision=precision, replicas=replicas, group=shared)
+        self.twin = self.make_twin(plain, everyone.size(), units, precision=precision, replicas=replicas, group=shared)
         self.model = ShardLite(module, group=group, units=units, precision=precision, **options)
         chosen = RECIPES[recipe]
         self.optimizer = chosen.make(self.model.parameters())
@@ -189,8 +189,7 @@ class Pair:
         for optimizer in (self.optimizer, self._theirs):
             optimizer.step()
             optimizer.zero_grad()
-        self._compare("weight", lambda tensor: tensor.detach())
-        self._compare_buffers()
+        self._compare_states()
         self._steps += 1
 
     def evaluate(self, run: Callable[[Callable[..., Any], Turn], Tensor]) -> None:
@@ -237,6 +236,11 @@ class Pair:
             assert (got is not None) == (name in expected), f"{self._what(what)} of {name!r}: {got=}"
             if got is not None:
                 same_bits(f"{self._what(what)} of {name!r}", got, expected[name])
+
+    def _compare_states(self) -> None:
+        """Compare weights and buffers after a step."""
+        self._compare("weight", lambda tensor: tensor.detach())
+        self._compare_buffers()
 
     def _compare_buffers(self) -> None:
         ours = dict(self.model.named_buffers())
