@@ -109,12 +109,7 @@ def test_systems_hold_what_is_predicted(model, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name"),
-    [
-        ("mlp", "mlp-4ranks"),
-        ("gpt", "gpt-2ranks"),
-        ("gpt2", "gpt2-2ranks"),
-        ("gpt2-6", "gpt2-6-4ranks"),
-    ],
+    [("mlp", "mlp-4ranks"), ("gpt", "gpt-2ranks"), ("gpt2", "gpt2-2ranks"), ("gpt2-6", "gpt2-6-4ranks")],
 )
 def test_other_models_too(model, name):
     if model.startswith("gpt2"):
@@ -148,10 +143,7 @@ def test_a_users_own_model(on_cluster, tmp_path, capsys):
     assert table.render(measured) in told.out
     assert "step, MiB" not in told.out
     assert "[2/2, 2 ranks] stage3: " in told.err
-    assert {path.name for path in plots.iterdir()} == {
-        f"footprint-{HERE}-Own-2ranks.png",
-        f"footprint-{HERE}-Own.png",
-    }
+    assert {path.name for path in plots.iterdir()} == {f"footprint-{HERE}-Own-2ranks.png", f"footprint-{HERE}-Own.png"}
 
 
 def test_a_broken_model_is_a_row_with_its_error(on_cluster, tmp_path, capsys):

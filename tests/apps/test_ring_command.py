@@ -175,12 +175,7 @@ def test_eight_ranks_fit_into_80_columns(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("order", "written"),
-    [
-        (((6, 7), 0), "6..0"),
-        (((2, 1), 0), "2+1+..+0"),
-        ((1, 2), "1+2"),
-        (((4, 5), ((0, 1), 2)), "4+5+(0..2)"),
-    ],
+    [(((6, 7), 0), "6..0"), (((2, 1), 0), "2+1+..+0"), ((1, 2), "1+2"), (((4, 5), ((0, 1), 2)), "4+5+(0..2)")],
 )
 def test_sums_in_fewest_letters(order, written):
     assert brief(order, 8, most=2) == written

@@ -10,10 +10,7 @@ from torch import nn
 from bench.support.ranks import only_rank
 from shardlite import AdamW, Precision, ShardLite
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WIDTH, WARM_UP, STEPS = 256, 4, 9
 

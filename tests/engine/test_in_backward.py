@@ -163,10 +163,7 @@ def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "group", "precision", "state"),
-    [
-        pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow),
-        (3, 2, SPLIT, "fp32"),
-    ],
+    [pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow), (3, 2, SPLIT, "fp32")],
     ids=str,
     indirect=["group"],
 )

@@ -123,8 +123,7 @@ def elements(value: Any) -> Any:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "stage"),
-    [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)],
+    ("kind", "stage"), [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)]
 )
 @pytest.mark.parametrize("take", FOREIGN)
 @pytest.mark.sample(3)

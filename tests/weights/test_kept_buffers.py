@@ -64,10 +64,7 @@ def allocations() -> Iterator[list[int]]:
         take(bucket, carrier)
         noted.extend(full.nbytes for full in bucket.full)
 
-    with (
-        mock.patch.object(BufferPool, "_allocate", allocating),
-        mock.patch.object(Bucket, "allocate", taking),
-    ):
+    with mock.patch.object(BufferPool, "_allocate", allocating), mock.patch.object(Bucket, "allocate", taking):
         yield noted
 
 

@@ -50,8 +50,7 @@ def world(size, alive=lambda peer: True, limit=AMPLE):
     heaps = [Heap(control_nbytes(size)) for _ in range(size)]
     return [
         SharedMemoryTransport(
-            Neighbours(r, heaps[r], [h if h is heaps[r] else Mapping(h.descriptor) for h in heaps], alive),
-            limit,
+            Neighbours(r, heaps[r], [h if h is heaps[r] else Mapping(h.descriptor) for h in heaps], alive), limit
         )
         for r in range(size)
     ]

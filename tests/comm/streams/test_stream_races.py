@@ -15,15 +15,7 @@ from shardlite.grads.backward_run import StreamRun
 from shardlite.grads.bucket import Bucket
 from shardlite.optim import in_backward
 from tests.comm.streams import programs, simulated_gpu
-from tests.comm.streams.programs import (
-    EVENTS,
-    NOT_IN_BACKWARD,
-    RUNS,
-    WORLD_SIZE,
-    CalledOnSide,
-    Training,
-    TwoStreams,
-)
+from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WORLD_SIZE, CalledOnSide, Training, TwoStreams
 from tests.comm.streams.simulated_gpu import Gpu
 
 
@@ -196,10 +188,7 @@ def counted_memory():
         free(run)
         lent.append(len(run.copying))
 
-    with (
-        mock.patch.object(Bucket, "allocate", taking),
-        mock.patch.object(StreamRun, "free_copied", freeing),
-    ):
+    with mock.patch.object(Bucket, "allocate", taking), mock.patch.object(StreamRun, "free_copied", freeing):
         yield buckets, lent
 
 

@@ -194,11 +194,7 @@ def test_a_fast_sum_is_close_and_an_uneven_one_exact(cluster):
 
 def calls_of(group, reduce):
     """Which collectives a step calls, and its weights."""
-    model = ShardLite(
-        _seeded(LanguageModel),
-        group=group,
-        route=Route(transport="collectives", reduce=reduce),
-    )
+    model = ShardLite(_seeded(LanguageModel), group=group, route=Route(transport="collectives", reduce=reduce))
     side = Side(model, in_backward=True)
     called, run_one = set(), GlooCollectives._run
 

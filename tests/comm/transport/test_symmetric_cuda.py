@@ -24,10 +24,7 @@ from tests.support.transports.symmetric_bodies import every_dtype, rings, traine
 TIMEOUT = timedelta(seconds=30)
 SMALL = (8 << 20) + (1 << 18)  # bytes of an area in which long gathers take several rounds
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 # Bodies: on any device.

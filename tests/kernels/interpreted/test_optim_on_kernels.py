@@ -141,9 +141,7 @@ def test_numbers_are_sent_when_they_have_changed_and_only_then(monkeypatch):
     for name in ("send", "hyper_table"):
         original = getattr(counts, name)
         monkeypatch.setattr(
-            counts,
-            name,
-            lambda *args, name=name, original=original: (sent.append(name), original(*args))[1],
+            counts, name, lambda *args, name=name, original=original: (sent.append(name), original(*args))[1]
         )
     seen = []
     for change in ("nothing", "lr", "nothing", "fewer gradients", "fewer gradients", "nothing"):

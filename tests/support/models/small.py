@@ -53,13 +53,7 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(
-        self,
-        blocks: int = 2,
-        *,
-        tied: bool = True,
-        dropout: float = 0.0,
-        reentrant: bool | None = None,
-        span: int = 1,
+        self, blocks: int = 2, *, tied: bool = True, dropout: float = 0.0, reentrant: bool | None = None, span: int = 1
     ):
         super().__init__()
         self.reentrant = reentrant

@@ -76,9 +76,7 @@ class Duo:
         modules = [_seeded(make) for _ in range(2)]
         self.sides = [
             Side(
-                ShardLite(module, group=group, ignore=ignored(module), **options),
-                in_backward=flag,
-                **(optimizer or {}),
+                ShardLite(module, group=group, ignore=ignored(module), **options), in_backward=flag, **(optimizer or {})
             )
             for module, flag in zip(modules, (False, True), strict=True)
         ]
