@@ -1,9 +1,9 @@
-"""Every transport: order, dtypes, empty messages, silent peers; which one serves what. And the tests' own cluster."""
+"""Every transport: order, dtypes, empty messages, silent peers; which one serves what."""
 
 import os
 import time
-import warnings
 import weakref
+from contextlib import closing
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -17,7 +17,6 @@ from shardlite.comm import streams
 from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ThreadQueue
-from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, reconnect
@@ -26,12 +25,11 @@ from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.support.patience import seconds, until
-from tests.support.ranks.cluster import Cluster, RemoteError, run_local
+from tests.support.ranks.cluster import Cluster, run_local
 from tests.support.ranks.local_world import local_world
 from tests.support.transports.calls import reduce_scatter
-from tests.support.transports.delays import Delayed
-from tests.support.transports.delegating import Counted, Delegating
-from tests.support.transports.worlds import Batched, run
+from tests.support.transports.delegating import Delegating
+from tests.support.transports.worlds import run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
@@ -259,9 +257,8 @@ def leave_a_wait(group):
 @pytest.fixture(scope="module")
 def throwaway(fork_server):
     """A cluster for bodies that break gloo connections or ranks: the session's stays as it is."""
-    gloo = Cluster(fork_server, sizes=[2])
-    yield gloo
-    gloo.close()
+    with closing(Cluster(fork_server, sizes=[2])) as gloo:
+        yield gloo
 
 
 def test_silent_gloo_peers_are_named(throwaway):
@@ -276,27 +273,33 @@ def test_no_thread_waits_in_gloo_when_a_program_ends(throwaway):
     assert message.startswith("rank 0 receiving from rank 1 failed: 16 bytes, tag 8, timeout")
 
 
-def test_an_absent_gloo_peer_is_named_with_the_operation(throwaway):
-    silent, (kind, message) = throwaway.failures(be_alone, 2)
-    assert (silent, kind) == (None, "CommError")
-    assert message.startswith("all-gather of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 ")
-
-
-def test_a_silent_peer_of_a_batch_is_named(throwaway):
-    silent, (kind, message) = throwaway.failures(exchange_with_nobody, 2)
-    assert (silent, kind) == (None, "CommError")
-    assert message.startswith("rank 1 receiving from rank 0 and sending to rank 0 failed: 432 bytes, tag 8. The peer ")
-
-
 def stage_for_nobody(group):
     if dist.get_rank(group) == 1:
         StagedTransport(group, timedelta(milliseconds=200)).irecv(torch.zeros(4), 0, tag=8).wait()
 
 
-def test_a_silent_peer_of_a_staged_message_is_named(throwaway):
-    silent, (kind, message) = throwaway.failures(stage_for_nobody, 2)
+def reconnect_alone(group):
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 1:
+        reconnect(group, timedelta(seconds=seconds(0.2)))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (be_alone, "all-gather of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 "),
+        (
+            exchange_with_nobody,
+            "rank 1 receiving from rank 0 and sending to rank 0 failed: 432 bytes, tag 8. The peer ",
+        ),
+        (stage_for_nobody, "rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s. The peer "),
+        (reconnect_alone, "another connection over gloo: rank 1 timed out after "),
+    ],
+)
+def test_an_absent_peer_is_named(throwaway, body, words):
+    silent, (kind, message) = throwaway.failures(body, 2)
     assert (silent, kind) == (None, "CommError")
-    assert message.startswith("rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s. The peer ")
+    assert message.startswith(words)
 
 
 def use_device_tensor(group):
@@ -380,55 +383,8 @@ def test_peers_are_ranks_of_the_group(throwaway_of_three):
 @pytest.fixture
 def throwaway_of_three(fork_server):
     """A cluster for groups that the session's should not keep."""
-    gloo = Cluster(fork_server, sizes=[3])
-    yield gloo
-    gloo.close()
-
-
-# Transports around transports.
-
-
-def test_what_is_sent_is_counted():
-    tallies = [Tally(), Tally()]
-
-    def body(transport):
-        counted = Counted(transport, tallies[transport.rank])
-        peer = 1 - transport.rank
-        tensor, received = torch.ones(3 + transport.rank), [torch.zeros(4 - transport.rank) for _ in range(2)]
-        counted.isend(tensor, peer, tag=0).wait()
-        counted.irecv(received[0], peer, tag=0).wait()
-        messages = [Message(tensor, peer, outgoing=True), Message(received[1], peer, outgoing=False)]
-        counted.exchange(messages, tag=0).wait()
-        return [each.tolist() for each in received]
-
-    assert run_local(body, 2) == [[[1.0] * 4] * 2, [[1.0] * 3] * 2]
-    assert tallies == [Tally(2, 24), Tally(2, 32)]
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_what_is_around_a_transport_has_its_properties(blocking):
-    inner = local_world(3)[2]
-    inner.blocking = blocking
-    for outer in (Counted(inner, Tally()), Delayed(inner, 0, longest=0.0)):
-        assert (outer.rank, outer.world_size, outer.batched, outer.blocking) == (2, 3, False, blocking)
-    for outer in (Counted(Batched(inner), Tally()), Delayed(Batched(inner), 0, longest=0.0)):
-        assert (outer.rank, outer.world_size, outer.batched, outer.blocking) == (2, 3, True, blocking)
-
-
-def test_delays_are_random_and_the_same_for_the_same_seed():
-    def pauses(rank, seed):
-        slept = []
-        with patch("tests.support.transports.delays.time.sleep", slept.append):
-            delayed = Delayed(local_world(2)[rank], seed, longest=0.5)
-            for _ in range(4):
-                delayed.isend(torch.zeros(1), 1 - rank, tag=0)
-                delayed.irecv(torch.zeros(1), 1 - rank, tag=0)
-                delayed.exchange([], tag=0)
-        return slept
-
-    assert pauses(0, 1) == pauses(0, 1)
-    assert len({*pauses(0, 1), *pauses(1, 1), *pauses(0, 2)}) == 36
-    assert all(0.0 <= pause <= 0.5 for pause in pauses(0, 1))
+    with closing(Cluster(fork_server, sizes=[3])) as gloo:
+        yield gloo
 
 
 @pytest.mark.gpu
@@ -447,56 +403,6 @@ def exchange_on_device(group):
     transport.exchange(messages, tag=5).wait()
     arrived = [tensor.cpu() for tensor in received]
     return [tensor.float() if tensor.dtype.itemsize == 1 else tensor for tensor in arrived]
-
-
-# The cluster itself.
-
-
-def describe(group, *, factor):
-    return os.environ["SHARDLITE_POISON"], torch.get_num_threads(), dist.get_rank(group) * factor, torch.rand(1)
-
-
-def fail_on_rank_one(group):
-    if dist.get_rank(group) == 1:
-        raise ZeroDivisionError("on purpose")
-
-
-def warn(group):
-    warnings.warn("on purpose", stacklevel=1)
-
-
-class WarnsAtItsEnd:
-    def __del__(self):
-        warn(None)
-
-
-def warn_at_an_end(group):
-    WarnsAtItsEnd()
-
-
-def die(group):
-    if dist.get_rank(group) == 1:
-        os._exit(3)
-
-
-def test_bodies_run_by_rank_with_the_same_seed(cluster):
-    results = cluster.run(describe, 3, factor=10)
-    assert [r[:3] for r in results] == [("1", 1, 0), ("1", 1, 10), ("1", 1, 20)]
-    assert len({r[3].item() for r in results}) == 1
-
-
-def test_warnings_are_errors_on_every_rank(cluster):
-    assert cluster.failures(warn, 4) == [("UserWarning", "on purpose")] * 4
-    for kind, message in cluster.failures(warn_at_an_end, 2):  # Python only prints those
-        assert kind == "AssertionError"
-        assert "UserWarning: on purpose" in message
-
-
-def test_a_failing_or_dying_rank_is_named_and_the_cluster_recovers(throwaway):
-    with pytest.raises(RemoteError, match=r"(?s)rank 1:\nTraceback.*ZeroDivisionError: on purpose"):
-        throwaway.run(fail_on_rank_one, 2)
-    assert throwaway.failures(die, 2) == [None, ("WorkerDied", "the worker died with exit code 3")]
-    assert len(throwaway.run(describe, 2, factor=1)) == 2
 
 
 @pytest.mark.ranks(2)
@@ -573,15 +479,3 @@ def test_no_rank_returns_before_all_are_connected(cluster):
     """A rank that drops the connection closes it, and gloo fails on peers that were still waiting to be connected."""
     heard, returned = zip(*cluster.run(reconnect_late, 2), strict=True)
     assert min(returned) >= max(heard)
-
-
-def reconnect_alone(group):
-    group = dist.new_group([0, 1])
-    if dist.get_rank() == 1:
-        reconnect(group, timedelta(seconds=seconds(0.2)))
-
-
-def test_a_rank_that_does_not_come_to_connect_is_named(throwaway):
-    silent, (kind, message) = throwaway.failures(reconnect_alone, 2)
-    assert (silent, kind) == (None, "CommError")
-    assert message.startswith("another connection over gloo: rank 1 timed out after ")
