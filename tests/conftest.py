@@ -6,7 +6,7 @@ import os
 # Before anything reads it: released buffers are filled with NaN, here and in the workers, which inherit it.
 os.environ["SHARDLITE_POISON"] = "1"
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -80,6 +80,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def doomed(fork_server: ForkServer) -> Doomed:
     """Ranks that may die. See `Doomed.run`."""
     return Doomed(fork_server)
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[..., Any], Sequence[str]], str]:
+    """`refusal(main, arguments)`: what a command prints, only to stderr, before it exits with status 2."""
+
+    def call(main: Callable[..., Any], arguments: Sequence[str]) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        return printed.err
+
+    return call
 
 
 @pytest.fixture(params=["threads", "gloo"])

@@ -106,22 +106,17 @@ def logged(folder: Path) -> list[list[str]]:
         return [[row[name] for name in names] for row in csv.DictReader(file)]
 
 
-def test_resume_needs_a_checkpoint_and_a_new_run_a_new_folder(tmp_path, monkeypatch, capsys):
+def test_resume_needs_a_checkpoint_and_a_new_run_a_new_folder(tmp_path, monkeypatch, refusal):
     started = []
     monkeypatch.setattr(launch, "launch", lambda ranks, arguments, **_: started.append(arguments) or 0)
     arguments = ["train", *TINY, "--out", str(tmp_path)]
     newest = tmp_path / "checkpoints" / "step-00000040"
-
-    def refused(*more: str) -> str:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*arguments, *more])
-        assert stop.value.code == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    assert f"--resume: there is no checkpoint in {tmp_path / 'checkpoints'}; leave it out" in refused("--resume")
+    words = f"--resume: there is no checkpoint in {tmp_path / 'checkpoints'}; leave it out"
+    assert words in refusal(cli.main, [*arguments, "--resume"])
     newest.mkdir(parents=True)
     (newest / ".metadata").write_bytes(b"of another program, without a manifest")
-    assert f"{newest} is of an earlier run: give --resume to go on from it, or another" in refused("--save-every", "5")
+    words = f"{newest} is of an earlier run: give --resume to go on from it, or another"
+    assert words in refusal(cli.main, [*arguments, "--save-every", "5"])
     assert not started
     assert cli.main([*arguments, "--resume"]) == 0
     assert cli.main([*arguments, "--checkpoints", str(tmp_path / "checkpoints")]) == 0  # which goes on by itself

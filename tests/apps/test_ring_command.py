@@ -289,13 +289,9 @@ def test_the_sums_of_eight_ranks_fit_into_their_cells(algorithm, node, tmp_path,
         ("gone.png", "cannot be written (No such file or directory): name a file elsewhere"),
     ],
 )
-def test_a_png_that_cannot_be_written(tmp_path, capsys, path, words):
+def test_a_png_that_cannot_be_written(tmp_path, refusal, path, words):
     pytest.importorskip("matplotlib", reason="matplotlib paints the image")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere" / "ring.png")
-    with pytest.raises(SystemExit) as end:
-        main(["ring", "--png", str(tmp_path / path)])
-    assert end.value.code == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert f"--png {tmp_path / path}" in printed.err
-    assert words in printed.err
+    printed = refusal(main, ["ring", "--png", str(tmp_path / path)])
+    assert f"--png {tmp_path / path}" in printed
+    assert words in printed

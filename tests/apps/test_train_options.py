@@ -29,19 +29,12 @@ FORMATS = ["--precision", "bf16", "--reduce", "bf16", "--master", "split24", "--
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys):
+def refused(monkeypatch, refusal):
     """Return the last line that a command prints which is refused before any work: no text is read, no rank starts."""
     monkeypatch.setattr(launch, "launch", None)
     for name in ("text", "train"):
         monkeypatch.setitem(sys.modules, f"shardlite.apps.demo.{name}", None)  # to import it is an error
-
-    def message(*arguments: object) -> str:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["train", *map(str, arguments)])
-        assert stop.value.code == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    return message
+    return lambda *arguments: refusal(cli.main, ["train", *map(str, arguments)]).splitlines()[-1]
 
 
 @pytest.fixture

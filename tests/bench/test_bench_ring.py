@@ -155,10 +155,8 @@ def test_the_command_starts_itself_for_each_number_of_ranks(monkeypatch):
     assert started == [("bench.ring", 2, arguments), ("bench.ring", 3, arguments)]
 
 
-def test_a_world_of_one_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["--ranks", "2", "1"])
-    assert "one rank sends nothing" in capsys.readouterr().err
+def test_a_world_of_one_is_refused(refusal):
+    assert "one rank sends nothing" in refusal(main, ["--ranks", "2", "1"])
 
 
 def test_what_is_compared_on_which_device():

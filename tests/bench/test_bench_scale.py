@@ -130,10 +130,8 @@ def test_both_modes_are_verified_and_timed(group):
         (["--steps", "0"], "must be at least 1"),
     ],
 )
-def test_what_cannot_end_well_is_not_begun(options, words, capsys):
-    with pytest.raises(SystemExit):
-        run.main(options)
-    assert words in capsys.readouterr().err
+def test_what_cannot_end_well_is_not_begun(options, words, refusal):
+    assert words in refusal(run.main, options)
 
 
 @pytest.mark.slow

@@ -167,10 +167,8 @@ def test_larger_batches_train_on_the_same_number_of_sequences(tmp_path):
 
 
 @pytest.mark.parametrize("options", [["--steps", "5"], ["--ranks", "3"], ["--ranks", "1"]])
-def test_wrong_options_are_refused(options, capsys):
-    with pytest.raises(SystemExit):
-        main(options)
-    assert "must be" in capsys.readouterr().err
+def test_wrong_options_are_refused(options, refusal):
+    assert "must be" in refusal(main, options)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
