@@ -174,7 +174,7 @@ def test_replicas_cast_as_sharded_models_do(cluster, name, precision, world_size
 
 @pytest.mark.ranks(2)
 def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(group: Any) -> None:
-    """Body of a rank: a bf16 model that `DistributedDataParallel` does not take."""
+    """A bf16 model that `DistributedDataParallel` does not take."""
     task = Task(
         make_model=lambda: Rows(Context(reentrant=True)).bfloat16(),
         make_batch=lambda step, rank: (rows(6)(step, rank)[0].bfloat16(),),
@@ -190,24 +190,20 @@ def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(gr
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def wrong_precision(group: Any, **wrong: torch.dtype) -> Report:
-    """Body of a rank: sharded models with another precision than was asked for."""
-    make = twins.ShardLite
-    other = replace(BF16, **wrong)
-    with mock.patch.object(twins, "ShardLite", lambda *args, precision, **more: make(*args, precision=other, **more)):
-        return verified(group, "language-model", 1, precision=BF16)
-
-
 @pytest.mark.parametrize(
-    ("world_size", "wrong"),
+    ("group", "wrong"),
     [
         (2, {"compute": torch.float32}),
         slow(2, {"compute": torch.float16}),
         (3, {"reduce": torch.bfloat16}),  # at two ranks no partial sum is rounded
     ],
+    indirect=["group"],
 )
-def test_another_precision_than_was_asked_for_is_found(cluster, world_size, wrong):
-    report = cluster.run(wrong_precision, world_size, **wrong)[0]
+def test_another_precision_than_was_asked_for_is_found(group: Any, wrong: dict[str, torch.dtype]) -> None:
+    make = twins.ShardLite
+    other = replace(BF16, **wrong)
+    with mock.patch.object(twins, "ShardLite", lambda *args, precision, **more: make(*args, precision=other, **more)):
+        report = verified(group, "language-model", 1, precision=BF16)
     what = "gradient of 'model.embed.weight' in" if "reduce" in wrong else "loss of"
     assert report.first_failure.startswith(f"rank 0: {what} step 1, stage 3 against simple twin: ")
 
@@ -222,20 +218,18 @@ def test_units_and_hyper_parameters_are_passed_on(cluster):
     assert default != other
 
 
-def test_one_step_has_no_later_losses(cluster):
-    report = cluster.run(verified, 2, "uneven", steps=1)[0]
+@pytest.mark.ranks(2)
+def test_one_step_has_no_later_losses(group: Any) -> None:
+    report = verified(group, "uneven", steps=1)
     assert report.ok
     assert {row.quantity for row in report.rows} == {"loss of step 1", "gradients of step 1", "weights after step 1"}
 
 
-def keeps_random_state(group: Any) -> bool:
+@pytest.mark.ranks(1)
+def test_the_random_numbers_of_the_caller_stay(group: Any) -> None:
     state = torch.get_rng_state()
     verified(group, "language-model", 1)
-    return torch.equal(state, torch.get_rng_state())
-
-
-def test_the_random_numbers_of_the_caller_stay(cluster):
-    assert cluster.run(keeps_random_state, 1) == [True]
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_what_cannot_be_done_is_said():
@@ -299,92 +293,75 @@ def test_a_gradient_of_ours_that_is_off_by_a_millionth_is_off_from_everything(cl
     )
 
 
-def forgets_to_divide(group: Any) -> Report:
-    """Body of a rank: sums instead of means, at all stages."""
+@pytest.mark.ranks(2, slow(3))
+def test_a_sum_that_is_not_divided_is_found(group: Any) -> None:
+    """All stages return sums instead of means."""
     collective = reduce.reduce_scatter
 
     def undivided(*args: Any, last: Any, **more: Any) -> Any:
         return collective(*args, last=last._replace(divisor=1), **more)
 
     with mock.patch.object(reduce, "reduce_scatter", undivided):
-        return verified(group, "language-model", 1)
-
-
-@pytest.mark.parametrize("world_size", [2, slow(3)])
-def test_a_sum_that_is_not_divided_is_found(cluster, world_size):
-    report = cluster.run(forgets_to_divide, world_size)[0]
+        report = verified(group, "language-model", 1)
     first = "rank 0: gradient of 'model.embed.weight' in step 1, stage 3 against simple twin: at ["
     assert report.first_failure.startswith(first)
     failed = {row.opponent for row in report.rows if row.failure and row.quantity == "gradients of step 1"}
     assert failed == set(opponents(report)) - set(STAGES)
 
 
-def steps_otherwise(group: Any) -> Report:
-    """Body of a rank: an optimizer that is not the one that was asked for."""
+@pytest.mark.ranks(2)
+def test_a_wrong_step_is_found_in_the_weights(group: Any) -> None:
+    """The sharded models have an optimizer without weight decay."""
     with mock.patch.object(twins, "AdamW", lambda params, lr, weight_decay: AdamW(params, lr=lr, weight_decay=0)):
-        return verified(group, "mixed-dtypes", 1)
-
-
-def test_a_wrong_step_is_found_in_the_weights(cluster):
-    report = cluster.run(steps_otherwise, 2)[0]
-    assert report.first_failure.startswith(
-        "rank 0: weight 'model.0.0.wide' after step 1, stage 3 against simple twin: at ["
-    )
+        report = verified(group, "mixed-dtypes", 1)
+    words = "rank 0: weight 'model.0.0.wide' after step 1, stage 3 against simple twin: at ["
+    assert report.first_failure.startswith(words)
     assert verdicts(report)["simple twin", "gradients of step 1"] == EQUAL
 
 
-def draws_anew(group: Any, rank: int) -> Report:
-    """Body of a rank: a rank whose batches are other ones each time."""
+@pytest.mark.ranks(2)
+def test_a_rank_with_other_batches_is_named(group: Any) -> None:
+    """Rank 1 draws other batches each time."""
     drawn = 0
 
     def make_batch(step: int, of_rank: int) -> tuple[Tensor]:
         nonlocal drawn
         drawn += 1
-        shift = drawn if of_rank == torch.distributed.get_rank(group) == rank else 0
+        shift = drawn if of_rank == torch.distributed.get_rank(group) == 1 else 0
         return ((tokens(step, of_rank)[0] + shift) % VOCABULARY,)
 
-    return verify(CASES["language-model"][0], make_batch, 1, group=group)
+    report = verify(CASES["language-model"][0], make_batch, 1, group=group)
+    assert report.first_failure.startswith("rank 1: loss of step 1, stage 3 against stage 0: ")
 
 
-def test_a_rank_with_other_batches_is_named(cluster):
-    for report in cluster.run(draws_anew, 2, 1):
-        assert report.first_failure.startswith("rank 1: loss of step 1, stage 3 against stage 0: ")
-
-
+@pytest.mark.ranks(2)
 @without_warnings
-def is_not_a_number(group: Any) -> Report:
-    """Body of a rank."""
-    return verify(lambda: Rows(MLP([3, 1])), lambda s, r: (torch.full((2, 3), math.nan),), 2, group=group)
-
-
-def test_what_is_not_a_number_is_never_right(cluster):
-    report = cluster.run(is_not_a_number, 2)[0]
+def test_what_is_not_a_number_is_never_right(group: Any) -> None:
+    report = verify(lambda: Rows(MLP([3, 1])), lambda s, r: (torch.full((2, 3), math.nan),), 2, group=group)
     assert report.first_failure.startswith("rank 0: loss of step 1, stage 3 against stage 0: nan and nan, nan apart")
     assert all(row.absolute == math.inf for row in report.rows if "weights" not in row.quantity)
 
 
+@pytest.mark.ranks(2)
 @without_warnings
-def overflows(group: Any) -> Report:
-    """Body of a rank: a gradient is infinite."""
+def test_replicas_leave_out_a_step_as_sharded_models_do(group: Any) -> None:
+    """A gradient is infinite."""
 
     def make() -> nn.Module:
         model = Rows(MLP([7, 30, 1]))
         next(model.parameters()).register_hook(lambda grad: grad + math.inf)
         return model
 
-    return verify(make, rows(7), 2, group=group)
-
-
-def test_replicas_leave_out_a_step_as_sharded_models_do(cluster):
-    report = cluster.run(overflows, 2)[0]
+    report = verify(make, rows(7), 2, group=group)
     assert report.ok, report.table()
     assert_equal_to_the_bit(report, {*STAGES, TWINS[0]})
     assert verdicts(report)[DDP, "gradients of step 1"] == EQUAL
     assert verdicts(report)[DDP, "weights after step 2"] == "not judged"
 
 
-def uses_another_parameter(group: Any) -> Report:
-    """Body of a rank: the second model takes another branch than the first."""
+@pytest.mark.ranks(2)
+def test_a_gradient_that_only_one_has_is_named(group: Any) -> None:
+    """The second model takes another branch than the first."""
     made = 0
 
     def make() -> nn.Module:
@@ -395,11 +372,7 @@ def uses_another_parameter(group: Any) -> Report:
         model.forward = lambda x: take(x, branch) * 0
         return Rows(model)
 
-    return verify(make, rows(6), 1, group=group)
-
-
-def test_a_gradient_that_only_one_has_is_named(cluster):
-    report = cluster.run(uses_another_parameter, 2)[0]
+    report = verify(make, rows(6), 1, group=group)
     name = "'model.blocks.0.choices.branch0.weight'"
     assert report.first_failure == f"rank 0: gradient of {name} in step 1: stage 0 has one, stage 3 has none"
 
@@ -453,7 +426,6 @@ def test_a_model_that_knows_its_number_of_ranks_is_found_out(cluster):
     indirect=["group"],
 )
 def test_ranks_that_cannot_be_compared_are_refused(group: Any, message: str) -> None:
-    """Body of a rank."""
     with pytest.raises(LayoutError, match=message):
         verify(droppy, rows(6), 1, group=group, elastic=True)
 

@@ -161,8 +161,9 @@ def test_averages_go_with_a_run(group: Any, path: Path) -> None:
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
-def folder_body(group: Any, path: Path) -> None:
-    run = Run(group)
+@pytest.mark.ranks(2)
+def test_steps_are_numbered_and_the_newest_are_kept(group: Any, path: Path) -> None:
+    run, path = Run(group), path / "run"
     assert latest(path) is None
     assert run.save(path).name == "step-00000000"
     assert run.save(path, step=7).name == "step-00000007"
@@ -192,10 +193,6 @@ def folder_body(group: Any, path: Path) -> None:
     assert {each.name for each in path.glob(".*")} <= {".lease"}
 
 
-def test_steps_are_numbered_and_the_newest_are_kept(cluster, tmp_path):
-    cluster.check(folder_body, 2, tmp_path / "run")
-
-
 def bytes_body(group: Any, path: Path) -> int:
     run = Run(group).train(range(1))
     place = run.save(path)
@@ -216,8 +213,9 @@ def test_each_rank_writes_what_it_holds_and_tied_weights_once(cluster, tmp_path)
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def mistakes_body(group: Any, path: Path) -> None:
-    run = Run(group).train(range(1))
+@pytest.mark.ranks(2)
+def test_mistakes_are_named_on_every_rank_and_change_nothing(group: Any, path: Path) -> None:
+    run, path = Run(group).train(range(1)), path / "run"
     with pytest.raises(CheckpointError, match=f"there is no checkpoint in {path}"):
         run.load(path)
     with pytest.raises(CheckpointError, match=r"'ranks.1.extra' holds something that is neither a tensor"):
@@ -262,10 +260,6 @@ def mistakes_body(group: Any, path: Path) -> None:
     save(path, ShardLite(nn.Linear(4, 4), group=group))
     with pytest.raises(CheckpointError, match=r"'model.weight' has shape \[4, 4\], the model's has \[4, 5\]"):
         load(path, ShardLite(nn.Linear(5, 4), group=group))
-
-
-def test_mistakes_are_named_on_every_rank_and_change_nothing(cluster, tmp_path):
-    cluster.check(mistakes_body, 2, tmp_path / "run")
 
 
 class Views(nn.Module):

@@ -5,7 +5,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
 from shardlite.grads.skip_step import LIMIT
-from tests.support.twins.sharded import WIDE, same_bits, some_stages, without_warnings
+from tests.support.twins.sharded import WIDE, accumulating, same_states, slow, some_stages, without_warnings
 
 WORLDS = (1, 2, WIDE)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -105,12 +105,6 @@ def state_of(model: ShardLite, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     return state
 
 
-def assert_same(what: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys(), what
-    for name in got:
-        same_bits(f"{what}: {name}", got[name], expected[name])
-
-
 @without_warnings
 def skips_body(group: Any, stages: Sequence[int], make: Callable[[], nn.Module]) -> list[int]:
     """Return how often the steps of each optimizer and stage say that they were made on this rank."""
@@ -128,9 +122,9 @@ def skips_body(group: Any, stages: Sequence[int], make: Callable[[], nn.Module])
                 if poison is None:
                     backward(clean, group, seed)
                     optimizers[1].step()
-                    assert_same(f"{what}, step {seed}", state_of(model, optimizers[0]), state_of(clean, optimizers[1]))
+                    same_states(f"{what}, step {seed}", state_of(model, optimizers[0]), state_of(clean, optimizers[1]))
                 else:
-                    assert_same(f"{what}, left out", state_of(model, optimizers[0]), before)
+                    same_states(f"{what}, left out", state_of(model, optimizers[0]), before)
                     everywhere: list[bool] = [False] * dist.get_world_size(group)
                     dist.all_gather_object(everywhere, bad_here(model), group=group)
                     assert any(everywhere), "gradients are gone or not as they were"
@@ -166,39 +160,31 @@ def test_all_replicas_skip(group: Any) -> None:
         for seed, bad in ((0, None), (1, poison)):
             before = state_of(model, optimizer)
             stepped(model, optimizer, group, bad, seed)
-        assert_same(f"{poison}", state_of(model, optimizer), before)
+        same_states(f"{poison}", state_of(model, optimizer), before)
         assert model.skipped_steps == 1
 
 
 # ---- accumulation ---------------------------------------------------------------------------------------------------
 
 
-def mode_of(model: ShardLite, mode: str) -> AbstractContextManager[None]:
-    return nullcontext() if mode == "step" else model.no_sync(sharded=mode == "sharded")
-
-
+@pytest.mark.ranks(*WORLDS)
 @without_warnings
-def accumulates_body(group: Any, stages: Sequence[int]) -> None:
+def test_what_was_accumulated_counts(group: Any) -> None:
     """A NaN that came in an earlier micro-batch is in the sum."""
-    for stage in stages:
+    for stage in some_stages(1, 3):
         for mode, poison in zip(("local", "sharded", "step"), POISONS, strict=False):
             model, clean = (wrap(net(), group, stage=stage) for _ in range(2))
             optimizers = [OPTIMIZERS["ours"](each.parameters()) for each in (model, clean)]
             before = state_of(model, optimizers[0])
             for step, bad in enumerate((poison, None)):
                 for each, optimizer in list(zip((model, clean), optimizers, strict=True))[: 2 if bad is None else 1]:
-                    with mode_of(each, mode):
+                    with accumulating(each, mode):
                         backward(each, group, 2 * step, bad)
                     stepped(each, optimizer, group, seed=2 * step + 1)
                 if bad is not None:
-                    assert_same(f"stage {stage}, {mode}", state_of(model, optimizers[0]), before)
-            assert_same(f"stage {stage}, {mode}", *map(state_of, (model, clean), optimizers))
+                    same_states(f"stage {stage}, {mode}", state_of(model, optimizers[0]), before)
+            same_states(f"stage {stage}, {mode}", *map(state_of, (model, clean), optimizers))
             assert model.skipped_steps == 1
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_what_was_accumulated_counts(cluster, world_size):
-    cluster.check(accumulates_body, world_size, some_stages(1, 3))
 
 
 # ---- counting -------------------------------------------------------------------------------------------------------
@@ -219,17 +205,18 @@ def test_too_many_in_a_row_are_an_error_on_all_ranks(group: Any, stage: int) -> 
     before = state_of(model, optimizer)
     with pytest.raises(NonFiniteError, match="20 steps in a row were left out"):
         step(POISONS[1])
-    assert_same("after the error", state_of(model, optimizer), before)
+    same_states("after the error", state_of(model, optimizer), before)
     assert model.skipped_steps == 3 * (LIMIT - 1) + 1
     optimizer.zero_grad()
     step()
     assert all(int(each["step"]) == 3 for each in optimizer.state.values())
 
 
+@pytest.mark.ranks(*WORLDS)
 @without_warnings
-def two_optimizers_body(group: Any, stage: int) -> None:
+def test_two_optimizers_leave_out_one_step_together(group: Any) -> None:
     """Each drops its gradients before the other's step."""
-    model = wrap(net(), group, stage=stage)
+    model = wrap(net(), group)
     params = dict(model.named_parameters())
     weights, biases = ([p for name, p in params.items() if name.endswith(kind)] for kind in ("weight", "bias"))
     optimizers = OPTIMIZERS["ours"](weights), OPTIMIZERS["sgd"](biases)
@@ -241,15 +228,10 @@ def two_optimizers_body(group: Any, stage: int) -> None:
             optimizer.zero_grad()
         after = {name: param.detach() for name, param in params.items()}
         if seed:
-            assert_same("left out", after, before)
+            same_states("left out", after, before)
         else:
             assert all(p.numel() == 0 or not torch.equal(before[name], p) for name, p in after.items())
         assert model.skipped_steps == seed
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_two_optimizers_leave_out_one_step_together(cluster, world_size):
-    cluster.check(two_optimizers_body, world_size, 3)
 
 
 @pytest.mark.ranks(2)
@@ -292,8 +274,8 @@ def test_steps_with_a_closure(group: Any, stage: int) -> None:
             if poison is None:
                 step(1, seed)
             else:
-                assert_same(f"{kind}: left out", state_of(model, optimizers[0]), before)
-        assert_same(kind, *map(state_of, (model, clean), optimizers))
+                same_states(f"{kind}: left out", state_of(model, optimizers[0]), before)
+        same_states(kind, *map(state_of, (model, clean), optimizers))
         assert model.skipped_steps == 2
 
 
@@ -312,7 +294,7 @@ def test_a_step_that_fails_while_it_is_left_out(group: Any) -> None:
     for each, optimizer in zip((model, clean), optimizers, strict=True):
         backward(each, group, 1)
         optimizer.step()
-    assert_same("the next step", *map(state_of, (model, clean), optimizers))
+    same_states("the next step", *map(state_of, (model, clean), optimizers))
 
 
 # ---- one rank, where nothing is reduced -----------------------------------------------------------------------------
@@ -362,7 +344,8 @@ def test_looking_at_gradients_keeps_nothing_alive(group: Any) -> None:
 # ---- the warning of the first ---------------------------------------------------------------------------------------
 
 
-def first_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), slow(4, 1)], indirect=["group"])
+def test_the_first_step_that_is_left_out_is_warned_of(group: Any, stage: int) -> None:
     """Each rank hears of the first step that was left out, and of no later one."""
     model = wrap(net(), group, stage=stage)
     step = partial(stepped, model, OPTIMIZERS["ours"](model.parameters()), group)
@@ -374,11 +357,6 @@ def first_body(group: Any, stage: int) -> None:
     assert warned(lambda: step(POISONS[0])) == []
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_the_first_step_that_is_left_out_is_warned_of(cluster, world_size):
-    cluster.check(first_body, world_size, {1: 3, 2: 0, 3: 2, 4: 1}[world_size])
-
-
 @pytest.mark.ranks(2)
 def test_the_warning_may_be_an_error(group: Any) -> None:
     """A warning that is an error leaves the gradients where they are, and the step out."""
@@ -388,7 +366,7 @@ def test_the_warning_may_be_an_error(group: Any) -> None:
     backward(model, group, 0, POISONS[0])
     with pytest.raises(NonFiniteWarning, match="step 1 "):
         optimizer.step()
-    assert_same("after the error", state_of(model, optimizer), before)
+    same_states("after the error", state_of(model, optimizer), before)
     assert all(shard.grad is not None for shard in model.parameters())
 
 
@@ -422,35 +400,29 @@ def test_on_request_the_first_bad_gradient_of_each_rank_is_named(group: Any, sta
             assert warned(step) == []
 
 
-def two_ranks_body(group: Any) -> list[str]:
+@pytest.mark.ranks(2)
+def test_all_ranks_hear_of_all(group: Any) -> None:
     """Every rank has another bad gradient."""
     model = wrap(net(), group, diagnose=True)
     rank = dist.get_rank(group)
-    return warned(lambda: backward(model, group, 0, Poison(math.nan, rank, ("0.weight", "2.bias")[rank])))
-
-
-def test_all_ranks_hear_of_all(cluster):
     words = "gradients are not finite: of '0.weight' on rank 0, of '2.bias' on rank 1. The step is skipped"
-    assert cluster.run(two_ranks_body, 2) == [[words], [words]]
+    poison = Poison(math.nan, rank, ("0.weight", "2.bias")[rank])
+    assert warned(lambda: backward(model, group, 0, poison)) == [words]
 
 
+@pytest.mark.ranks(2)
 @without_warnings
-def sums_body(group: Any) -> list[str]:
-    """Gradients that are finite on each rank, and whose sum is not, are left out like others."""
+def test_a_bad_sum_of_good_gradients_has_no_culprit(group: Any) -> None:
+    """The step is left out like others."""
     model = wrap(nn.Sequential(nn.Linear(4, 4)), group, diagnose=True)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     before = state_of(model, optimizer)
     messages = warned(lambda: (model(torch.ones(1, 4)).sum() * 3e38).backward())
     later = warned(lambda: model(torch.ones(1, 4)).sum().backward())  # added to what is there
     optimizer.step()
-    assert_same("an overflow", state_of(model, optimizer), before)
-    assert later == messages
-    return messages
-
-
-def test_a_bad_sum_of_good_gradients_has_no_culprit(cluster):
+    same_states("an overflow", state_of(model, optimizer), before)
     words = "gradients are not finite: only in sums and accumulated gradients. The step is skipped"
-    assert cluster.run(sums_body, 2) == [[words], [words]]
+    assert later == messages == [words]
 
 
 # ---- sums, and what was left over ------------------------------------------------------------------------------------
