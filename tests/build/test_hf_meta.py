@@ -16,7 +16,7 @@ from shardlite import ShardLite
 from shardlite.build.init import children_first
 from tests.support.models.hf import ARCHITECTURES, case
 from tests.support.twins.plain import RECIPES
-from tests.support.twins.sharded import Pair, Turn, same_bits
+from tests.support.twins.sharded import Pair, Turn, same_bits, same_states
 
 PRETRAINED = [name for name in ARCHITECTURES if name != "nn.Transformer"]
 
@@ -59,8 +59,7 @@ def test_a_model_born_on_meta_is_one_born_with_memory(group: Any, name: str) -> 
     born = model.full_state_dict() | dict(model.named_buffers())
     expected = usual.state_dict() | dict(usual.named_buffers())
     assert born.keys() == expected.keys()
-    for key, value in expected.items():
-        same_bits(key, born[key], value)
+    same_states("state", born, expected)
     pair, optimizer = Pair(lambda: copy.deepcopy(usual), group), RECIPES["adamw"].make(model.parameters())
     for step in range(2):
         pair.step(architecture.loss)

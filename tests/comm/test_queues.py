@@ -16,7 +16,7 @@ from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.patience import seconds
 from tests.support.simulated_cuda import Simulated
-from tests.support.twins.sharded import WIDE
+from tests.support.twins.sharded import WIDE, same_states
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
@@ -170,8 +170,7 @@ def test_training_over_the_transports_for_gpus_gives_the_same_bits(group):
                 weights = trained(group, stage)
             finally:
                 shardlite.comm.context.connect = connect
-            for name, value in expected.items():
-                torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+            same_states("state", weights, expected)
 
 
 class _Reports:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states
 
 
 class Net(nn.Module):
@@ -72,8 +72,7 @@ def test_a_conversion_is_refused_and_changes_nothing(group: Any, stage: int, aft
             assert facts(model) == before, f"{kind} of {type(module).__name__} has changed something"
         for convert in NOTHING.values():
             assert convert(module) is module
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, weights[name])
+    same_states("state", model.full_state_dict(), weights)
     net.own.to(torch.bfloat16)
     assert {net.own[0].weight.dtype, net.own[1].running_mean.dtype} == {torch.bfloat16}, "the program has ignored them"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, net
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states
 
 Record = Callable[[nn.Module, Tensor], Any]
 
@@ -114,8 +114,7 @@ def test_the_module_has_a_state_dict_inside_gathered(group: Any, stage: int) -> 
     model = trained(group, stage)
     with model.gathered(writeback=False):
         inside = {name: value.clone() for name, value in model.module.state_dict().items()}
-    for name, value in model.full_state_dict().items():
-        same_bits(name, inside[name], value)
+    same_states("state", inside, model.full_state_dict())
     if stage == 3:
         with model.gathered("0.inner.weight"), pytest.raises(LayoutError, match=r"or be inside `with model\.gathered"):
             model.module.state_dict()

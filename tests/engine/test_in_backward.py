@@ -35,7 +35,7 @@ from tests.support.transports.pressure import (
 from tests.support.transports.pressure import on_rows as on_wide_rows
 from tests.support.twins.duos import Duo, alike
 from tests.support.twins.plain import decayed_by_ndim
-from tests.support.twins.sharded import Turn, same_bits, some_stages
+from tests.support.twins.sharded import Turn, same_bits, same_states, some_stages
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 BF16 = Precision(compute=torch.bfloat16)
@@ -281,16 +281,14 @@ def test_the_backward_leaves_new_weights(group: Any, stage: int) -> None:
         duo.backward(on_tokens)
         duo.ordinary.optimizer.step()
         full = [side.model.full_state_dict() for side in duo.sides]
-        for name, value in full[0].items():
-            same_bits(name, full[1][name], value)
+        same_states("state", full[1], full[0])
         with torch.no_grad():
             same_bits("logits", *(side.model(tokens) for side in reversed(duo.sides)))
         duo.inside.optimizer.step()
         for each in ema:
             each.update()
         averaged = [each.full_state_dict() for each in ema]
-        for name, value in averaged[0].items():
-            same_bits(f"average of {name}", averaged[1][name], value)
+        same_states("average", averaged[1], averaged[0])
         for side in duo.sides:
             side.model.zero_grad()
         duo.compare()

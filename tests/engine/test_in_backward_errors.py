@@ -19,7 +19,7 @@ from tests.support.models.small import MLP, LanguageModel
 from tests.support.models.small import Context as CalledTwice
 from tests.support.models.trapped import AnyError, Trapped, loss_of
 from tests.support.twins.duos import Duo
-from tests.support.twins.sharded import Turn, accumulating, same_bits
+from tests.support.twins.sharded import Turn, accumulating, same_bits, same_states
 
 EVERY_STAGE = pytest.mark.parametrize(
     ("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=lambda x: str(x)
@@ -75,8 +75,7 @@ def goes_twice(group: Any, stage: int) -> None:
             out.square().sum().backward()
         optimizer.step()
         model.zero_grad()
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, before[name])
+    same_states("state", model.full_state_dict(), before)
 
     def two_losses(model: Callable[..., Any], turn: Turn) -> Tensor:
         out = model(torch.randn(2, 7, generator=turn.generator()))
@@ -350,8 +349,7 @@ def breaks_off(group: Any, stage: int, places: tuple[int, ...]) -> dict[str, Ten
 def test_an_exception_in_the_backward_leaves_each_unit_old_or_new(cluster, world_size, stage, places):
     first, *others = cluster.run(breaks_off, world_size, stage, places)
     for each in others:
-        for name, value in each.items():
-            same_bits(name, value, first[name])
+        same_states("state", each, first)
 
 
 def one_fails(group: Any, stage: int) -> None:

@@ -14,7 +14,7 @@ from shardlite import EMA, AdamW, PhaseError, ShardLite
 from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
-from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages
+from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages
 from tests.support.twins.split import SPLIT, cut, parts, trained
 
 # ---- whole weights --------------------------------------------------------------------------------------------------
@@ -29,8 +29,7 @@ def loads(group: Any, stage: int, saved: dict[str, Tensor]) -> dict[str, Tensor]
     model = ShardLite(LanguageModel(), group=group, stage=stage, precision=SPLIT)
     model(torch.zeros(1, 2, dtype=torch.int64))  # full weights that are old soon
     model.load_full_state_dict(saved)
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, saved[name])
+    same_states("state", model.full_state_dict(), saved)
     generator = torch.Generator().manual_seed(3)
     precise = {name: torch.randn(value.shape, generator=generator) for name, value in saved.items()}
     precise["head.weight"] = precise["embed.weight"]
@@ -47,8 +46,7 @@ def loads(group: Any, stage: int, saved: dict[str, Tensor]) -> dict[str, Tensor]
 def test_state_dicts_have_all_24_bits_at_any_world_size(cluster, stage):
     saved, *others = cluster.run(saves, 2, stage)
     for other in others:
-        for name, value in other.items():
-            same_bits(name, value, saved[name])
+        same_states("state", other, saved)
     for value in saved.values():
         same_bits("24 bits", value, cut(value))
     assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
@@ -65,18 +63,15 @@ def test_writing_into_gathered_weights(group: Any, stage: int) -> None:
     names = [name for name, _ in model.module.named_parameters()]
     with model.gathered():
         pass
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, only read", value, expected[name])
+    same_states("only read", model.full_state_dict(), expected)
     with pytest.raises(KeyError), model.gathered(), torch.no_grad():
         _spoil(model.module)
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, undone", value, expected[name])
+    same_states("undone", model.full_state_dict(), expected)
     with model.gathered(*names[2:6]), torch.no_grad():
         for name in names[2:6]:
             model.module.get_parameter(name).view(-1)[1::3] = 7.1
             expected[name].view(-1)[1::3] = torch.tensor(7.1).bfloat16().float()
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, written", value, expected[name])
+    same_states("written", model.full_state_dict(), expected)
     with model.gathered(writeback=False), torch.no_grad():
         for name, param in model.module.named_parameters():
             same_bits(f"{name}, gathered", param.detach(), parts(expected[name])[0])
@@ -112,19 +107,16 @@ def averages(group: Any, stage: int) -> None:
     for name, value in _named_averages(model, ema):
         same_bits(f"average of {name}, exchanged", value, _own_part(model, name, averaged[name]))
     with ema.swapped():
-        for name, value in model.full_state_dict().items():
-            same_bits(f"{name}, swapped", value, averaged[name])
+        same_states("swapped", model.full_state_dict(), averaged)
         with pytest.raises(PhaseError):
             optimizer.step()
     with pytest.raises(KeyError), ema.swapped():
         raise KeyError
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, back", value, own[name])
+    same_states("back", model.full_state_dict(), own)
     saved = ema.state_dict()
     other = EMA(model, 0.75)
     other.load_state_dict(saved)
-    for name, value in other.full_state_dict().items():
-        same_bits(f"{name}, loaded", value, averaged[name])
+    same_states("loaded", other.full_state_dict(), averaged)
 
 
 def _named_averages(model: ShardLite, ema: EMA) -> Iterator[tuple[str, Tensor]]:
@@ -206,5 +198,4 @@ def test_meta_device(group: Any) -> None:
             module = MLP([7, 33, 5])
         torch.manual_seed(5)
         model = ShardLite(module, group=group, stage=stage, precision=SPLIT, device="cpu")
-        for name, value in model.full_state_dict().items():
-            same_bits(name, value, born[name])
+        same_states("state", model.full_state_dict(), born)

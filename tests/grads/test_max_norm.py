@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.twins.sharded import WIDE, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, same_bits, same_states, some_stages
 
 LIMIT = 0.5
 
@@ -53,8 +53,7 @@ def test_steps_are_those_of_clipping_by_hand(group: Any, part: str) -> None:
         theirs, expected = trained(group, stage, by_hand=True, part=part)
         assert torch.equal(torch.stack(norms), torch.stack(expected))
         assert min(norms) < LIMIT < max(norms)
-        for name, value in mine.items():
-            same_bits(name, value, theirs[name])
+        same_states("state", mine, theirs)
 
 
 @pytest.mark.ranks(2)
@@ -74,8 +73,7 @@ def test_with_a_gradient_scaler(group: Any) -> None:
             scaler.update()
             optimizer.zero_grad()
         weights.append(model.full_state_dict())
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=0)
+    same_states("state", weights[1], weights[0])
 
 
 @pytest.mark.ranks(2)

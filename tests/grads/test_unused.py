@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import AdamW, ShardLite
 from tests.support.models.experts import EXPERTS, WIDTH, Model, loss, routed
-from tests.support.twins.sharded import WIDE, Pair, Turn, some_stages
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_states, some_stages
 
 STEPS = 10
 
@@ -70,8 +70,7 @@ def test_gradients_are_there_where_data_parallel_has_them(group):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        for name, value in model.full_state_dict().items():
-            torch.testing.assert_close(value, twin.module.state_dict()[name], rtol=0, atol=0)
+        same_states("state", model.full_state_dict(), twin.module.state_dict())
 
 
 @pytest.mark.ranks(2)

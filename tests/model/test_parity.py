@@ -37,7 +37,7 @@ from tests.support.models.small import (
 )
 from tests.support.ranks.cluster import Cluster
 from tests.support.twins.plain import RECIPES, Mean, Recipe, Twin, ring_mean, simple_mean
-from tests.support.twins.sharded import Loss, Turn, same_bits, slow
+from tests.support.twins.sharded import Loss, Turn, same_bits, same_states, slow
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 3, 4)
@@ -310,8 +310,7 @@ def follows(group: Any, name: str, recipe_name: str, expected: Trajectory, stage
         check_compiled(case)
         full = model.full_state_dict()
         assert full.keys() == expected.state.keys()
-        for key, value in expected.state.items():
-            same_bits(f"stage {stage}, full_state_dict()[{key!r}]", full[key], value)
+        same_states(f"stage {stage}, full_state_dict()", full, expected.state)
 
 
 def check_compiled(case: Case) -> None:

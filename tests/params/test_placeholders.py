@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, Block, net, square
-from tests.support.twins.sharded import Turn, same_bits, trained
+from tests.support.twins.sharded import Turn, same_bits, same_states, trained
 
 WORDS = 1000
 
@@ -147,8 +147,7 @@ def test_former_data_keeps_its_values(group: Any, of: Any, stage: int) -> None:
         for param in params.values():
             param.data = torch.full_like(param.data, 0.25)
         assert all((param == 0.25).all() for param in params.values())
-        for name, value in before.items():
-            same_bits(f"{name} kept", kept[name], value)
+        same_states("kept", kept, before)
         other = nn.Parameter(torch.zeros_like(next(iter(params.values())).data))
         first = next(iter(params.values()))
         first.data, other.data = other.data, first.data

@@ -32,7 +32,7 @@ from tests.support.transports.pressure import (
     short_messages,
 )
 from tests.support.transports.pressure import WIDTH as LARGE
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, some_stages
 
 
 def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
@@ -279,8 +279,7 @@ def test_a_run_can_be_repeated_to_the_bit(group: Any) -> None:
     (losses, weights), (again, weights_again) = runs
     for i, (one, other) in enumerate(zip(losses, again, strict=True)):
         same_bits(f"loss or norm {i}", other, one)
-    for name, value in weights.items():
-        same_bits(name, weights_again[name], value)
+    same_states("state", weights_again, weights)
 
 
 # ---- saving and going on --------------------------------------------------------------------------------------------
@@ -357,8 +356,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(group: Any, ranks: list[
     for i, (got, loss) in enumerate(zip(second.train(range(2, 5)), expected[2:], strict=True)):
         same_bits(f"the loss of step {2 + i}", got, loss)
     weights = uninterrupted.model.full_state_dict()
-    for name, value in second.model.full_state_dict().items():
-        same_bits(name, value, weights[name])
+    same_states("state", second.model.full_state_dict(), weights)
     assert [each["lr"] for each in second.optimizer.param_groups] == [0.02 * 0.8**5, 0.05 * 0.8**5]
     assert second.cost() == uninterrupted.cost()
 
@@ -396,8 +394,7 @@ def test_weights_go_to_any_number_of_ranks_and_optimizer_state_to_the_same_numbe
     for world_size in (1, 3, 4):
         for loaded, evaluated, _ in cluster.run(weights_body, world_size, weights):
             assert loaded.keys() == weights.keys()
-            for name, value in loaded.items():
-                same_bits(f"{world_size} ranks, {name}", value, weights[name])
+            same_states(f"{world_size} ranks", loaded, weights)
             same_bits(f"{world_size} ranks, evaluated", evaluated, output)
     states = [state for _, _, state in results]
     assert cluster.run(wrong_size_body, 4, [*states, *states]) == [True] * 4

@@ -21,7 +21,7 @@ from shardlite.apps.demo.text import read_corpus
 from tests.support.internals import flats, units
 from tests.support.models.branching import WIDTH, Branching, layer_drop, loss_on, other_orders
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, slow
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, slow
 
 BF16 = Precision(compute=torch.bfloat16)
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
@@ -186,8 +186,7 @@ def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(group: Any
     if not pair.model.module.reentrant:  # which warns without gradients
         pair.evaluate(lambda model, turn: model(torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())))
     kept = pair.model.full_state_dict()
-    for key, master in pair.twin.state_dict().items():
-        same_bits(f"full_state_dict()[{key!r}]", kept[key], master)
+    same_states("full_state_dict()", kept, pair.twin.state_dict())
 
 
 @pytest.mark.ranks(2)
@@ -377,10 +376,8 @@ def test_a_moving_average_keeps_all_digits(group: Any) -> None:
     kept = model.full_state_dict()
     with ema.swapped(), model.gathered():
         same_bits("the average", model.module.embed.weight.detach(), read_back(expected["embed.weight"]))
-    for name, average in ema.full_state_dict().items():
-        same_bits(f"the average of {name}", average, expected[name])
-    for name, weight in model.full_state_dict().items():
-        same_bits(name, weight, kept[name])
+    same_states("the average", ema.full_state_dict(), expected)
+    same_states("state", model.full_state_dict(), kept)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, Precision, ShardLite
 from tests.support.models.residual import WIDTH, Block
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states
 
 
 class ActNorm(nn.Module):
@@ -95,8 +95,7 @@ def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
             losses.append(loss.detach())
         same_bits(f"loss {step}", *losses)
         full = model.full_state_dict()
-        for name, value in twin.state_dict().items():
-            same_bits(f"{name} after step {step}", full[name], value)
+        same_states(f"after step {step}", full, twin.state_dict())
 
 
 @pytest.mark.stages(1, 3)
@@ -173,8 +172,7 @@ def test_what_was_computed_from_former_data_may_be_assigned(group: Any, change: 
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
     same_bits("outputs", model(x), twin(x))
     full = model.full_state_dict()
-    for name, value in twin.state_dict().items():
-        same_bits(name, full[name], value)
+    same_states("state", full, twin.state_dict())
 
 
 @pytest.mark.ranks(2)
