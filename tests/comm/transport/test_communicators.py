@@ -124,7 +124,8 @@ def test_a_model_has_the_communicators_of_one_that_is_gone(cluster):
     assert len({*used}) == 2
 
 
-def drop_at_other_times(group):
+@pytest.mark.ranks(2)
+def test_one_that_another_rank_still_uses_is_not_taken(group):
     """Rank 1 has garbage that rank 0 has collected."""
     with over_nccl() as made:
         first = a_model(group)
@@ -136,14 +137,11 @@ def drop_at_other_times(group):
         third = a_model(group)
         assert names(third) == former
         fourth = a_model(group)
-        return len(made), len({*names(second), *names(third), *names(fourth)})
+        assert (len(made), len({*names(second), *names(third), *names(fourth)})) == (6, 6)
 
 
-def test_one_that_another_rank_still_uses_is_not_taken(cluster):
-    assert cluster.run(drop_at_other_times, 2) == [(6, 6)] * 2
-
-
-def drop_after_unequal_operations(group):
+@pytest.mark.ranks(2)
+def test_one_in_which_an_operation_may_still_wait_is_not_taken(group):
     """Rank 0 has begun an operation that rank 1 never comes to, as where a forward has failed on one rank."""
     with over_nccl() as made:
         gathers, reductions = a_model(group)
@@ -154,14 +152,11 @@ def drop_after_unequal_operations(group):
         later = names(a_model(group))
         assert later[0] == former[1]
         assert later[1] != former[0]
-        return len(made)
+        assert len(made) == 3
 
 
-def test_one_in_which_an_operation_may_still_wait_is_not_taken(cluster):
-    assert cluster.run(drop_after_unequal_operations, 2) == [3] * 2
-
-
-def wrap_with_others(group):
+@pytest.mark.ranks(2)
+def test_ranks_route_and_timeout_must_be_equal(group):
     with over_nccl() as made:
         for route in ({}, {"max_ctas": 4}, {"high_priority": False}, {"transport": "p2p"}):
             a_model(group, **route)
@@ -170,38 +165,29 @@ def wrap_with_others(group):
         count = len(made)
     with over_nccl(max_ctas=2) as made:
         a_model(group)
-        return count, len(made)
+        assert (count, len(made)) == (9, 2)
 
 
-def test_ranks_route_and_timeout_must_be_equal(cluster):
-    assert cluster.run(wrap_with_others, 2) == [(9, 2)] * 2
-
-
-def refuse_to_connect(group):
+@pytest.mark.ranks(2)
+def test_after_a_failure_all_are_free(group):
     with over_nccl():
         a_model(group)
         free = [each for each in nccl._all if each.is_free]
         with mock.patch.object(nccl, "_agree", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
             connect(group, CUDA, AMPLE, apart=True)
-        return len(free), [each for each in nccl._all if each.is_free] == free
+        assert len(free) == 2
+        assert [each for each in nccl._all if each.is_free] == free
 
 
-def test_after_a_failure_all_are_free(cluster):
-    assert cluster.run(refuse_to_connect, 2) == [(2, True)] * 2
-
-
-def connect_in_a_cycle(group):
+@pytest.mark.ranks(2)
+def test_one_is_free_when_garbage_is_collected(group):
     with over_nccl():
         model = SimpleNamespace(transports=a_model(group))
         model.itself = model
         del model
         before = [each.is_free for each in nccl._all]
         gc.collect()
-        return before, [each.is_free for each in nccl._all]
-
-
-def test_one_is_free_when_garbage_is_collected(cluster):
-    assert cluster.run(connect_in_a_cycle, 2) == [([False] * 2, [True] * 2)] * 2
+        assert (before, [each.is_free for each in nccl._all]) == ([False] * 2, [True] * 2)
 
 
 def fail_to_connect(group):

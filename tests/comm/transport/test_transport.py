@@ -20,6 +20,7 @@ from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, reconnect
+from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
@@ -424,14 +425,12 @@ def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(
     assert made == [[0, 1]]
 
 
-def test_an_algorithm_is_walked_in_batches_over_nccl(cluster):
-    assert cluster.run(connect_by_ring, 2) == [["NcclTransport", "NcclTransport", "NcclCollectives"]] * 2
-
-
-def connect_by_ring(group):
+@pytest.mark.ranks(2)
+def test_an_algorithm_is_walked_in_batches_over_nccl(group):
     routes = Route(algorithm="ring"), Route(transport="p2p"), Route(transport="collectives")
     with patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):
-        return [type(connect(group, CUDA, AMPLE, route=route)).__name__ for route in routes]
+        kinds = [type(connect(group, CUDA, AMPLE, route=route)) for route in routes]
+    assert kinds == [NcclTransport, NcclTransport, NcclCollectives]
 
 
 # Connections beside those of a process group.
