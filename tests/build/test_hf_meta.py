@@ -16,7 +16,7 @@ from shardlite import ShardLite
 from shardlite.build.init import children_first
 from tests.support.models.hf import ARCHITECTURES, case
 from tests.support.twins.plain import RECIPES
-from tests.support.twins.sharded import Pair, Turn, same_bits, same_states
+from tests.support.twins.sharded import Pair, Turn, same_bits, same_states, take_step
 
 PRETRAINED = [name for name in ARCHITECTURES if name != "nn.Transformer"]
 
@@ -63,9 +63,7 @@ def test_a_model_born_on_meta_is_one_born_with_memory(group: Any, name: str) -> 
     pair, optimizer = Pair(lambda: copy.deepcopy(usual), group), RECIPES["adamw"].make(model.parameters())
     for step in range(2):
         pair.step(architecture.loss)
-        architecture.loss(model, Turn(step, pair.rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, architecture.loss(model, Turn(step, pair.rank, 0)))
     for (key, got), shard in zip(model.named_parameters(), pair.model.parameters(), strict=True):
         same_bits(key, got, shard)
 

@@ -18,7 +18,7 @@ from shardlite.checkpoint.reading import read_metadata
 from shardlite.optim.layout import OptimizerLayout
 from shardlite.telemetry import Meter
 from tests.support.checkpoints import OPTIMIZERS, Net, Run, assert_names, names_in, same_state
-from tests.support.twins.sharded import same_bits, slow
+from tests.support.twins.sharded import same_bits, slow, take_step
 
 # ---- as many ranks ---------------------------------------------------------------------------------------------------
 
@@ -287,9 +287,7 @@ def test_buffers_that_share_memory_empty_parameters_and_scalars(group: Any, path
         return model, getattr(optim, optimizer)(model.parameters(), lr=0.05)
 
     def train(model: ShardLite, its: optim.Optimizer) -> dict[str, Tensor]:
-        model(torch.ones(4, 4)).square().sum().backward()
-        its.step()
-        its.zero_grad()
+        take_step(its, model(torch.ones(4, 4)).square().sum())
         return model.full_state_dict()
 
     straight = make(0)
@@ -314,8 +312,7 @@ def deep(group: Any, state: str) -> tuple[ShardLite, AdamW]:
     model = ShardLite(layers, group=group, precision=precision)
     optimizer = AdamW(model.parameters(), state=state)
     model(torch.randn(2, SIDE).to(torch.bfloat16 if state == "int8" else None)).float().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     return model, optimizer
 
 

@@ -30,7 +30,7 @@ from shardlite.apps import cli
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, export_weights
 from tests.support.checkpoints import same_state
 from tests.support.internals import bridge
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, take_step
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -41,9 +41,7 @@ def net(seed: int = 0) -> nn.Sequential:
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
     for step in range(steps):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(x).square().mean())
 
 
 def ours(group: Any, seed: int = 0, **options: Any) -> tuple[ShardLite, AdamW]:

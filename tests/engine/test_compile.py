@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import ShardLite
 from tests.support.models.small import VOCABULARY, LanguageModel
-from tests.support.twins.sharded import Pair, Turn, most_buffers
+from tests.support.twins.sharded import Pair, Turn, most_buffers, take_step
 
 Model = Callable[..., Any]
 Graph = Callable[..., Any]
@@ -152,9 +152,7 @@ def graphs_of(group: Any, stage: int | None, how: str, dynamic: bool) -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(samples: int) -> None:
-            model(torch.ones(samples, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.ones(samples, 8)).square().mean())
 
         for samples in (3, 4, 5, 6) if dynamic else (3, 3, 3):
             step(samples)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardlite import AdamW, ShardLite
 from tests.support.models.small import Residual
 from tests.support.twins.plain import PaddedAdamW, Twin, ring_mean
-from tests.support.twins.sharded import WIDE, local_parts, same_bits
+from tests.support.twins.sharded import WIDE, local_parts, same_bits, take_step
 
 WIDTH = 10
 BATCHES = [3, 5, 1, 4]
@@ -48,8 +48,7 @@ def twin_steps(twin: Twin, world_size: int) -> list[tuple[int, Tensor, dict[str,
 
         twin.backward(run)
         norm = twin.clip_grad_norm(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         steps.append((len(active), norm, {name: master.detach().clone() for name, master in twin.masters.items()}))
     return steps
 
@@ -68,8 +67,7 @@ def join_body(group, stage):
             assert x is own[step]
         loss_of(model, x).backward()
         norm = model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         same_bits(f"step {step}: norm", norm, expected[step][1])
         parts = local_parts(model, expected[step][2])
         for name, shard in model.named_parameters():

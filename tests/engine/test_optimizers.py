@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from shardlite import AdamW, LayoutError, ShardLite
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import WIDE, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, same_bits, some_stages, take_step
 
 STAGES = (0, 1, 2, 3)
 Make = Callable[..., optim.Optimizer]
@@ -83,8 +83,7 @@ class Trained:
             before = {name: master.detach().clone() for name, master in self.twin.masters.items()}
             self.backward(step)
             for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
             for scheduler in schedulers:
                 scheduler.step()
             self.check(f"step {step}")
@@ -139,8 +138,7 @@ def test_a_model_can_be_wrapped_in_the_middle_of_training(group: Any) -> None:
             twin.backward(lambda *_, t=twin, s=step: loss(t, 32, s, 0).backward())
             loss(module, 32, step, 0).backward()
             for each in (optimizer, theirs):
-                each.step()
-                each.zero_grad()
+                take_step(each)
         trained = Trained(module, group, twin, stage=stage)
         trained.check("when it was wrapped")
         trained.train(range(3, 6), (optimizer, theirs))
@@ -163,8 +161,7 @@ def test_an_adopted_optimizer_may_hold_more_than_the_model(group: Any) -> None:
             for each in (other, twin_other):
                 (each.square().sum() * (1 + trained.rank)).backward()
             for each in (optimizer, theirs):
-                each.step()
-                each.zero_grad()
+                take_step(each)
             trained.check(f"step {step}")
             same_bits("outside of the model", other.detach(), twin_other.detach())
         assert optimizer.param_groups[0]["params"][0] is other
@@ -308,8 +305,7 @@ def test_schedulers(group: Any, name: str) -> None:
         for step, value in enumerate(losses):
             trained.backward(step)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 scheduler.step(*[value] if name == "plateau" else [])
             trained.check(f"{name}, step {step}")
             rates.append([float(each["lr"]) for each in optimizers[0].param_groups])

@@ -14,7 +14,7 @@ from shardlite import EMA, AdamW, PhaseError, ShardLite
 from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
-from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages
+from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages, take_step
 from tests.support.twins.split import SPLIT, cut, parts, trained
 
 # ---- whole weights --------------------------------------------------------------------------------------------------
@@ -91,9 +91,7 @@ def averages(group: Any, stage: int) -> None:
     ema = EMA(model, 0.75)
     expected = {name: value.clone() for name, value in model.full_state_dict().items()}
     for step in range(3):
-        on_tokens(model, Turn(step, torch.distributed.get_rank(), 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_tokens(model, Turn(step, torch.distributed.get_rank(), 0)))
         ema.update()
         for name, value in model.full_state_dict().items():
             expected[name].lerp_(value, 0.25)
@@ -172,9 +170,7 @@ def test_parameters_of_all_dtypes_in_one_model(group: Any, stage: int) -> None:
         same_bits(name, full[name], expected)
     assert model.get_parameter("0.fixed").dtype == torch.bfloat16  # as it is used
     for _ in range(2):
-        on_rows(model, Turn(0, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_rows(model, Turn(0, 0, 0)))
     after = model.full_state_dict()
     for name, value in after.items():
         trained_ = "fixed" not in name and "codes" not in name and value.numel() > 0

@@ -13,7 +13,7 @@ from torch import nn, optim
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.params import ShardTensor
 from tests.support.models.residual import WIDTH, Block, net
-from tests.support.twins.sharded import Turn, same_bits, slow
+from tests.support.twins.sharded import Turn, same_bits, slow, take_step
 
 Make = Callable[..., optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -38,9 +38,7 @@ def loss(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def train(model: ShardLite, optimizer: optim.Optimizer, step: int) -> None:
-    loss(model, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss(model, step))
 
 
 @pytest.mark.ranks(2)

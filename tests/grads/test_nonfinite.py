@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
 from shardlite.grads.skip_step import LIMIT
-from tests.support.twins.sharded import WIDE, accumulating, same_states, slow, some_stages, without_warnings
+from tests.support.twins.sharded import WIDE, accumulating, same_states, slow, some_stages, take_step, without_warnings
 
 WORLDS = (1, 2, WIDE)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -75,8 +75,7 @@ def stepped(
     model: ShardLite, optimizer: optim.Optimizer, group: Any, poison: Poison | None = None, seed: int = 0
 ) -> None:
     backward(model, group, seed, poison)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 @contextmanager
@@ -224,8 +223,7 @@ def test_two_optimizers_leave_out_one_step_together(group: Any) -> None:
         before = {name: param.detach().clone() for name, param in params.items()}
         backward(model, group, seed, Poison(math.nan, rank=0, parameter="4.weight") if seed else None)
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         after = {name: param.detach() for name, param in params.items()}
         if seed:
             same_states("left out", after, before)
@@ -307,9 +305,7 @@ def test_sparse_gradients_of_a_single_rank(group: Any) -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for value, changes in ((math.nan, False), (1.0, True)):
         before = state_of(model, optimizer)["weight"]
-        (model(torch.tensor([1, 3])).sum() * value).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.tensor([1, 3])).sum() * value)
         assert torch.equal(state_of(model, optimizer)["weight"], before) is not changes
 
 

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
-from tests.support.twins.sharded import some_stages, with_twin, without_warnings
+from tests.support.twins.sharded import some_stages, take_step, with_twin, without_warnings
 
 
 def net() -> nn.Sequential:
@@ -142,9 +142,7 @@ def test_a_flag_goes_with_its_gradients(group):
     """A bad gradient that is gone has no say any more, also over what shares an optimizer."""
     first, second = ShardLite(net(), group=group), ShardLite(net(), group=group)
     optimizer = optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    (first(ones()).sum() * math.nan).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, first(ones()).sum() * math.nan)
     before = second.full_state_dict()
     second(ones()).sum().backward()
     optimizer.step()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
-from tests.support.twins.sharded import same_states
+from tests.support.twins.sharded import same_states, take_step
 
 WIDTH = 64
 
@@ -25,9 +25,7 @@ def wrapped(group: Any, stage: int) -> tuple[ShardLite, optim.Optimizer]:
 
 
 def step(model: ShardLite, optimizer: optim.Optimizer) -> None:
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.ones(2, WIDTH)).sum())
 
 
 def look_at(model: ShardLite) -> list[torch.Tensor]:
@@ -108,9 +106,7 @@ def loaded(group: Any, stage: int, start: str | None) -> dict[str, torch.Tensor]
     workers = {"num_workers": 2, "multiprocessing_context": start} if start else {}
     for _ in range(2):
         for (x,) in DataLoader(data, batch_size=4, **workers):
-            model(x * (1 + group.rank())).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(x * (1 + group.rank())).square().mean())
     return model.full_state_dict()
 
 
@@ -146,6 +142,5 @@ def test_a_child_that_takes_other_ranks_is_told(group: Any, transport: str) -> N
 
     model(torch.ones(2, WIDTH)).sum().backward()
     assert ended_well(in_child(talk))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     step(model, optimizer)

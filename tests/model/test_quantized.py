@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EscapedViewWarning, ShardLite
-from tests.support.twins.sharded import compare, same_bits, same_states
+from tests.support.twins.sharded import compare, same_bits, same_states, take_step
 
 WIDTH, RANK, BLOCKS = 16, 2, 4
 
@@ -145,8 +145,6 @@ def stepped_by_blocks(group, stage: int) -> dict[str, Tensor]:
         plain.load_state_dict(model.full_state_dict())
         loss = model(x).square().mean()
         same_bits(f"loss of step {step}", loss.detach(), plain(x).square().mean().detach())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
     assert model.memory()["optimizer state"].now < model.memory()["parameters"].now
     return model.full_state_dict()

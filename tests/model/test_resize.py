@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardlite import AdamW, LayoutError, ShardLite, load, save
 from tests.support.models.hf import FOREIGN, gpt2, llama, on_next_tokens
 from tests.support.models.residual import WIDTH
-from tests.support.twins.sharded import Turn, same_bits, same_states
+from tests.support.twins.sharded import Turn, same_bits, same_states, take_step
 
 ROWS, MORE = 53, 60
 
@@ -65,9 +65,7 @@ def resized(make: Make, state: dict[str, Tensor] | None = None) -> nn.Module:
 def step(model: Any, loss_of: Any, turn: Turn) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss = loss_of(model, turn)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss)
     return loss.detach()
 
 

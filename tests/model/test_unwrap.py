@@ -17,7 +17,7 @@ from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
 from shardlite.params import Sharded, ShardInfo
 from tests.support.internals import bridge as bridge_of
 from tests.support.internals import units
-from tests.support.twins.sharded import same_bits, same_states
+from tests.support.twins.sharded import same_bits, same_states, take_step
 
 
 class Scale(nn.Parameter):
@@ -58,9 +58,7 @@ def tokens() -> Tensor:
 
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
-        model(tokens()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(tokens()).square().mean())
 
 
 def wrapped(group: Any, **options: Any) -> ShardLite:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, Block, net, square
-from tests.support.twins.sharded import Turn, same_bits, same_states, trained
+from tests.support.twins.sharded import Turn, same_bits, same_states, take_step, trained
 
 WORDS = 1000
 
@@ -364,9 +364,7 @@ def test_a_model_may_be_called_with_other_parameters(group: Any, stage: int) -> 
         for module, optimizer in zip((model.module, twin), optimizers, strict=True):
             with model.gathered() if stage == 3 and module is model.module else nullcontext():
                 loss = adapted_loss(module, x)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             losses.append(loss.detach())
         same_bits("loss", *losses)
 

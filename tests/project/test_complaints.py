@@ -32,7 +32,7 @@ from tests.support.transports.pressure import (
     short_messages,
 )
 from tests.support.transports.pressure import WIDTH as LARGE
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, some_stages
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, some_stages, take_step
 
 
 def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
@@ -51,9 +51,7 @@ def ordered_body(group: Any) -> tuple[int, list[str]]:
     optimizer = AdamW(model.parameters())
     model.trace.take()
     for step in range(3):
-        on_tokens(model, Turn(step, dist.get_rank(group), 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_tokens(model, Turn(step, dist.get_rank(group), 0)))
     del keep
     return hash("a unit"), [event for event in model.trace.take() if event.split()[0] in ("gather", "reduce")]
 
@@ -228,9 +226,7 @@ def test_an_optimizer_may_be_built_after_the_model_was_used(group: Any) -> None:
             before = {name: value.clone() for name, value in twin.state_dict().items()}
             for _ in range(3):
                 for each, optimizer in zip((model, twin), optimizers, strict=True):
-                    square(each).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_step(optimizer, square(each))
             for name, value in model.full_state_dict().items():  # sizes are multiples of 16: no tail is rounded apart
                 same_bits(name, value, twin.state_dict()[name])
                 assert not torch.equal(value, before[name])
@@ -247,8 +243,7 @@ def test_small_updates_of_a_bf16_model_are_not_lost(group: Any) -> None:
         optimizer = optim.SGD(model.parameters(), lr=1e-4)
         for _ in range(10):
             model(torch.full((1, 32), 1.0, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         weight = model.full_state_dict()["weight"] if wrapped else plain.weight
         moved.append(1 - weight.flatten()[0].item())
     ours, plain = moved
@@ -272,8 +267,7 @@ def test_a_run_can_be_repeated_to_the_bit(group: Any) -> None:
                 loss = on_tokens(model, turn)
                 loss.backward()
                 norm = model.clip_grad_norm_(0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 losses += [loss.detach(), norm]
         runs.append((losses, model.full_state_dict()))
     (losses, weights), (again, weights_again) = runs
@@ -304,8 +298,7 @@ class Run:
             loss = on_tokens(self.model, Turn(step, self.rank, 0))
             loss.backward()
             self.model.clip_grad_norm_(0.1)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.optimizer)
             self.schedule.step()
             losses.append(loss.detach())
         return losses
@@ -441,9 +434,7 @@ def state_dict_body(group: Any) -> tuple[int, int, int]:
     """Return the peaks of making a full state dict for rank 0, of loading it, and of loading the optimizer's own."""
     model = ShardLite(deep(), group=group)
     optimizer = AdamW(model.parameters())
-    model(torch.randn(2, SIDE)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.randn(2, SIDE)).sum())
     saving, state = peak_of(lambda: model.full_state_dict(rank=0))
     loading, _ = peak_of(lambda: model.load_full_state_dict(state or None))
     own = copy.deepcopy(optimizer.state_dict())

@@ -16,7 +16,7 @@ from shardlite import LayoutError, Route
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.ranks.scripts import run_script
 from tests.support.twins.plain import add_round
-from tests.support.twins.sharded import Turn, same_states
+from tests.support.twins.sharded import Turn, same_states, take_step
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2_rings.py"
 POLICIES = {
@@ -58,9 +58,7 @@ def trained(model: LanguageModel) -> dict[str, Tensor]:
         for block in model.blocks:
             block.unshard(async_op=True)
         tokens = torch.randint(0, VOCABULARY, (2, 8), generator=Turn(step, dist.get_rank(), 0).generator())
-        model(tokens).float().logsumexp(-1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(tokens).float().logsumexp(-1).sum())
     return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 

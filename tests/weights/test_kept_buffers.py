@@ -29,7 +29,7 @@ from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WO
 from tests.comm.streams.simulated_gpu import Gpu
 from tests.support.internals import context, flats, gatherer, reducer, units
 from tests.support.models.small import VOCABULARY, LanguageModel
-from tests.support.twins.sharded import Pair, Turn, slow
+from tests.support.twins.sharded import Pair, Turn, slow, take_step
 
 Place = tuple[str, int]
 """A unit, and the address of its buffer."""
@@ -285,9 +285,7 @@ def test_a_model_of_one_unit_keeps_nothing():
     with Gpu().ranks(WORLD_SIZE):
         model = ShardLite(nn.Linear(WIDTH, WIDTH))
         optimizer = AdamW(model.parameters())
-        model(torch.randn(2, WIDTH)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.randn(2, WIDTH)).sum())
         assert held(model, "gather buffers") == held(model, "gradient buckets") == 0
 
 

@@ -10,7 +10,7 @@ from shardlite.weights.gather_order import MEMORY
 from tests.support.internals import units
 from tests.support.models.branching import ROUTES, WIDTH, Branching, layer_drop, loss_on, other_orders
 from tests.support.patience import passes_over
-from tests.support.twins.sharded import WIDE, Pair
+from tests.support.twins.sharded import WIDE, Pair, take_step
 
 
 def route_body(group, route, steps=5, *, reentrant=None, **options):
@@ -65,9 +65,7 @@ def cost_body(group, steps):
     sent, before = [], {}
     for _ in range(steps):
         route = [0, 1, 3, 4] if group.rank() == 1 else [0, 1, 2, 3, 4]
-        model(torch.ones(2, WIDTH), route, False).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, WIDTH), route, False).sum())
         now = {purpose: each.calls for purpose, each in model.traffic()["blocks.2"].items()}
         sent.append({purpose: calls - before.get(purpose, 0) for purpose, calls in now.items()})
         before = now
@@ -90,8 +88,7 @@ def test_what_nobody_needs_any_more_is_gathered_no_more(group):
     gathered, before = [], 0
     for step in range(MEMORY + 3):
         model(torch.ones(2, WIDTH), [0, 1], step == 0).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         calls = sum(each.calls for purpose, each in model.traffic()["tower.0"].items() if purpose != "reduce")
         gathered.append(calls > before)
         before = calls
@@ -106,9 +103,7 @@ def test_ranks_that_do_the_same_talk_twice_per_step(group):
     counts = []
     for _ in range(5):
         before = model.traffic().get(NO_UNIT, {}).get("order negotiation")
-        model(torch.ones(2, WIDTH), [0, 1, 2, 3, 4], True).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, WIDTH), [0, 1, 2, 3, 4], True).sum())
         passes_over(model)
         after = model.traffic()[NO_UNIT]["order negotiation"]
         counts.append((after.calls - before.calls, after.nbytes - before.nbytes) if before else None)

@@ -21,7 +21,7 @@ from shardlite.apps.demo.text import read_corpus
 from tests.support.internals import flats, units
 from tests.support.models.branching import WIDTH, Branching, layer_drop, loss_on, other_orders
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, slow
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, slow, take_step
 
 BF16 = Precision(compute=torch.bfloat16)
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
@@ -367,9 +367,7 @@ def test_a_moving_average_keeps_all_digits(group: Any) -> None:
     optimizer, ema = AdamW(model.parameters()), EMA(model, decay=0.5)
     expected = model.full_state_dict()
     for step in range(3):
-        on_tokens(model, Turn(step, group.rank(), 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_tokens(model, Turn(step, group.rank(), 0)))
         ema.update()
         for name, weight in model.full_state_dict().items():
             expected[name].lerp_(weight, 0.5)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, Precision, ShardLite
 from tests.support.models.residual import WIDTH, Block
-from tests.support.twins.sharded import same_bits, same_states
+from tests.support.twins.sharded import same_bits, same_states, take_step
 
 
 class ActNorm(nn.Module):
@@ -89,9 +89,7 @@ def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
         losses = []
         for each, optimizer in zip((model, twin), optimizers, strict=True):
             loss = each(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             losses.append(loss.detach())
         same_bits(f"loss {step}", *losses)
         full = model.full_state_dict()

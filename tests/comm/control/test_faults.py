@@ -24,7 +24,7 @@ from tests.support.patience import seconds, until
 from tests.support.ranks.doomed import JOIN
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.delegating import Delegating
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 LONG, SHORT = JOIN + seconds(75), seconds(1.5)  # timeouts: longer than a test may take; to be waited for
 WIDTH, CHUNK = 16, 1 << 16
@@ -153,9 +153,7 @@ def train_body(group, name, seconds, victim, ends, stage):
     for step in range(4):
         if step == 2 and group.rank() == victim:
             model.module.ends = ends
-        model(torch.ones(2, WIDTH)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, WIDTH)))
 
 
 @pytest.mark.parametrize(

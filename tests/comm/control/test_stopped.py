@@ -14,7 +14,7 @@ from torch import nn
 from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
 from tests.support.patience import seconds, until
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 LIMIT = timedelta(seconds=seconds(0.5))
 X = torch.ones(4, 8)
@@ -29,9 +29,7 @@ class Run:
         net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
         self.model = ShardLite(net, units=nn.Linear, route=Route(transport=transport), timeout=LIMIT, group=self.group)
         self.optimizer = AdamW(self.model.parameters(), lr=0.1)
-        self.model(X).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer, self.model(X).sum())
         if call == "end_backward":
             self.loss = self.model(X).sum()
         if call == "clip":

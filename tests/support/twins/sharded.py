@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.build.partition import UnitPolicy
@@ -187,8 +188,7 @@ class Pair:
             same_bits(self._what("norm"), self.model.clip_grad_norm_(clip), self.twin.clip_grad_norm(clip))
         self._compare("gradient", lambda tensor: tensor.grad)
         for optimizer in (self.optimizer, self._theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         self._compare_states()
         self._steps += 1
 
@@ -263,6 +263,14 @@ def trained(make: Callable[[], nn.Module], loss: Loss, group: Any, **options: An
     pair.step(loss)
     pair.step(loss, ("local", "step"), clip=0.01)
     return pair
+
+
+def take_step(optimizer: Optimizer, loss: Tensor | None = None) -> None:
+    """Run the backward of `loss`, if there is one; step, and clear the gradients."""
+    if loss is not None:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def accumulating(model: ShardLite, mode: str) -> AbstractContextManager[None]:
