@@ -1,4 +1,4 @@
-"""`shardlite train` goes on by itself from its newest checkpoint, with the bits of a run without interruptions."""
+"""`shardlite train` resumes from its newest checkpoint, with the bits of an uninterrupted run."""
 
 import csv
 import os
@@ -48,7 +48,7 @@ class Died(BaseException):
 
 
 def main_until_step_6(arguments: list[str]) -> int:
-    """Run a command that trains, and let it die in its sixth step."""
+    """Run a training command that dies in its sixth step."""
     step = train._step
 
     def mortal(run: Any, number: int, drawn: int) -> Any:
@@ -100,7 +100,7 @@ def test_resume_goes_on_with_the_bits_of_an_uninterrupted_run(cluster, tmp_path,
 
 
 def logged(folder: Path) -> list[list[str]]:
-    """Return what a log says of a run besides times and bytes."""
+    """Return the columns of a log except for times and bytes."""
     with (folder / "log.csv").open(newline="") as file:
         names = ("step", "loss", "validation_loss", "learning_rate", "gradient_norm")
         return [[row[name] for name in names] for row in csv.DictReader(file)]

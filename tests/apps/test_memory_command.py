@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Own(nn.Module):
-    """A user's model: blocks between two other layers, and another output than a loss."""
+    """A user's model: blocks between two other layers; its output is not a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def options(model: str, *systems: str) -> list[str]:
 
 @pytest.fixture
 def on_cluster(cluster, monkeypatch, tmp_path):
-    """Let programs run on the warm ranks, instead of being started."""
+    """Run programs on the warm ranks instead of starting processes."""
 
     def measure(program: Program, system: str, ranks: int) -> dict:
         file = tmp_path / f"{system}.json"

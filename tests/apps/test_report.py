@@ -1,4 +1,4 @@
-"""`shardlite report` writes one page of rows that loses no row and refers to no other file."""
+"""`shardlite report` writes one self-contained page that has every row."""
 
 import json
 import re

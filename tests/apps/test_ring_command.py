@@ -1,4 +1,4 @@
-"""`shardlite ring`: what it prints and paints, and what it says to wrong input."""
+"""Test `shardlite ring`: its text, its image, and its errors."""
 
 import re
 import struct
@@ -94,7 +94,7 @@ def test_three_ranks(arguments, page, capsys):
 
 @pytest.mark.parametrize("block", blocks((ROOT / "docs" / "rings.md").read_text(), "text"))
 def test_the_documentation_shows_what_it_prints(block, capsys):
-    """Its pages, of which stretches may be left out."""
+    """Check its pages; the documentation may omit some lines."""
     command, shown = block.split("\n", 1)
     main(command.removeprefix("$ shardlite ").split())
     page, found = capsys.readouterr().out, 0

@@ -30,7 +30,7 @@ FORMATS = ["--precision", "bf16", "--reduce", "bf16", "--master", "split24", "--
 
 @pytest.fixture
 def refused(monkeypatch, refusal):
-    """Return the last line that a command prints which is refused before any work: no text is read, no rank starts."""
+    """Return the last line printed by a command that is refused before it reads text or starts ranks."""
     monkeypatch.setattr(launch, "launch", None)
     for name in ("text", "train"):
         monkeypatch.setitem(sys.modules, f"shardlite.apps.demo.{name}", None)  # to import it is an error

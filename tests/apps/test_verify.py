@@ -1,4 +1,4 @@
-"""`verify` finds nothing where all is well, and names what was spoilt where something was."""
+"""`verify` passes correct systems, and names the tensor that was spoilt in a wrong one."""
 
 import math
 import os
@@ -32,7 +32,7 @@ BF16 = Precision(compute=torch.bfloat16)
 
 
 class Tokens(nn.Module):
-    """How wrong a language model is, []."""
+    """The cross-entropy of a language model, []."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -43,7 +43,7 @@ class Tokens(nn.Module):
 
 
 class Rows(nn.Module):
-    """The mean square of what a model makes of rows, []."""
+    """The mean square of a model's output for rows, []."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -76,7 +76,7 @@ def sparse() -> nn.Module:
 
 
 def low(dtype: torch.dtype) -> tuple[Callable[[], nn.Module], Callable[[int, int], tuple[Tensor]]]:
-    """Make a model that has its weights in `dtype`, as a file of weights may have, and rows for it."""
+    """Return functions that make a model with weights in `dtype`, and rows for it."""
     return lambda: Rows(MLP([7, 30, 1])).to(dtype), lambda step, rank: (rows(7)(step, rank)[0].to(dtype),)
 
 
@@ -245,7 +245,7 @@ SPOILT = "model.blocks.1.up.weight"
 
 
 def spoilt_model(group: Any, which: int, rank: int) -> Report:
-    """Body of a rank: one of the models that are made has, on one rank, a gradient that is off by a millionth."""
+    """Body of a rank: on one rank, a gradient of one of the models is off by a millionth."""
     made = 0
 
     def make() -> nn.Module:
@@ -381,7 +381,7 @@ def test_a_gradient_that_only_one_has_is_named(group: Any) -> None:
 
 
 class Counting(nn.Module):
-    """Its loss depends on how many parts its rank has run before: on the number of ranks."""
+    """A model whose loss depends on the number of parts run by its rank, so on the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ class Counting(nn.Module):
 
 
 def elastic_rows(group: Any, make: Callable[[], nn.Module], steps: int) -> list[tuple[str, str, str | None]]:
-    """Body of a rank: the rows about other numbers of ranks alone, which rank 0 has."""
+    """Body of a rank: return the rows about other numbers of ranks, which only rank 0 has."""
     options = {"lr": 1e-2, "weight_decay": 0.1, "units": None, "precision": Precision(), "seed": 0, "group": None}
     task = Task(make_model=make, make_batch=rows(6), steps=steps, **options)
     return [(row.quantity, row.verdict, row.failure) for row in _compare_elastic(task)]
@@ -455,7 +455,7 @@ def test_the_command_starts_three_ranks():
 
 
 def main_with_a_spoilt_rank(arguments: list[str]) -> int:
-    """Be the command, with an optimizer on rank 1 that takes longer steps."""
+    """Run the command with an optimizer on rank 1 that takes longer steps."""
     if os.environ["RANK"] != "1":
         return cli.main(arguments)
     with mock.patch.object(twins, "AdamW", lambda params, lr, weight_decay: AdamW(params, lr=2 * lr)):

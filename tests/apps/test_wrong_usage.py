@@ -1,4 +1,4 @@
-"""Wrong usage of the command line is one line: the option, what was got, what is allowed, where there is more."""
+"""Wrong usage prints one line: the option, its value, the allowed values, and where to read more."""
 
 import pytest
 

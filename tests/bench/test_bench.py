@@ -1,4 +1,4 @@
-"""The benches run, their rows are complete, and a system that computes something else is not timed."""
+"""The benches run, their rows are complete, and a system with wrong results is not timed."""
 
 from dataclasses import replace
 from functools import partial

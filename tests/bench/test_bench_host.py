@@ -1,4 +1,4 @@
-"""`bench.host` runs, and its rows say what the host does: on real ranks, and on rank 0 of fake groups of any size."""
+"""`bench.host` measures the work of the host on real ranks, and on rank 0 of fake groups of any size."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Scaling is measured on the batches it says, and simulated from what was measured on one and two ranks."""
+"""Scaling is measured on the stated batches, and simulated from measurements on one and two ranks."""
 
 import pytest
 import torch

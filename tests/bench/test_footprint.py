@@ -1,4 +1,4 @@
-"""What is held is in the account, goes when it is of no more use, and is what `bench.footprint` measures."""
+"""All memory is in the account, is freed after its last use, and is measured by `bench.footprint`."""
 
 import gc
 import json

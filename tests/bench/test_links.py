@@ -1,4 +1,4 @@
-"""Bytes by link that `docs/rings.md` gives for several nodes: each formula against messages that are counted."""
+"""Compare the formulas of `docs/rings.md` for bytes per link with counted messages."""
 
 from collections import Counter
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The table of where ShardLite loses takes the worst pair of the newest runs, and each line of it has a reason."""
+"""The table of losses takes the worst pair of the newest runs, and gives a reason in each line."""
 
 import re
 

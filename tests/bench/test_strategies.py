@@ -1,4 +1,4 @@
-"""All strategies learn the same, what they send is counted, and the page shows what the commands print."""
+"""All strategies learn the same, their traffic is counted, and the page shows the commands' output."""
 
 import ast
 import io

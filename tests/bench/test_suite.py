@@ -1,4 +1,4 @@
-"""`python -m bench` runs all benches into one file, and one that fails or hangs costs no other."""
+"""`python -m bench` runs all benches into one file; a bench that fails or hangs ends no other."""
 
 import subprocess
 import sys

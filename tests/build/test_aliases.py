@@ -13,7 +13,7 @@ WORDS, WIDTH = 40, 8
 
 
 class TiedByData(nn.Module):
-    """Two parameters that are one memory, as old scripts tie them."""
+    """Two parameters that share memory, as old scripts tie weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def on_words(model: Any, turn: Turn) -> Tensor:
 @pytest.mark.ranks(2)
 @pytest.mark.stages(2, 3)
 def test_parameters_of_one_memory_are_tied(group: Any, stage: int) -> None:
-    """Body of a rank: training follows that of the model which is tied as it should be."""
+    """Training follows that of the model which is tied as it should be."""
     pair = trained(Tied, on_words, group, stage=stage)
     torch.manual_seed(0)
     module = TiedByData()

@@ -1,4 +1,4 @@
-"""On GPUs full matrices begin where cuBLAS does not choose by their address."""
+"""On GPUs full matrices are aligned so that cuBLAS does not choose a kernel by address."""
 
 from unittest.mock import patch
 

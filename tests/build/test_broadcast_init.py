@@ -1,4 +1,4 @@
-"""Rank 0's values reach all ranks piece by piece, through memory that is as long as a piece."""
+"""Rank 0's values are broadcast in pieces, through a buffer of one piece."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What cannot be wrapped or loaded is refused on all ranks, before anything is sent or changed."""
+"""Models and values that cannot be wrapped or loaded are refused on all ranks before any communication."""
 
 from typing import Any
 

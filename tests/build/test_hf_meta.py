@@ -1,7 +1,7 @@
-"""Hugging Face models, and ours in their manner, that are born on the meta device get values from `_init_weights`.
+"""Hugging Face models on the meta device, and ours in their manner, are initialized by `_init_weights`.
 
-That is the function which their own constructors apply, and `init=` takes. It knows the buffers that are not saved,
-too, which nothing else could give values to.
+Their constructors apply this function, and `init=` takes it. Only it can initialize the buffers that are not
+saved.
 """
 
 import copy
@@ -29,7 +29,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def initialized(model: nn.Module) -> nn.Module:
-    """Apply a model's own initialization, children first, but let each tensor keep what it has got first."""
+    """Apply a model's own initialization, children first; each tensor keeps its first values."""
     filled: set[torch.Tensor] = set()
     with torch.no_grad():
         for module in children_first(model):
@@ -47,7 +47,7 @@ def initialized(model: nn.Module) -> nn.Module:
     ("name", "group"), [*(case(name, 2) for name in PRETRAINED), case("llama", 4)], indirect=["group"]
 )
 def test_a_model_born_on_meta_is_one_born_with_memory(group: Any, name: str) -> None:
-    """Body of a rank: born with the weights and buffers of a model that always had memory, and trained like it."""
+    """Born with the weights and buffers of a model that always had memory, and trained like it."""
     architecture = ARCHITECTURES[name]
     model = on_meta(architecture.make)
     torch.manual_seed(7)

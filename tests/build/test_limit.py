@@ -1,4 +1,4 @@
-"""`memory_limit`: what cannot fit is refused on all ranks before memory is taken, with what would fit."""
+"""`memory_limit`: a model that cannot fit is refused on all ranks before memory is allocated, with a remedy."""
 
 import pytest
 import torch

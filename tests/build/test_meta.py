@@ -1,4 +1,4 @@
-"""Models on the meta device: what they become, what is found missing, and how much memory it takes."""
+"""Models on the meta device: their values, errors about missing values, and memory."""
 
 import copy
 import gc
@@ -163,7 +163,7 @@ def test_layers_of_pytorch(group):
 
 
 def own_init(module: nn.Module) -> None:
-    """Write in all the ways there are."""
+    """Write to parameters and buffers in all possible ways."""
     match module:
         case nn.Linear():
             module.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -220,7 +220,7 @@ def test_values_do_not_depend_on_the_units(cluster):
 
 @pytest.mark.ranks(2)
 def test_a_module_may_write_to_its_children(group):
-    """A block scales what its children were given, as GPT-2 does with what ends in the residual stream."""
+    """A block scales the values of its children, as GPT-2 does with layers that write to the residual stream."""
 
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -1,4 +1,4 @@
-"""What is wrong with a model on the meta device is found, named, and heard of on every rank."""
+"""Errors in a model on the meta device are named on every rank."""
 
 import pytest
 import torch

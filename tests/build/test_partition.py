@@ -1,4 +1,4 @@
-"""The cutting of a model into units."""
+"""Partitioning a model into units."""
 
 import pytest
 from torch import nn

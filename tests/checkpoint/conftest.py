@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """An empty folder, for bodies of ranks."""
+    """Return an empty folder, under the name that bodies of ranks use."""
     return tmp_path

@@ -1,4 +1,4 @@
-"""A run that is saved and loaded: with as many ranks it goes on with the same bits, with others from the same state."""
+"""A loaded run continues with the same bits on as many ranks, and from the same state on other numbers of ranks."""
 
 import random
 from pathlib import Path
@@ -362,7 +362,7 @@ class Pieces(nn.Module):
 
 @pytest.mark.ranks(2)
 def test_many_parameters_are_loaded_in_linear_time(group: Any, path: Path) -> None:
-    """What is compared for each parameter of a layout is compared a fixed number of times, however many there are."""
+    """The number of comparisons does not depend on the number of parameters."""
     looks: list[int] = []
     for count in (10, 100):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Saves in a thread: what is saved is the state at the call, whatever the training does meanwhile."""
+"""A save in a thread writes the state at the call, whatever the training does meanwhile."""
 
 import threading
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def test_training_goes_on_while_the_state_of_the_call_is_written(
     with slow_disk() as go:
         saved = async_save(path, model, optimizer, {"step": 2}, step=2)
         train(model, optimizer, 2)  # while nothing of it is written
-        optimizer.load_state_dict(optimizer.state_dict())  # ranks talk here, as they do in the thread
+        optimizer.load_state_dict(optimizer.state_dict())  # ranks communicate here and in the thread
         assert not saved.done()
         assert latest(path) is None
         go.set()

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, and ranks that die while they save: errors name the file, and nothing is loaded in part."""
+"""Damaged checkpoints, and ranks that die while saving: errors name the file, and nothing is partly loaded."""
 
 import io
 import os

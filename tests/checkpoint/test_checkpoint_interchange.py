@@ -1,4 +1,4 @@
-"""Checkpoints go to and from FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
+"""Exchange checkpoints with FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
 
 import json
 import os
@@ -181,7 +181,7 @@ def test_the_siblings_of_get_model_state_dict_work(group: Any, path: Path) -> No
 
 @pytest.mark.ranks(2)
 def test_what_is_not_clear_is_an_error(group: Any, path: Path) -> None:
-    """Which of two models is meant, is not guessed."""
+    """Raise an error if a name may mean either of two models."""
     mine = path / str(dist.get_rank(group))
     quietly(dcp.save, {"net": net(1).state_dict(), "ema": net(2).state_dict()}, checkpoint_id=mine, no_dist=True)
     model, optimizer = ours(group)

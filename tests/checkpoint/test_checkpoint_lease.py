@@ -1,4 +1,4 @@
-"""One job at a time saves into a folder: a second one is refused while the first lives, and takes over when it died."""
+"""One job at a time saves into a folder: a second job is refused while the first one lives."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""A checkpoint that lacks a file, or is of a newer format, is an error that names the file; links are left alone."""
+"""A checkpoint with a missing file or a newer format raises an error that names the file; links are not followed."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def test_a_missing_file_is_named(group: Any, path: Path, name: str) -> None:
         load(path, other, its, missing_ok=True)
     damaged = tree(newest)
     save(path, model, optimizer, keep=1)
-    assert names_in(path) == [f"step-0000000{step}" for step in range(1, 5)]  # what is damaged may be mended
+    assert names_in(path) == [f"step-0000000{step}" for step in range(1, 5)]  # damaged files may be repaired
     assert tree(newest) == damaged
     load(path, other, its)
     same_state(other.full_state_dict(), weights)

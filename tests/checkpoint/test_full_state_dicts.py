@@ -1,4 +1,4 @@
-"""Whole tensors by `torch.distributed.checkpoint.state_dict`, out of wrapped models and into them."""
+"""Full state dicts by `torch.distributed.checkpoint.state_dict`, from wrapped models and into them."""
 
 import copy
 import io
@@ -308,7 +308,7 @@ def test_what_is_refused(group: Any) -> None:
 @pytest.mark.parametrize("stage", [3, 0])
 @pytest.mark.parametrize("kind", ["ours", "fused"])
 def test_states_of_something_else_are_refused(group: Any, kind: str, stage: int) -> None:
-    """A state of another model, or what is none, is an error on all ranks, and changes nothing."""
+    """A state of another model, or no state at all, raises an error on all ranks and changes nothing."""
     model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
     options = StateDictOptions(**FULL)
     before = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
@@ -334,7 +334,7 @@ def test_states_of_something_else_are_refused(group: Any, kind: str, stage: int)
 
 @pytest.mark.ranks(2)
 def test_states_that_cannot_be_sent(group: Any) -> None:
-    """What the first rank cannot send is an error on all; what others pass is not even looked at."""
+    """A state that the first rank cannot send raises an error on all ranks; other ranks' arguments are ignored."""
     model, optimizer = trained(group, OPTIMIZERS["ours"])
     options = StateDictOptions(broadcast_from_rank0=True, **FULL)
     saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**FULL))

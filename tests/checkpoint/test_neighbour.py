@@ -1,4 +1,4 @@
-"""Copies in memory: a run that loses ranks, or a host, goes on where it was, with the same bits."""
+"""Snapshots in memory: a run that loses ranks or a host continues with the same bits."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ SOURCE = "copies in memory"
 
 @contextmanager
 def started_by(group: Any, *agents: Agent) -> Iterator[None]:
-    """Let this rank be started by its parent, or by its own one of `agents`. End what holds memory for them."""
+    """Let `Agent` find the parent of this rank, or its entry of `agents`; end their snapshot holders afterwards."""
     rank = dist.get_rank()
     parent = os.getppid()
     found = agents[rank] if agents else Agent(parent, parent_and_start(parent)[1])
@@ -201,7 +201,7 @@ def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> Non
 
 @pytest.mark.ranks(2)
 def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -> None:
-    """What is not whole, or of another model, is left with a line that says why."""
+    """Snapshots that are incomplete, or of another model, are skipped with a log line that gives the reason."""
     with started_by(group), logged() as lines:
         run = Run(group).train(range(2))
         place = str(run.save(path, step=2))
@@ -228,7 +228,7 @@ def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -
 
 @pytest.mark.ranks(2)
 def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
-    """A line says once that there is no memory, no agent, or no holder any more. The training goes on."""
+    """A missing agent, memory or holder is logged once. The training continues."""
     run = Run(group).train(range(1))
     with logged() as lines:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Queues, and what is to run on a GPU as far as that can be shown without one."""
+"""Queues, and the parts of GPU code that can be tested without a GPU."""
 
 import threading
 import weakref
@@ -101,7 +101,7 @@ def test_a_stream_queue_is_behind_its_caller_and_its_caller_behind_it(cuda, bloc
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
-    """What is served to a rank that is behind must not wait for what this rank computes by now, which waits for it."""
+    """A gather for a late rank must not wait for this rank's later computation, which waits for that gather."""
     queue = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
     moment = queue.moment()
     cuda.run("compute on")

@@ -1,4 +1,4 @@
-"""Large tensors, late messages and an allocator under pressure: what is right only by timing or luck shows here.
+"""Large tensors, late messages and an allocator under pressure reveal results that are right only by timing.
 
 Memory that is used after it was freed, or before a message has come, holds NaN or another value with some likelihood:
 messages start late at random, buffers have the sizes that are allocated and filled with NaN all the time beside them,
@@ -57,7 +57,7 @@ BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 def test_large_units_survive_late_messages_and_reused_memory(
     group: Any, stage: int, precision: Precision, options: dict[str, Any]
 ) -> None:
-    """Body of a rank: several steps with all kinds of accumulation, and an evaluation between two of them."""
+    """Several steps with all kinds of accumulation, and an evaluation between two of them."""
     world_size = torch.distributed.get_world_size(group)
 
     def make() -> nn.Module:

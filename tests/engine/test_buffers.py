@@ -1,4 +1,4 @@
-"""Buffers that forwards change become rank 0's when the next forward begins, as in `DistributedDataParallel`."""
+"""Buffers changed by a forward are replaced by rank 0's at the next forward, as in `DistributedDataParallel`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Programs that change or choose the module's own parameters after wrapping: they work, or are told at once."""
+"""Programs that change or select the module's own parameters after wrapping work, or raise an error at once."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""How deep the library is: the calls from a module's hook to the first message, and what a traceback shows."""
+"""The depth of the library: calls from a module's hook to the first message, and tracebacks."""
 
 import sys
 import traceback

@@ -1,4 +1,4 @@
-"""A whole step in a CUDA graph on a GPU: the bits of steps that are launched one by one.
+"""A whole step in a CUDA graph has the bits of steps without one.
 
 `tests/comm/streams/test_stream_races.py` captures steps on a simulated GPU, which refuses what CUDA refuses.
 """

@@ -1,4 +1,4 @@
-"""`torch.compile` of a sharded model, by blocks and as a whole, beside a plain twin that is not compiled, to the bit.
+"""`torch.compile` of a sharded model, by blocks and as a whole, has the bits of a plain twin without compilation.
 
 The graph breaks where a unit begins and where it ends, since the gather must happen between.
 """

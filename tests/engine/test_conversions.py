@@ -1,4 +1,4 @@
-"""A wrapped model is not converted, from outside or from inside, at any stage; what changes nothing does nothing."""
+"""Conversions of a wrapped model are refused at every stage; a conversion without effect is allowed."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""What programs do with autograd, threads and hooks of their own: it works, or an error says what to write."""
+"""User code with autograd, threads and hooks works, or raises an error with a remedy."""
 
 import threading
 from typing import Any

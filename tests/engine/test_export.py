@@ -58,7 +58,7 @@ def trained(group: Any, stage: int) -> ShardLite:
 @pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("record", [export, export_to_file, trace, trace_to_file])
 def test_graphs_are_recorded_inside_gathered(group: Any, record: Record, stage: int) -> None:
-    """Body of a rank: what was recorded computes what the model does, and a file of it has the weights."""
+    """What was recorded computes what the model does, and a file of it has the weights."""
     model, x = trained(group, stage), torch.randn(2, WIDTH)
     with model.gathered(writeback=False), torch.no_grad():
         recorded = record(model.module, x)
@@ -110,7 +110,7 @@ def test_strict_export_says_how(cluster):
 @pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 def test_the_module_has_a_state_dict_inside_gathered(group: Any, stage: int) -> None:
-    """Body of a rank: exporters and `save_pretrained` read the module's own state dict."""
+    """Exporters and `save_pretrained` read the module's own state dict."""
     model = trained(group, stage)
     with model.gathered(writeback=False):
         inside = {name: value.clone() for name, value in model.module.state_dict().items()}

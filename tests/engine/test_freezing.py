@@ -1,4 +1,4 @@
-"""Parameters that are frozen and unfrozen between steps, and what that saves."""
+"""Freezing and unfreezing parameters between steps, and its savings."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""`AdamW(in_backward=True)`: the bits of the ordinary step, and no gradient that is kept.
+"""`AdamW(in_backward=True)` has the bits of the ordinary step and keeps no gradient.
 
 Legend: `W` ranks.
 """
@@ -114,7 +114,7 @@ def test_it_has_the_bits_of_the_ordinary_step(cluster, number):
 
 
 def named_case(group: Any, number: int) -> None:
-    """Body of a rank: options may hold functions, which cannot be sent."""
+    """Options may hold functions, which cannot be sent."""
     name, _, options = CASES[number]
     steps = 8 if name == "experts" else 3
     modes = [("local", "local", "step") if step % 3 == 1 else ("step",) for step in range(steps)]
@@ -136,7 +136,6 @@ SLOW = {"far-prefetch", "no-prefetch", "quantized"}  # the last is like "quantiz
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
 def test_with_options_of_stage_3(group: Any, name: str) -> None:
-    """Body of a rank."""
     alike(LanguageModel, on_tokens, group, stages=(3,), **OPTIONS[name])
     alike(Branching, loss_on(other_orders), group, stages=(3,), modes=[("step",)] * 4, **OPTIONS[name])
 
@@ -145,7 +144,7 @@ def test_with_options_of_stage_3(group: Any, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
 def test_ranks_may_take_different_branches(group: Any, route: Any) -> None:
-    """Body of a rank: ranks skip units, call them in other orders, or do nothing but the head."""
+    """Ranks skip units, call them in other orders, or do nothing but the head."""
     modes = [("step",), ("step",), ("local", "step"), ("step",)]
     alike(Branching, loss_on(route), group, modes=modes)
     alike(lambda: Branching(reentrant=False), loss_on(route), group, stages=(3,), modes=modes, precision=SPLIT)
@@ -154,7 +153,6 @@ def test_ranks_may_take_different_branches(group: Any, route: Any) -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
 def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
-    """Body of a rank."""
     mesh = init_device_mesh("cpu", shape)
     alike(LanguageModel, on_tokens, mesh, stages=(1,))
     alike(LanguageModel, on_tokens, mesh, stages=(3,), precision=SPLIT)
@@ -168,7 +166,7 @@ def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
     indirect=["group"],
 )
 def test_large_units_survive_late_messages(group: Any, stage: int, precision: Precision, state: str) -> None:
-    """Body of a rank: large units, late messages, and an allocator that hands out used memory."""
+    """Large units, late messages, and an allocator that hands out used memory."""
     world_size = torch.distributed.get_world_size(group)
 
     def make() -> nn.Module:
@@ -189,7 +187,7 @@ def test_large_units_survive_late_messages(group: Any, stage: int, precision: Pr
 
 @pytest.mark.ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
 def test_freezing_between_steps(group: Any) -> None:
-    """Body of a rank: other parameters are frozen in each step."""
+    """Other parameters are frozen in each step."""
     kept = [
         lambda n: False,
         lambda n: "qkv" in n,
@@ -208,7 +206,7 @@ def test_freezing_between_steps(group: Any) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.stages(1, 3)
 def test_uneven_batches(group: Any, stage: int) -> None:
-    """Body of a rank: batches are uneven, and a mean is that of the ranks that have one."""
+    """Batches are uneven, and a mean is that of the ranks that have one."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     batches = [torch.randn(4, 7, generator=Turn(i, duo.rank, 0).generator()) for i in range([3, 1, 2][duo.rank])]
     for side in duo.sides:
@@ -220,7 +218,7 @@ def test_uneven_batches(group: Any, stage: int) -> None:
 
 @pytest.mark.ranks(1, 2)
 def test_ignored_parameters_are_stepped_and_accumulated_too(group: Any) -> None:
-    """Body of a rank: one optimizer steps shards, and what each rank trains for itself."""
+    """One optimizer steps shards, and what each rank trains for itself."""
     for stage in (0, 3):
         duo = Duo(lambda: MLP([7, 33, 9, 5]), group, stage=stage, ignored=lambda module: [module[2]])
         for modes in [("step",), ("local", "local", "step"), ("step",)]:
@@ -234,7 +232,6 @@ def test_ignored_parameters_are_stepped_and_accumulated_too(group: Any) -> None:
 @pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
 @pytest.mark.stages(1, 3)
 def test_the_same_reductions_are_made_and_no_gradient_is_kept(group: Any, stage: int, precision: Precision) -> None:
-    """Body of a rank."""
     duo = Duo(LanguageModel, group, stage=stage, precision=precision)
     duo.step(on_tokens)
     model = duo.inside.model
@@ -273,7 +270,7 @@ def _since(model: ShardLite, before: dict[str, dict[str, Sent]], unit: str) -> d
 @pytest.mark.stages(1, 3)
 @pytest.mark.ranks(1, 2)
 def test_the_backward_leaves_new_weights(group: Any, stage: int) -> None:
-    """Body of a rank: between the backward and `step()` everything has the new weights already."""
+    """Between the backward and `step()` everything has the new weights already."""
     duo = Duo(LanguageModel, group, stage=stage)
     ema = [EMA(side.model, 0.5) for side in duo.sides]
     tokens = torch.arange(6).view(1, 6)
@@ -297,7 +294,7 @@ def test_the_backward_leaves_new_weights(group: Any, stage: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_states_can_be_exchanged_with_the_ordinary_one(group: Any) -> None:
-    """Body of a rank: states go from one kind to the other."""
+    """States go from one kind to the other."""
     duo = Duo(LanguageModel, group, precision=SPLIT, optimizer={"state": "int8"})
     duo.step(on_tokens)
     states = [side.optimizer.state_dict() for side in duo.sides]

@@ -1,4 +1,4 @@
-"""`AdamW(in_backward=True)`: what it cannot do is an error, never a hang and never a wrong number.
+"""Unsupported uses of `AdamW(in_backward=True)` raise an error, and never hang or give wrong numbers.
 
 Legend: `W` ranks.
 """
@@ -64,7 +64,7 @@ def test_a_backward_before_the_step_is_refused(cluster, world_size, stage):
 
 
 def goes_twice(group: Any, stage: int) -> None:
-    """Body of a rank: two losses of one forward, one loss twice, with a step between, and inside `no_sync()`."""
+    """Two losses of one forward, one loss twice, with a step between, and inside `no_sync()`."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     model, optimizer = duo.inside.model, duo.inside.optimizer
     out = model(torch.ones(2, 7))
@@ -97,7 +97,7 @@ def test_a_graph_that_is_retained(cluster, world_size, stage):
 
 @pytest.mark.ranks(1, 2)
 def test_hyper_parameters_that_come_too_late(group: Any) -> None:
-    """Body of a rank: a learning rate for the step that was taken already."""
+    """A learning rate for the step that was taken already."""
     for lr in (0.1, torch.tensor(0.1)):
         model = wrapped(group)
         optimizer = AdamW(model.parameters(), lr=lr, in_backward=True)
@@ -146,7 +146,7 @@ def test_what_wants_gradients_afterwards_is_refused(cluster, world_size, stage):
 
 @pytest.mark.ranks(2)
 def test_optimizers_that_do_not_fit_are_refused(group: Any) -> None:
-    """Body of a rank: one that lacks parameters, two, and one whose gradients are there already."""
+    """One that lacks parameters, two, and one whose gradients are there already."""
     model = wrapped(group)
     params = list(model.parameters())
     some = AdamW(params[:-1], in_backward=True)
@@ -168,7 +168,7 @@ def test_optimizers_that_do_not_fit_are_refused(group: Any) -> None:
 
 @pytest.mark.ranks(1, 2)
 def test_an_optimizer_that_was_dropped_steps_no_more(group: Any) -> None:
-    """Body of a rank: one that was dropped steps no more, and one that was not is found out."""
+    """One that was dropped steps no more, and one that was not is found out."""
     model = wrapped(group)
     first = AdamW(model.parameters(), in_backward=True)
     loss(model).backward()
@@ -188,7 +188,7 @@ def test_an_optimizer_that_was_dropped_steps_no_more(group: Any) -> None:
 
 @pytest.mark.ranks(1)
 def test_a_copied_optimizer(group: Any) -> None:
-    """Body of a rank: a copy of an optimizer of plain parameters steps in the backward, too."""
+    """A copy of an optimizer of plain parameters steps in the backward, too."""
     layer = nn.Linear(3, 2)
     optimizer = AdamW(layer.parameters(), in_backward=True)
     twin, theirs = copy.deepcopy((layer, optimizer))
@@ -249,7 +249,7 @@ def on_wide(model: Callable[..., Any], turn: Turn) -> Tensor:
 @pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.stages(0, 3)
 def test_a_weight_that_is_used_after_its_gradient_was_complete(group: Any, kind: str, stage: int) -> None:
-    """Body of a rank: the bits of the ordinary step, or an error in the backward."""
+    """The bits of the ordinary step, or an error in the backward."""
     makes: dict[str, Callable[[], nn.Module]] = {
         "calls": UsedAgain,
         "recomputed": lambda: UsedAgain(recomputed=True),
@@ -289,7 +289,7 @@ def test_gradients_of_gradients(cluster, world_size, stage):
 
 @pytest.mark.ranks(1)
 def test_parts_of_a_gradient_on_one_rank_are_found_out(group: Any) -> None:
-    """Body of a rank: on one rank a reentrant backward brings parts of a gradient, which must not be stepped by."""
+    """On one rank a reentrant backward brings parts of a gradient, which must not be stepped by."""
     model = ShardLite(CalledTwice(reentrant=True), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|earlier backward"):
@@ -372,7 +372,7 @@ def test_an_exception_on_one_rank_is_an_error_on_all(doomed, stage, tmp_path):
 
 @pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), (3, 1), (2, 2), (3, 3)], indirect=["group"])
 def test_not_a_number_on_one_rank_is_an_error_on_all(group: Any, stage: int) -> None:
-    """Body of a rank: the last rank's gradients are NaN. All raise at the step, which no rank may leave out alone."""
+    """The last rank's gradients are NaN. All raise at the step, which no rank may leave out alone."""
     model = wrapped(group, stage=stage)
     optimizer = AdamW(model.parameters(), in_backward=True)
     loss(model).backward()
@@ -386,7 +386,7 @@ def test_not_a_number_on_one_rank_is_an_error_on_all(group: Any, stage: int) -> 
 
 @pytest.mark.ranks(2)
 def test_an_exception_while_gradients_are_accumulated(group: Any) -> None:
-    """Body of a rank: an exception in `no_sync()` has stepped nothing."""
+    """An exception in `no_sync()` has stepped nothing."""
     duo = Duo(lambda: LanguageModel(), group)
     duo.step(on_tokens)
     for side in duo.sides:

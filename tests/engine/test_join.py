@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: all finish together, and means are those of the ranks that have one."""
+"""Ranks with different numbers of batches finish together; means are over the ranks that have a batch."""
 
 import copy
 from functools import partial

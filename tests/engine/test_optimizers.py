@@ -1,4 +1,4 @@
-"""Optimizers of sharded models: when they may be built, which ones, with which groups and schedulers.
+"""Optimizers of sharded models: construction, kinds, groups and schedulers.
 
 Every rank trains a twin of its own (see `plain.py`) on the batches of all ranks, and compares to the bit.
 

@@ -1,4 +1,4 @@
-"""Gathers and reductions run beside computation: what a slow link takes is hidden, and `traffic()` tells how much is.
+"""Gathers and reductions overlap with computation, and `traffic()` reports the hidden time.
 
 A block stands for long computation: it does not end before the gather of the next block has come, in a backward that of
 the block before. If gathers did not run meanwhile it would never end; then it gives up, and the test fails.

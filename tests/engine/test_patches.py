@@ -1,4 +1,4 @@
-"""What ShardLite changes in PyTorch: nothing before the first wrapping, then what the page of patches lists."""
+"""ShardLite patches PyTorch only from the first wrapping on, and only as its page of patches lists."""
 
 import sys
 from importlib import import_module

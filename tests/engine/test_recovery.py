@@ -1,4 +1,4 @@
-"""After an exception on all ranks the model goes on as if that step had not been: to the bit like its twin."""
+"""After an exception on all ranks the failed step leaves no trace: training continues with the twin's bits."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ FIRST = {"full-state": lambda model: model.full_state_dict(), "load": load, "gat
 
 
 def first_thing_body(group, error, backwards, first):
-    """Rank 0 fails early, and does something else while rank 1 has not failed yet: it waits for rank 0."""
+    """Rank 0 fails early and calls something else, while rank 1 still waits for it."""
     pair = Pair(Trapped, group)
     pair.step(loss_of)
     trap = pair.model.module.traps[3 if (pair.rank == 0) == backwards else 0]

@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler`: the ranks agree on what to skip and on the scale, and make the steps of a plain twin.
+"""With `torch.amp.GradScaler` ranks agree on the scale and on skipped steps, and take the steps of a plain twin.
 
 Every rank trains a twin of its own (see `plain.py`) with a scaler of its own on the batches of all ranks.
 """

@@ -1,4 +1,4 @@
-"""Whole weights of a model that keeps them split: state dicts, `gathered()`, averages, and other kinds of parameters.
+"""Full weights of a model with split weights: state dicts, `gathered()`, averages, and other kinds of parameters.
 
 Legend: `W` ranks.
 """
@@ -57,7 +57,7 @@ def test_state_dicts_have_all_24_bits_at_any_world_size(cluster, stage):
 @pytest.mark.stages(0, 3)
 @pytest.mark.ranks(1, 3)
 def test_writing_into_gathered_weights(group: Any, stage: int) -> None:
-    """Body of a rank: what was written counts exactly, all else keeps its digits; an exception undoes it."""
+    """What was written counts exactly, all else keeps its digits; an exception undoes it."""
     model, optimizer = trained(group, stage=stage)
     expected = model.full_state_dict()
     names = [name for name, _ in model.module.named_parameters()]
@@ -159,7 +159,7 @@ class Kinds(nn.Module):
 @pytest.mark.stages(2, 3)
 @pytest.mark.ranks(1, 2)
 def test_parameters_of_all_dtypes_in_one_model(group: Any, stage: int) -> None:
-    """Body of a rank: those are split that are trained; the others are kept as they were."""
+    """Those are split that are trained; the others are kept as they were."""
     module = _seeded(lambda: nn.Sequential(Kinds(), Kinds()))
     before = {name: param.detach().clone() for name, param in module.named_parameters()}
     model = ShardLite(module, group=group, stage=stage, units=Kinds, precision=SPLIT)
@@ -186,7 +186,7 @@ def test_parameters_of_all_dtypes_in_one_model(group: Any, stage: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_meta_device(group: Any) -> None:
-    """Body of a rank: the same weights are born on the meta device."""
+    """The same weights are born on the meta device."""
     for stage in some_stages(2, 3):
         torch.manual_seed(5)
         born = ShardLite(MLP([7, 33, 5]), group=group, stage=stage, precision=SPLIT).full_state_dict()

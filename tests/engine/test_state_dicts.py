@@ -1,4 +1,4 @@
-"""A state of an optimizer is of the shards that it was saved from: any other is refused, on every rank."""
+"""An optimizer state loads only into the shards that it was saved from; every rank refuses another."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""What takes a shard for the whole parameter is warned of once, on every rank, or is an error on all."""
+"""Code that takes a shard for the whole parameter gets one warning on every rank, or an error on all ranks."""
 
 import copy
 import io

@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.stages(1, 3)
 @pytest.mark.sample(2)
 def test_any_mixture_gives_the_bits_of_its_twin(group: Any, name: str, stage: int) -> None:
-    """Body of a rank: a step of each mixture, clipped."""
+    """A step of each mixture, clipped."""
     make, loss, units = CASES[name]
     pair = Pair(make, group, stage=stage, units=units)
     for modes in MIXTURES:
@@ -55,7 +55,7 @@ def test_any_mixture_gives_the_bits_of_its_twin(group: Any, name: str, stage: in
 @pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_what_was_accumulated_can_be_dropped(group: Any, stage: int) -> None:
-    """Body of a rank: `zero_grad()` drops what was accumulated in either way, and an exception ends a context."""
+    """`zero_grad()` drops what was accumulated in either way, and an exception ends a context."""
     pair = Pair(net, group, stage=stage)
     pair.step(lambda model, turn: model(torch.randn(2, 16, generator=turn.generator())).square().mean())
     for mode in ("local", "sharded"):

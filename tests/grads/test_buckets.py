@@ -1,4 +1,4 @@
-"""How many buckets exist at once: two beside the root's in the recorded order, more only where ranks diverge.
+"""The number of buckets at once: the root's and two more in the recorded order, more only if ranks diverge.
 
 Where shards are stepped in the backward there is one.
 

@@ -1,4 +1,4 @@
-"""Norms of gradients are those of all ranks, to the same bits at every stage and from every function."""
+"""Gradient norms are over all ranks, with the same bits at every stage and from every function."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""A step is left out on all ranks if any rank has a NaN or an infinity, and nothing remembers it but the count."""
+"""If any rank has a NaN or an infinity, all ranks skip the step, and only the count of skipped steps changes."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""What the kernel tests share: inputs that are hard to round, and equality to the bit."""
+"""Shared by the kernel tests: inputs that are hard to round, and bitwise equality."""
 
 import torch
 from torch import Tensor

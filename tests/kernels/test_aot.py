@@ -1,4 +1,4 @@
-"""What compilers make of kernels for GPUs that are not here: `bench.kernels.aot` on lines of its table, and failing."""
+"""Kernels compiled for GPUs that are not present: `bench.kernels.aot`, its table, and its errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Split weights: what `split` cuts off, and that `join` gives the rest back.
+"""Split weights: the rounding of `split`, and the exactness of `join`.
 
 They run on the CPU, and as kernels (`test_interpreter.py`).
 """

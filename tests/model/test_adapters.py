@@ -1,4 +1,4 @@
-"""Adapters of peft are merged into weights and unmerged inside `gathered()`, as on a plain model."""
+"""PEFT adapters are merged and unmerged inside `gathered()`, as on a plain model."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models of well-known architectures are cut and trained in one line, with the bits of plain data parallel."""
+"""Models of well-known architectures train with the bits of plain data parallel."""
 
 import warnings
 from collections.abc import Callable

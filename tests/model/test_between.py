@@ -1,4 +1,4 @@
-"""What people do between a forward, its backward and a step, at every stage: right, or a clear error."""
+"""Actions between a forward, its backward and a step are right or raise a clear error, at every stage."""
 
 import math
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What training programs do beside one forward and one backward, sharded: each beside plain data parallel, to the bit.
+"""Training programs with more than one forward and one backward have the bits of plain data parallel.
 
 Legend: `B` rows of a batch, `T` items of a row, `D` width.
 """

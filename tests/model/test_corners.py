@@ -1,4 +1,4 @@
-"""Corners of autograd and of `nn.Module` that a sharded model must get through, or refuse.
+"""Corner cases of autograd and `nn.Module`: a sharded model works, or refuses them.
 
 Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit.
 """

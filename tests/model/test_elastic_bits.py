@@ -275,7 +275,7 @@ def test_gradients_are_those_of_the_tree_written_out(cluster, world_size, parts)
 
 
 def scaled_and_averaged(group: Any) -> dict[str, Tensor]:
-    """Body of a rank: a gradient scaler, one step of whose gradients overflow, and an average of the weights."""
+    """A gradient scaler, one step of whose gradients overflow, and an average of the weights."""
     run = Run(group, "sgd")
     average, scaler = EMA(run.model, 0.5), torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Moving averages: to the bit those that PyTorch's own function makes of a plain twin, and the way there and back."""
+"""Moving averages have the bits of PyTorch's function on a plain twin, and can be swapped in and out."""
 
 import gc
 import io

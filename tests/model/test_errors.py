@@ -1,4 +1,4 @@
-"""Mistakes end in an error that says who, what was got and what to do, on every rank, and nothing hangs."""
+"""Mistakes raise an error with the cause and a remedy on every rank, and nothing hangs."""
 
 import re
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""What happens in which order, written out: gathers, releases, evictions, reductions and the step."""
+"""The order of events, written out: gathers, releases, evictions, reductions and the step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Children that a rank forks, as data loaders and saving in the background do: what they do to weights is their own."""
+"""Forked children, as of data loaders and background saves, do not affect the weights of ranks."""
 
 import os
 import traceback
@@ -135,12 +135,12 @@ def test_a_child_that_takes_other_ranks_is_told(group: Any, transport: str) -> N
     optimizer = AdamW(model.parameters())
     step(model, optimizer)
 
-    def talk() -> None:
+    def communicate() -> None:
         for call in CALLS.values():
             with pytest.raises(CommError, match=rf"process {os.getpid()} was forked from {os.getppid()}"):
                 call(model)
 
     model(torch.ones(2, WIDTH)).sum().backward()
-    assert ended_well(in_child(talk))
+    assert ended_well(in_child(communicate))
     take_step(optimizer)
     step(model, optimizer)

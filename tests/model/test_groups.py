@@ -1,4 +1,4 @@
-"""Which ranks share what: hybrid sharding, groups of some ranks, units that stay gathered, parameters left alone."""
+"""Hybrid sharding, groups of some ranks, units that stay unsharded, and ignored parameters."""
 
 import pytest
 import torch

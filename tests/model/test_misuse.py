@@ -1,4 +1,4 @@
-"""What users try and what would be lost in silence: an error with the remedy, or the right numbers."""
+"""Misuse whose results would be lost silently raises an error with a remedy, or gives the right numbers."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""Layers of PyTorch that keep or use their weights in ways of their own, sharded: each beside plain data parallel.
+"""PyTorch layers that store or use their weights in unusual ways have the bits of plain data parallel.
 
 Legend: `B` rows of a batch, `T` items of a row, `D` width.
 """

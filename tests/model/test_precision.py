@@ -1,4 +1,4 @@
-"""`Precision`: which dtype is used where, to the bit. The twin's docstring draws the way of a weight and a gradient.
+"""`Precision`: each dtype is used where documented, to the bit. The twin's docstring shows the data flow.
 
 Legend: `W` ranks.
 """

@@ -1,4 +1,4 @@
-"""What bitsandbytes does, done on the CPU: frozen layers of codes, and optimizers with blocks of 8-bit state.
+"""The methods of bitsandbytes on the CPU: frozen quantized layers, and optimizers with blocks of 8-bit state.
 
 Its own kernels need a GPU. Two of its habits matter to sharding: a layer keeps its codes for the backward as an
 attribute of `ctx`, where no hook of autograd sees them, and an optimizer writes weights through raw pointers, where no

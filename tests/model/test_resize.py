@@ -1,4 +1,4 @@
-"""Embeddings are resized before wrapping; on a wrapped model an error says how, and what it says works."""
+"""Embeddings are resized before wrapping; a wrapped model raises an error whose remedy works."""
 
 from collections.abc import Callable
 from pathlib import Path

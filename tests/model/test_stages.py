@@ -1,4 +1,4 @@
-"""What each stage keeps on a rank, when it gathers, and what a forward and a backward may do there.
+"""Memory and gathers of each stage, and supported forwards and backwards.
 
 That all stages give the same bits is shown case by case in `test_parity.py`.
 

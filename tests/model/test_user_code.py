@@ -1,4 +1,4 @@
-"""Code of the user's inside a sharded model: module hooks, functions of its own, function transforms.
+"""User code inside a sharded model: module hooks, autograd functions, function transforms.
 
 Each is beside plain data parallel, to the bit, or an error that says what to do.
 

@@ -1,4 +1,4 @@
-"""Parameters that know that they are sharded: a read returns their values, or raises an error."""
+"""Placeholders: reading a sharded parameter returns its values, or raises an error."""
 
 import copy
 import warnings
@@ -137,7 +137,7 @@ def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
 @pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
 @pytest.mark.stages(2, 3)
 def test_former_data_keeps_its_values(group: Any, of: Any, stage: int) -> None:
-    """Body of a rank: averages take the place of weights for a while, as a program does it that knows of no shards."""
+    """Averages take the place of weights for a while, as a program does it that knows of no shards."""
     model = ShardLite(net(), group=group, stage=stage)
     with model.gathered() if of is whole_by_name else nullcontext():
         params = of(model)

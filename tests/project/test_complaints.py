@@ -1,4 +1,4 @@
-"""What users of other libraries have met, where no other test shows that it does not happen here.
+"""Problems reported by users of other libraries that no other test covers.
 
 `docs/compared.md` lists all such complaints, with what they are about and the tests of each.
 """
@@ -192,7 +192,7 @@ def test_outputs_that_are_views_may_be_changed_in_place(group: Any, stage: int) 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.slow
 def test_hybrid_sharding_survives_late_messages_and_reused_memory(group: Any, stage: int) -> None:
-    """Body of a rank: large units, late messages and reused memory, where sums go over replicas as well."""
+    """Large units, late messages and reused memory, where sums go over replicas as well."""
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
 

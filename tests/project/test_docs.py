@@ -1,4 +1,4 @@
-"""What the documentation says of tests, of files and of code is so."""
+"""Statements of the documentation about tests, files and code are true."""
 
 import ast
 import re

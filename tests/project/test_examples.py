@@ -1,4 +1,4 @@
-"""The examples run as they stand there, over two processes, and give what plain data parallel gives, to the bit."""
+"""The examples run unchanged on two processes, with the bits of plain data parallel."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""The first rows of a GPU appear on the pages and in the report, and sentences that they contradict go by themselves.
+"""The first GPU rows appear on the pages and in the report, and sentences that they contradict are removed.
 
 Rows here are made up, and stay in a temporary folder.
 """

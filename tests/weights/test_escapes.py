@@ -1,6 +1,6 @@
-"""Code that keeps weights past their release, outside autograd's saved tensors: an error, or right and reported.
+"""Code that keeps weights past their release outside saved tensors raises an error, or is right and reported.
 
-Never may it compute with another unit's weights, or with placeholders, in silence.
+It must never compute silently with another unit's weights or with placeholders.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""On a GPU gather buffers are kept: weights lie where they lay in the last step. Buckets are memory of a stream.
+"""On a GPU gather buffers are kept, so weights keep their addresses. Buckets are memory of a stream.
 
 The GPU is simulated (`tests/comm/streams/`), which shows addresses, allocations and operators. That the bits are right
-is shown over gloo, by pools that believe to be on a GPU.
+is shown over gloo, by pools configured as on a GPU.
 """
 
 import gc
@@ -291,7 +291,7 @@ def test_a_model_of_one_unit_keeps_nothing():
 
 @pytest.mark.parametrize(("options", "blocks"), [({"prefetch": 2}, 3), ({"reshard_after_forward": False}, 0)])
 def test_what_is_kept_is_counted(options, blocks):
-    """Units that stay until their backward are not kept afterwards."""
+    """Units that stay until their backward are freed afterwards."""
     with Gpu().ranks(WORLD_SIZE):
         training = Training(**options)
         for _ in range(2):

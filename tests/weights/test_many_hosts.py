@@ -1,4 +1,4 @@
-"""Where ranks are many, hosts agree by one collective, and exchange what each wants only if they differ."""
+"""With many ranks, hosts agree by one collective, and exchange their lists only if they differ."""
 
 from unittest import mock
 

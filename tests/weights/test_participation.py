@@ -1,4 +1,4 @@
-"""Ranks whose forwards take different branches, at stage 3: each gathers what any of them needs, and none hangs."""
+"""Ranks whose forwards take different branches at stage 3: each rank gathers every needed unit, and none hangs."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_what_nobody_needs_any_more_is_gathered_no_more(group):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_do_the_same_talk_twice_per_step(group):
+def test_ranks_that_do_the_same_communicate_twice_per_step(group):
     """At the end of the forward and of the backward, five integers each, once the gather order has settled."""
     model = ShardLite(Branching(), group=group)
     optimizer = AdamW(model.parameters())

@@ -1,6 +1,6 @@
-"""Parts of a wrapped model are called by themselves, with no registration: they find their weights.
+"""Parts of a wrapped model can be called directly, without registration.
 
-Each of these computes a loss without the model's own forward, or beside it; gradients are the twin's to the bit.
+Each case computes a loss without the model's own forward, or with it; gradients have the twin's bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,7 +95,7 @@ WIDE = [("blocks-backwards", "gpt2", 4), ("encoder-then-decoder", "t5", 4)]
     indirect=["group"],
 )
 def test_parts_train_by_themselves(group: Any, name: str, of: str) -> None:
-    """Body of a rank: steps of the part by itself, and of the model between them."""
+    """Steps of the part by itself, and of the model between them."""
     architecture, part = ARCHITECTURES[of], of_module(PARTS[name][1])
     pair = Pair(architecture.make, group)
     for loss in (part, architecture.loss, part, part):

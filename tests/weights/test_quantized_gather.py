@@ -1,4 +1,4 @@
-"""Quantized gathers: ranks compute with what 8-bit codes mean, and train the weights that the codes were made of.
+"""Quantized gathers: ranks compute with decoded weights, and train the weights that were encoded.
 
 Legend: `W` ranks, `S` elements per shard, `R` bytes per row of a wire.
 """

@@ -1,4 +1,4 @@
-"""Weights that are read outside of the modules that own them, as programs of strangers do it: the bits of the twin."""
+"""Weights read outside the modules that own them, as in common libraries, have the bits of the twin."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ UNITS = (Block, nn.Embedding, nn.Linear)
 
 
 class Trunk(nn.Module):
-    """What comes before the part that a test is about."""
+    """The layers before the part under test."""
 
     def __init__(self) -> None:
         super().__init__()

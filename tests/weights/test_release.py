@@ -1,4 +1,4 @@
-"""When a unit is released: after the last use of its weights, whatever is frozen, recomputed, shared or unused.
+"""A unit is released after the last use of its weights, whatever is frozen, recomputed, shared or unused.
 
 Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit. Without
 prefetching, the number of buffers at once shows whether units are released in time.

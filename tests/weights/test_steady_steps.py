@@ -1,4 +1,4 @@
-"""A step in which all ranks do the same waits for no round of negotiation; ranks that part are served all the same."""
+"""A step in which all ranks do the same waits for no negotiation; ranks that diverge are still served."""
 
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Weights that a forward writes itself are kept."""
+"""Weights written by a forward are kept."""
 
 import copy
 from typing import Any
@@ -105,7 +105,7 @@ def test_what_a_forward_writes_is_kept(cluster, kind, stage):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_is_not_written_keeps_its_digits(group: Any, stage: int) -> None:
-    """Body of a rank: what was not written keeps the digits of its master."""
+    """What was not written keeps the digits of its master."""
     model = ShardLite(Clamped(), group=group, stage=stage, precision=Precision(compute=torch.bfloat16))
     before = model.full_state_dict()["weight"]
     with torch.no_grad():
@@ -157,7 +157,7 @@ class Scaled(nn.Module):
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
 def test_what_was_computed_from_former_data_may_be_assigned(group: Any, change: Any, stage: int) -> None:
-    """Body of a rank: a module changes its weights in the same way, wrapped or not."""
+    """A module changes its weights in the same way, wrapped or not."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Scaled() for _ in range(3)))
     twin = copy.deepcopy(plain)

@@ -1,6 +1,6 @@
-"""Ranks that do different things: an error on all of them that names rank, unit, operation and step, and no mixed data.
+"""Ranks that diverge get an error that names rank, unit, operation and step, and never mixed data.
 
-A process group is of no more use after such an error, so every scenario has groups of its own, over the same workers.
+A process group is unusable after such an error, so every scenario has its own groups, over the same workers.
 """
 
 import re
@@ -72,7 +72,7 @@ class Trained:
 
 
 def step_left_out(trained: Trained, rank: int) -> None:
-    """Rank 1 computes its third gradients without having stepped by the second ones."""
+    """Rank 1 computes its third gradients without a step by the second ones."""
     trained.step()
     trained.backward()
     if rank != 1:
@@ -138,7 +138,7 @@ def other_mode(trained: Trained, rank: int) -> None:
 
 
 def late(trained: Trained, rank: int) -> None:
-    """Rank 1 comes when rank 0 has given up."""
+    """Rank 1 arrives after rank 0 has timed out."""
     trained.step()
     trained.expect_silence()
     if rank == 1:
@@ -251,7 +251,7 @@ def test_an_evaluation_on_one_rank(cluster):
 
 
 def test_ranks_that_talk_notice_at_once(cluster):
-    """In a first pass all ranks talk, and find that they are not in the same one."""
+    """In a first pass all ranks communicate, and detect that their passes differ."""
     first, second = errors(cluster, other_mode)
     assert first.startswith(
         "DesyncError: rank 0, in the forward of the model, for unit '(root)', at step 0, meets rank 1"
@@ -312,7 +312,7 @@ def resumes(model: ShardLite, optimizer: AdamW, x: Tensor) -> None:
 
 @contextmanager
 def looking_often() -> Iterator[None]:
-    """Let ranks tell each other where they wait ten times as often."""
+    """Let ranks report ten times as often where they wait."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (streams, transport):
             patch.setattr(module, "SLOW", 0.1)

@@ -1,4 +1,4 @@
-"""A peer that is stopped, and with it the store of the process group: no call waits for it longer than `timeout`."""
+"""No call waits longer than `timeout` for a stopped peer, even if it serves the store of the process group."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ class Run:
 
 
 def together(make):
-    """Return what both ranks make, at whatever pace: if one of them was late by the whole `LIMIT`, both try again."""
+    """Return the result of both ranks; if one of them was late by the whole `LIMIT`, both try again."""
     while True:
         try:
             made = make()
@@ -102,7 +102,7 @@ CALLS |= {each.__name__: each for each in (save, load, resume)}
 
 
 def stopped_body(group, transport):
-    """Stop rank 0, and return what each call gives rank 1 for an error."""
+    """Stop rank 0, and return the error that each call raises on rank 1."""
     runs = {name: together(partial(Run, transport, name)) for name in CALLS}
     pid = Path(os.environ["TMPDIR"]).parent / "pid"
     if group.rank() == 0:
@@ -125,7 +125,7 @@ def stopped_body(group, transport):
 @pytest.mark.parametrize("transport", ["shared_memory", slow("p2p")])
 def test_no_call_waits_for_a_stopped_peer(doomed, transport, tmp_path):
     """The timeout of the process group itself is longer than the ranks may live."""
-    first, second = doomed.run(stopped_body, 2, transport, directory=tmp_path, killed=0, keeper=True)
+    first, second = doomed.run(stopped_body, 2, transport, directory=tmp_path, killed=0, tcp_store=True)
     assert first.status == -signal.SIGKILL
     assert second.kind == "", f"{second.text}\n{second.log}"
     assert second.result.keys() == CALLS.keys()

@@ -1,4 +1,4 @@
-"""The store where ranks meet: what they tell each other there, and that no wait for it exceeds its timeout."""
+"""The store of a process group: exchanges over it, and timeouts of its calls."""
 
 import os
 import signal
@@ -91,44 +91,44 @@ def test_a_timeout_is_a_time(cluster, timeout, error):
         ShardLite(nn.Linear(2, 2), timeout=timeout)
 
 
-# ---- its keeper ------------------------------------------------------------------------------------------------------
+# ---- its server ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kept():
-    """A store, and the process that keeps it."""
+    """Yield a store, and the process that serves it."""
     ours, theirs = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
+    server = os.fork()
+    if server == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(theirs, str(store.port).encode())
         signal.pause()
     port = int(os.read(ours, 16))
-    yield BoundedStore(dist.TCPStore("127.0.0.1", port, is_master=False)), keeper
-    os.kill(keeper, signal.SIGKILL)
-    os.waitpid(keeper, 0)
+    yield BoundedStore(dist.TCPStore("127.0.0.1", port, is_master=False)), server
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
     os.close(ours)
     os.close(theirs)
 
 
-def test_a_stopped_keeper_is_waited_for_once(kept):
-    store, keeper = kept
+def test_a_stopped_server_is_waited_for_once(kept):
+    store, server = kept
     store.ask(lambda given: given.set("a", "1"), seconds(30))
-    os.kill(keeper, signal.SIGSTOP)
-    os.waitpid(keeper, os.WUNTRACED)  # until it is stopped
+    os.kill(server, signal.SIGSTOP)
+    os.waitpid(server, os.WUNTRACED)  # until it is stopped
     with pytest.raises(CommError, match=rf"does not answer: the process that keeps it.*\(waited {LIMIT:g} s\)"):
         store.ask(lambda given: given.get("a"), LIMIT)
     with pytest.raises(CommError, match=r"cannot be reached$"):
         store.ask(lambda given: given.get("a"), seconds(1e6))
-    os.kill(keeper, signal.SIGCONT)
+    os.kill(server, signal.SIGCONT)
     store._late.result(seconds(30))
     assert store.ask(lambda given: given.get("a"), seconds(30)) == b"1"
 
 
-def test_a_keeper_that_is_gone_is_said_to_be(kept):
-    store, keeper = kept
+def test_a_server_that_is_gone_is_said_to_be(kept):
+    store, server = kept
     store.ask(lambda given: given.set("a", "1"), seconds(30))
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
     with pytest.raises(CommError, match="has ended"):
         store.ask(lambda given: given.get("a"), seconds(30))
 

@@ -1,4 +1,4 @@
-"""Who gets a rank's memory: the ranks of its group and no process of another user, whatever it does."""
+"""Only the ranks of a group can map a rank's memory, and no process of another user."""
 
 import ctypes
 import fcntl
@@ -143,7 +143,7 @@ def test_a_process_that_is_killed_is_noticed_though_its_child_lives():
 
 
 def test_a_forked_child_ends_nothing():
-    """It has the descriptors of its parent, and closes them when it ends."""
+    """The child closes the descriptors of its parent when it ends."""
     heap = Heap(4096)
     address = _publish(heap)
     as_another_process(lambda: b"")

@@ -1,4 +1,4 @@
-"""What ranks of one host share: blocks of memory, a mailbox, and how they come by them. Most are parts of one process.
+"""Shared memory between ranks of one host: blocks, mailboxes and rendezvous. Most tests have ranks in one process.
 
 See `test_faults.py` for ranks that die, `test_soak.py` for many messages at once.
 """
@@ -83,7 +83,7 @@ def test_a_heap_without_room_says_so(small):
 
 
 def test_random_blocks_never_overlap_and_do_not_grow(small):
-    """What was reserved at most is bounded by what is in use at most: here half of it, in pieces."""
+    """The reserved memory is bounded by the memory in use: here half of it, in pieces."""
     heap, random = small(256), Random(0)
     kept = []
     for i in range(4000):
@@ -311,7 +311,7 @@ def test_a_message_outside_of_its_senders_heap_ends_both_ranks(beyond):
 
 
 def test_a_message_may_be_kept_while_any_number_of_later_ones_are_taken():
-    """As by two lanes of which each holds what it was lent until the other has gone on."""
+    """As by two queues, each of which holds a loan until the other continues."""
     first, second = world(2)
     count = 3 * PLACES
     departing = [first.isend(torch.full((4,), float(i)), 1, tag=i) for i in range(count)]
@@ -466,7 +466,7 @@ def _no_memory(*_):
 
 
 def broken_body(group, kind):
-    """Return what `auto` gives, what a demand for shared memory says, and that messages travel all the same."""
+    """Return the transport that `auto` selects, the error of `shared_memory`, and the number received by a message."""
     with Broken(kind):
         rendezvous._RENDEZVOUS.pop(group, None)
         try:
@@ -520,7 +520,7 @@ def test_a_meeting_leaves_no_descriptors_behind(group):
 
 
 def _kind_of(descriptor: Path) -> str:
-    """Say what a descriptor is, without the number of a socket."""
+    """Return the target of a descriptor, without the number of a socket."""
     try:
         return str(descriptor.readlink()).partition("[")[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Programs that train on a simulated GPU, in all the ways in which streams, memory and passes can meet."""
+"""Programs that train on a simulated GPU, with all combinations of streams, memory and passes."""
 
 import gc
 import warnings

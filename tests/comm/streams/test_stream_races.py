@@ -1,4 +1,4 @@
-"""No two streams of a GPU touch the same bytes in an order of their own, whatever a program does."""
+"""No two streams of a GPU access the same bytes without an order between them, whatever a program does."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial

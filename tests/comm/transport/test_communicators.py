@@ -1,4 +1,4 @@
-"""Communicators of NCCL: their options, which are used again, and memory registered with them. NCCL is played."""
+"""Communicators of a simulated NCCL: options, reuse, and registered memory."""
 
 import gc
 import inspect
@@ -142,7 +142,7 @@ def test_one_that_another_rank_still_uses_is_not_taken(group):
 
 @pytest.mark.ranks(2)
 def test_one_in_which_an_operation_may_still_wait_is_not_taken(group):
-    """Rank 0 has begun an operation that rank 1 never comes to, as where a forward has failed on one rank."""
+    """Rank 0 has started an operation that rank 1 never starts, as after a forward that failed on one rank."""
     with over_nccl() as made:
         gathers, reductions = a_model(group)
         former = names([gathers, reductions])

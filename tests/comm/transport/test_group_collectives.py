@@ -1,4 +1,4 @@
-"""Whole collectives of a process group: training over them has the bits of the ring; slices, errors, and who gets them.
+"""Collectives of a process group: training has the bits of the ring; slices, errors, and selection.
 
 That each collective has those bits is shown in `test_ring.py`, at 1 to 8 ranks.
 

@@ -1,4 +1,4 @@
-"""Symmetric memory, which is played here: windows, barriers, launches, training, and who gets it.
+"""Simulated symmetric memory: windows, barriers, launches, training, and selection.
 
 Its collectives are tried like those of any transport in `test_ring.py`, and the ring kernel in
 `tests/kernels/interpreted/test_symmetric_ring.py`.
@@ -275,7 +275,7 @@ def ask_for_it(group, device, transport="symmetric_memory"):
     connect(group, torch.device(device), AMPLE, route=Route(transport=transport))
 
 
-def test_where_it_cannot_be_had_the_error_says_why(cluster):
+def test_where_it_is_not_available_the_error_says_why(cluster):
     for kind, message in cluster.failures(ask_for_it, 2, "cuda:0"):
         assert kind == "LayoutError"
         assert message == (

@@ -1,4 +1,4 @@
-"""Symmetric memory between ranks on one GPU, which PyTorch allows if it is told to: the same bits as anywhere else.
+"""Symmetric memory between ranks on one GPU, which PyTorch allows on request, has the same bits as other transports.
 
 The bodies take a device. `test_symmetric.py` runs them on the CPU, over a symmetric memory that is played.
 """

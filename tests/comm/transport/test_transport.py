@@ -1,4 +1,4 @@
-"""Every transport: order, dtypes, empty messages, silent peers; which one serves what."""
+"""Every transport: order, dtypes, empty messages, silent peers, and selection."""
 
 import os
 import time
@@ -215,8 +215,8 @@ def test_a_local_message_of_another_kind_is_an_error():
         right.irecv(torch.zeros(4), 0, tag=0).wait()
 
 
-def talk_past_each_other(group):
-    """Rank 0 sends what rank 1 does not expect, rank 1 expects what rank 0 does not send."""
+def send_unexpected_messages(group):
+    """Rank 0 sends a message that rank 1 does not expect, and conversely."""
     transport = GlooTransport(group, timedelta(milliseconds=200))
     if transport.rank == 0:
         transport.isend(torch.zeros(1_000_000), 1, tag=7).wait()
@@ -263,7 +263,7 @@ def throwaway(fork_server):
 
 
 def test_silent_gloo_peers_are_named(throwaway):
-    (first, sending), (second, receiving) = throwaway.failures(talk_past_each_other, 2)
+    (first, sending), (second, receiving) = throwaway.failures(send_unexpected_messages, 2)
     assert first == second == "CommError"
     assert "rank 0 sending to rank 1 failed: 4000000 bytes, tag 7, timeout 0.2 s" in sending
     assert "rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s" in receiving
@@ -460,7 +460,7 @@ def test_ranks_in_different_numbers_of_groups_are_connected_and_the_connection_i
 
 
 def reconnect_late(group):
-    """Rank 0 is connected and hears of it late. Return when this rank heard of it, and when it may drop the result."""
+    """Delay the connection of rank 0. Return the times at which this rank was connected and returned."""
     heard = []
 
     def connected(*arguments):

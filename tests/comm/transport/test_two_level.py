@@ -1,4 +1,4 @@
-"""Reductions in two levels over whole collectives: order, bytes, memory, training, and who gets them.
+"""Reductions in two levels over collectives: order, bytes, memory, training, and selection.
 
 Legend: `W` ranks in `N` nodes of `L`.
 """

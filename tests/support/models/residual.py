@@ -1,4 +1,4 @@
-"""The plainest model with repeated blocks, and a loss: for tests that are about something else than the model."""
+"""The plainest model with repeated blocks, and a loss: for tests that are not about the model."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Small models for tests; each has something that is easily got wrong when parameters are sharded.
+"""Small models for tests; each has a property that is easily handled wrongly when parameters are sharded.
 
 Sizes are odd on purpose: almost no parameter is a multiple of 32 elements, so cuts between ranks fall inside
 parameters.

@@ -1,4 +1,4 @@
-"""Bodies that train over played symmetric memory beside a twin: gradients, norms and weights must be its bits."""
+"""Bodies that train over simulated symmetric memory and compare gradients, norms and weights with a twin."""
 
 from pathlib import Path
 from typing import Any

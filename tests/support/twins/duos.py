@@ -1,4 +1,4 @@
-"""Training a model twice on the same ranks: with the ordinary AdamW step, and with the one inside the backward."""
+"""Train a model twice on the same ranks: with the ordinary AdamW step, and with the step in the backward."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

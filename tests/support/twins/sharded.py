@@ -1,4 +1,4 @@
-"""Looking inside a sharded model from a test, and training one side by side with its twin."""
+"""Inspect a sharded model, and train it side by side with its twin."""
 
 import copy
 import os
@@ -57,7 +57,7 @@ _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
 def without_warnings(body: _Body) -> _Body:
-    """Let a body leave out steps without the warning of the first."""
+    """Suppress the warning about skipped steps in a body."""
 
     @wraps(body)
     def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ Loss = Callable[[Callable[..., Any], Turn], Tensor]
 
 
 def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
-    """Tell 0 from -0, and never take a NaN for right."""
+    """Compare bits: 0 differs from -0, and a NaN is never equal."""
     assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
     assert got.shape == expected.shape, f"{what}: shape {list(got.shape)} instead of {list(expected.shape)}"
     wrong = (got != expected) | (torch.signbit(got) != torch.signbit(expected))

@@ -1,4 +1,4 @@
-"""Norms that cost no pass: they come from the last hop of the reduction, as long as gradients are what it left."""
+"""Reduced norms need no pass over gradients, as long as gradients are unchanged since the last reduction."""
 
 import math
 from collections.abc import Callable, Iterator
