@@ -250,7 +250,7 @@ def test_an_evaluation_on_one_rank(cluster):
     assert "during the forward of the model (" in second
 
 
-def test_ranks_that_talk_notice_at_once(cluster):
+def test_ranks_that_communicate_notice_at_once(cluster):
     """In a first pass all ranks communicate, and detect that their passes differ."""
     first, second = errors(cluster, other_mode)
     assert first.startswith(
