@@ -22,6 +22,7 @@ from shardlite.checkpoint.memory_copies import Hosts, held_by, key_of, newest
 from shardlite.checkpoint.snapshot import Header, Snapshot, SnapshotMemory
 from shardlite.checkpoint.snapshot_holder import Agent, Holder, HolderError, parent_and_start
 from tests.support.checkpoints import OPTIMIZERS, Run
+from tests.support.logs import logged
 from tests.support.patience import seconds, until
 from tests.support.ranks.restarts import assert_same_weights, ranks_of, started, train_straight
 
@@ -65,23 +66,6 @@ def ancestors() -> list[Agent]:
     return [Agent(pid, parent_and_start(pid)[1]) for pid in (parent, grandparent)]
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect what is logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardlite")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
 def copied(run: Run, path: Any, step: int) -> bool:
     return save_in_memory(path, run.model, run.optimizer, run.extra(), step=step)
 
@@ -105,7 +89,7 @@ def loaded(run: Run, path: Any) -> Any:
 def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(
     group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]
 ) -> None:
-    with started_by(group), logged() as lines:
+    with started_by(group), logged(logging.INFO) as lines:
         straight = Run(group, state, OPTIMIZERS[optimizer], **options)
         for step in range(6):
             straight.train(range(step, step + 1))
@@ -177,7 +161,7 @@ def test_a_killed_rank_is_taken_up_at_the_last_step_that_all_have_copied(doomed,
 @pytest.mark.ranks(2)
 def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> None:
     """`load` takes what is newer, and memory if both are."""
-    with started_by(group), logged() as lines:
+    with started_by(group), logged(logging.INFO) as lines:
         run = Run(group).train(range(2))
         nothing = loaded(run, path)
         assert (nothing, nothing.step, nothing.source) == ({}, 0, "")
@@ -202,7 +186,7 @@ def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> Non
 @pytest.mark.ranks(2)
 def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -> None:
     """Snapshots that are incomplete, or of another model, are skipped with a log line that gives the reason."""
-    with started_by(group), logged() as lines:
+    with started_by(group), logged(logging.INFO) as lines:
         run = Run(group).train(range(2))
         place = str(run.save(path, step=2))
         run.train(range(2, 3))
@@ -230,14 +214,14 @@ def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -
 def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
     """A missing agent, memory or holder is logged once. The training continues."""
     run = Run(group).train(range(1))
-    with logged() as lines:
+    with logged(logging.INFO) as lines:
         for step in (1, 2):
             assert not copied(run, path, step)
         if dist.get_rank() == 0:
             assert lines == [
                 "there are no copies in memory: torchrun did not start this process, so nothing would restart it"
             ]
-    with started_by(group), logged() as lines:
+    with started_by(group), logged(logging.INFO) as lines:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(snapshot, "_available", lambda: 1000)

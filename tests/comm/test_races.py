@@ -7,6 +7,7 @@ and released gather buffers are filled with NaN (`SHARDLITE_POISON=1`, see `conf
 Legend: `W` ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +16,7 @@ from torch import nn
 
 from shardlite import Precision
 from tests.support.models.small import Residual
-from tests.support.transports.pressure import (
-    HIDDEN,
-    UNITS,
-    WIDTH,
-    block_sizes,
-    late_messages,
-    on_rows,
-    pressed_allocator,
-    short_messages,
-)
+from tests.support.transports.pressure import WIDTH, on_rows, under_pressure
 from tests.support.twins.sharded import Pair
 
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
@@ -58,17 +50,14 @@ def test_large_units_survive_late_messages_and_reused_memory(
     group: Any, stage: int, precision: Precision, options: dict[str, Any]
 ) -> None:
     """Several steps with all kinds of accumulation, and an evaluation between two of them."""
-    world_size = torch.distributed.get_world_size(group)
 
-    def make() -> nn.Module:
-        return nn.Sequential(*(Residual(WIDTH, HIDDEN) for _ in range(UNITS)))
+    def make(module: Callable[[], nn.Module]) -> Pair:
+        return Pair(module, group, stage=stage, units=Residual, precision=precision, **options)
 
-    with late_messages(seed=stage), short_messages(1 << 19):
-        pair = Pair(make, group, stage=stage, units=Residual, precision=precision, **options)
-        with pressed_allocator(pair.model.module, block_sizes(world_size)):
-            pair.step(on_rows, clip=0.01)
-            pair.step(on_rows, ("local", "sharded", "step"))
-            with torch.no_grad():
-                pair.model(torch.randn(1, WIDTH))
-            pair.step(on_rows, ("sharded", "local", "step"), clip=0.01)
-            pair.step(on_rows)
+    with under_pressure(make, torch.distributed.get_world_size(group), seed=stage) as pair:
+        pair.step(on_rows, clip=0.01)
+        pair.step(on_rows, ("local", "sharded", "step"))
+        with torch.no_grad():
+            pair.model(torch.randn(1, WIDTH))
+        pair.step(on_rows, ("sharded", "local", "step"), clip=0.01)
+        pair.step(on_rows)

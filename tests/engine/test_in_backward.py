@@ -24,14 +24,7 @@ from tests.support.models.residual import Nested
 from tests.support.models.residual import on_rows as on_residual_rows
 from tests.support.models.small import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.support.models.small import Context as CalledTwice
-from tests.support.transports.pressure import (
-    UNITS,
-    WIDTH,
-    block_sizes,
-    late_messages,
-    pressed_allocator,
-    short_messages,
-)
+from tests.support.transports.pressure import WIDTH, under_pressure
 from tests.support.transports.pressure import on_rows as on_wide_rows
 from tests.support.twins.duos import Duo, alike
 from tests.support.twins.plain import decayed_by_ndim
@@ -167,19 +160,16 @@ def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
 )
 def test_large_units_survive_late_messages(group: Any, stage: int, precision: Precision, state: str) -> None:
     """Large units, late messages, and an allocator that hands out used memory."""
-    world_size = torch.distributed.get_world_size(group)
 
-    def make() -> nn.Module:
-        return nn.Sequential(*(Residual(WIDTH, 2 * WIDTH) for _ in range(UNITS)))
+    def make(module: Callable[[], nn.Module]) -> Duo:
+        return Duo(module, group, stage=stage, units=Residual, precision=precision, optimizer={"state": state})
 
-    with late_messages(seed=stage), short_messages(1 << 19):
-        duo = Duo(make, group, stage=stage, units=Residual, precision=precision, optimizer={"state": state})
-        with pressed_allocator(duo.inside.model.module, block_sizes(world_size)):
-            duo.step(on_wide_rows)
-            duo.step(on_wide_rows, ("local", "step"))
-            with torch.no_grad():
-                duo.inside.model(torch.randn(1, WIDTH))
-            duo.step(on_wide_rows)
+    with under_pressure(make, torch.distributed.get_world_size(group), seed=stage, hidden=2 * WIDTH) as duo:
+        duo.step(on_wide_rows)
+        duo.step(on_wide_rows, ("local", "step"))
+        with torch.no_grad():
+            duo.inside.model(torch.randn(1, WIDTH))
+        duo.step(on_wide_rows)
 
 
 # ---- what changes from step to step ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from shardlite.comm import streams
 from shardlite.grads.bucket import Bucket
 from shardlite.params import Gradients
 from tests.support.internals import reducer
+from tests.support.models.residual import Chain
 from tests.support.patience import seconds
 
 WIDTH = 16
@@ -42,22 +43,6 @@ class Block(nn.Module):
             return x
         x = self.between(x)
         return torch.tanh(x + self.experts[0](x) + (self.experts[1](x) if self.both else 0))
-
-
-class Model(nn.Module):
-    """The root has the first weights and the last ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.last = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x).sum()
 
 
 @contextmanager
@@ -117,7 +102,9 @@ def counted(model: ShardLite) -> Iterator[list[int]]:
 
 def wrap(group: Any, **options: Any) -> ShardLite:
     torch.manual_seed(0)
-    return ShardLite(Model(), units=Block, group=group, **options)
+    blocks = [Block() for _ in range(BLOCKS)]
+    module = Chain(blocks, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), end=torch.sum)  # the root is first and last
+    return ShardLite(module, units=Block, group=group, **options)
 
 
 RECIPES: dict[str, Callable[[ShardLite], tuple[Any, Any]]] = {

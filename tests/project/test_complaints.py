@@ -23,15 +23,7 @@ from tests.support.models.small import VOCABULARY, LanguageModel, Residual
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
-from tests.support.transports.pressure import (
-    HIDDEN,
-    block_sizes,
-    late_messages,
-    on_rows,
-    pressed_allocator,
-    short_messages,
-)
-from tests.support.transports.pressure import WIDTH as LARGE
+from tests.support.transports.pressure import late_messages, on_rows, short_messages, under_pressure
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, some_stages, take_step
 
 
@@ -196,14 +188,12 @@ def test_hybrid_sharding_survives_late_messages_and_reused_memory(group: Any, st
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
 
-    def make() -> nn.Module:
-        return nn.Sequential(*(Residual(LARGE, HIDDEN) for _ in range(2)))
+    def make(module: Callable[[], nn.Module]) -> Pair:
+        return Pair(module, mesh, replicas=2, stage=stage, units=Residual)
 
-    with late_messages(seed=10 + stage), short_messages(1 << 19):
-        pair = Pair(make, mesh, replicas=2, stage=stage, units=Residual)
-        with pressed_allocator(pair.model.module, block_sizes(2)):
-            pair.step(on_rows, clip=0.01)
-            pair.step(on_rows, ("sharded", "local", "step"))
+    with under_pressure(make, 2, seed=10 + stage, blocks=2) as pair:
+        pair.step(on_rows, clip=0.01)
+        pair.step(on_rows, ("sharded", "local", "step"))
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------

@@ -14,22 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
 from tests.support.internals import users
-from tests.support.models.residual import WIDTH, Block, batch
+from tests.support.models.residual import WIDTH, Block, Chain, batch
 from tests.support.twins.sharded import assert_gradients_equal, compare
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def chain(kind: type[Block] = Block) -> Chain:
+    return Chain((kind() for _ in range(3)), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
 @pytest.mark.ranks(2)
@@ -43,7 +33,7 @@ def test_a_loss_on_a_weight_gathered_by_hand(group):
         with model.gathered("head.weight"):
             return out + (model.module.head.weight @ model.module.head.weight.T).square().mean()
 
-    compare(Net(), loss, group)
+    compare(chain(), loss, group)
 
 
 @pytest.mark.ranks(2)
@@ -62,7 +52,7 @@ def test_hooks_of_the_user_around_the_model_see_everything_but_weights(group):
         counts.append(len(seen))
         return value
 
-    compare(Net(), loss, group)
+    compare(chain(), loss, group)
     weights = 2 + 3  # of the first layer, the head and each block
     plain, ours = counts
     assert ours == plain - weights
@@ -82,16 +72,11 @@ def test_hooks_inside_a_block_do_not_get_the_weights(group):
             with saved_tensors_hooks(pack, lambda packed: packed):
                 return super().forward(x)
 
-    class Outer(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Offloads() for _ in range(3))
-
     def loss(model: nn.Module) -> Tensor:
         copies.clear()
         return model(batch()).square().mean()
 
-    compare(Outer(), loss, group)  # runs the plain model first
+    compare(chain(Offloads), loss, group)  # runs the plain model first
     shapes = [tuple(tensor.shape) for tensor in copies]
     assert (3, WIDTH) in shapes
     assert (WIDTH, WIDTH) not in shapes
@@ -120,7 +105,7 @@ def test_in_place_changes_of_saved_activations_are_errors(group, stage):
 
 def leak_body(group):
     """Activations die with the graph, without the garbage collector: packing makes no cycles."""
-    model = ShardLite(Net(), group=group)
+    model = ShardLite(chain(), group=group)
     gc.collect()
     gc.disable()
     try:
@@ -142,7 +127,7 @@ def test_saved_activations_do_not_leak(cluster):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_between_forward_and_backward_is_an_error(group, stage):
-    net = Net()
+    net = chain()
     model = ShardLite(net, group=group, stage=stage)
     optimizer = AdamW(model.parameters(), lr=0.1)
     model(batch()).sum().backward()
@@ -151,7 +136,7 @@ def test_a_step_between_forward_and_backward_is_an_error(group, stage):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     model.zero_grad()
-    twin = Net()
+    twin = chain()
     twin.load_state_dict(model.full_state_dict())
     twin(batch()).sum().backward()
     model(batch()).sum().backward()
@@ -160,7 +145,7 @@ def test_a_step_between_forward_and_backward_is_an_error(group, stage):
 
 @pytest.mark.ranks(2)
 def test_a_retained_graph_can_be_used_again_until_a_step(group):
-    net = Net()
+    net = chain()
     twin = copy.deepcopy(net)
     model = ShardLite(net, group=group, prefetch=0)
     ours, theirs = model(batch()).square().sum(), twin(batch()).square().sum()
@@ -179,7 +164,7 @@ def test_a_retained_graph_can_be_used_again_until_a_step(group):
 @pytest.mark.ranks(2)
 def test_looking_into_the_graph_gives_values_and_holds_nothing(group):
     """The graph is read outside a backward."""
-    net = Net()
+    net = chain()
     twin = copy.deepcopy(net)
     model = ShardLite(net, group=group)
     out, expected = model(batch()), twin(batch())

@@ -2,7 +2,6 @@
 
 import ctypes
 import fcntl
-import logging
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from shardlite.comm.shm import rendezvous
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.rendezvous import _Alive, _publish
+from tests.support.logs import logged
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import IMPORTED_FROM
 
@@ -162,21 +162,13 @@ def test_a_forked_child_ends_nothing():
 @pytest.mark.ranks(2)
 def test_less_than_was_asked_for_is_a_warning(group):
     """Rank 1 gets no memory."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("shardlite").addHandler(handler)
 
     def refuse(heap: Heap) -> None:
         raise OSError("too many open files")
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if group.rank() == 1:
-                patch.setattr(rendezvous, "_publish", refuse)
-            met = meet(group)
-    finally:
-        logging.getLogger("shardlite").removeHandler(handler)
-    why_not, logged = met.why_not, [(record.levelname, record.getMessage()) for record in records]
+    with logged() as messages, pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 1:
+            patch.setattr(rendezvous, "_publish", refuse)
+        why_not = meet(group).why_not
     assert why_not == "rank 1: this system provides no shared memory: too many open files"
-    assert logged == [("WARNING", f"no shared memory between the ranks of this host: {why_not}")]
+    assert messages == [f"no shared memory between the ranks of this host: {why_not}"]

@@ -3,7 +3,6 @@
 Legend: `W` ranks in `N` nodes of `L`.
 """
 
-import logging
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,6 +29,7 @@ from shardlite.comm.transport.group_collectives import TwoLevelCollectives, as_b
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.internals import units
+from tests.support.logs import logged
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
@@ -304,23 +304,16 @@ def test_traffic_has_the_bytes_across_nodes(cluster):
 # ---- who gets them, and errors --------------------------------------------------------------------------------------
 
 
-def logged(group, node, route):
-    """Connect twice; return what is logged of it at least as a warning."""
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    logging.getLogger("shardlite").addHandler(handler)
-    try:
-        with hosts_of(node), patch.object(select, "_reported", set()):
-            for _ in range(2):
-                connect(group, CPU, AMPLE, route=route, apart=True, reduces=True)
-    finally:
-        logging.getLogger("shardlite").removeHandler(handler)
-    return [record.getMessage() for record in records]
+def warnings_of(group, node, route):
+    """Connect twice; return the warnings that are logged."""
+    with hosts_of(node), patch.object(select, "_reported", set()), logged() as messages:
+        for _ in range(2):
+            connect(group, CPU, AMPLE, route=route, apart=True, reduces=True)
+    return messages
 
 
 def test_one_exchange_across_nodes_is_logged_once_with_what_to_take_instead(cluster):
-    first, *others = cluster.run(logged, 4, 2, Route(transport="collectives"))
+    first, *others = cluster.run(warnings_of, 4, 2, Route(transport="collectives"))
     assert first == [
         "gradients are reduced by one exchange among 4 ranks on 2 nodes, in which each sends 2/4 of them to other "
         "nodes. With Route(algorithm='hierarchical') that is 1/4, with other last bits (docs/rings.md, 'Several nodes')"
@@ -340,7 +333,7 @@ def test_one_exchange_across_nodes_is_logged_once_with_what_to_take_instead(clus
     ],
 )
 def test_nothing_is_logged_where_two_levels_are_taken_or_save_nothing(cluster, node, route):
-    assert cluster.run(logged, 4, node, route) == [[]] * 4
+    assert cluster.run(warnings_of, 4, node, route) == [[]] * 4
 
 
 def over_nccl(group):

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.comm import broadcast, chunking, context
+from tests.support.models.small import Residual
 from tests.support.transports.delays import Delayed
 from tests.support.twins.sharded import Turn
 
 WIDTH, HIDDEN = 512, 1024
-
-
-UNITS = 3
-
-
 LONGEST = 0.006  # seconds of delay of a message
 
 
@@ -78,7 +74,18 @@ def pressed_allocator(module: nn.Module, sizes: list[int]) -> Iterator[None]:
         yield
 
 
-def block_sizes(world_size: int) -> list[int]:
-    """Return the bytes of a unit's full buffers in fp32 and bf16, and of its shards."""
+@contextmanager
+def under_pressure(
+    make: Callable[[Callable[[], nn.Module]], Any], world_size: int, *, seed: int, blocks: int = 3, hidden: int = HIDDEN
+) -> Iterator[Any]:
+    """Make a `Pair` or a `Duo` of large blocks by `make(module)`, with late and short messages; press its allocator."""
+
+    def module() -> nn.Module:
+        return nn.Sequential(*(Residual(WIDTH, hidden) for _ in range(blocks)))
+
     full = 4 * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN)
-    return [full, full // 2, full // world_size, full // 2 // world_size]
+    sizes = [full, full // 2, full // world_size, full // 2 // world_size]  # of fp32 and bf16 buffers, and of shards
+    with late_messages(seed), short_messages(1 << 19):
+        trained = make(module)
+        with pressed_allocator(getattr(trained, "inside", trained).model.module, sizes):
+            yield trained
