@@ -22,7 +22,7 @@ from tests.support.twins.duos import Duo
 from tests.support.twins.sharded import Turn, accumulating, same_bits, same_states
 
 EVERY_STAGE = pytest.mark.parametrize(
-    ("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=lambda x: str(x)
+    ("group", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=str, indirect=["group"]
 )
 WIDTH = 12
 
@@ -39,8 +39,10 @@ def loss(model: nn.Module, seed: int = 0) -> Tensor:
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
-def forgets_the_step(group: Any, stage: int) -> None:
-    """Body of a rank: a second backward is refused, changes nothing, and after `step()` training goes on."""
+@EVERY_STAGE
+@pytest.mark.sample(3)
+def test_a_backward_before_the_step_is_refused(group: Any, stage: int) -> None:
+    """A second backward is refused, changes nothing, and after `step()` training goes on."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     duo.step(on_rows)
     model, optimizer = duo.inside.model, duo.inside.optimizer
@@ -58,12 +60,8 @@ def forgets_the_step(group: Any, stage: int) -> None:
 
 
 @EVERY_STAGE
-@pytest.mark.sample(3)
-def test_a_backward_before_the_step_is_refused(cluster, world_size, stage):
-    cluster.check(forgets_the_step, world_size, stage)
-
-
-def goes_twice(group: Any, stage: int) -> None:
+@pytest.mark.sample(2)
+def test_a_graph_that_is_retained(group: Any, stage: int) -> None:
     """Two losses of one forward, one loss twice, with a step between, and inside `no_sync()`."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     model, optimizer = duo.inside.model, duo.inside.optimizer
@@ -89,12 +87,6 @@ def goes_twice(group: Any, stage: int) -> None:
     fresh.step(two_losses)
 
 
-@EVERY_STAGE
-@pytest.mark.sample(2)
-def test_a_graph_that_is_retained(cluster, world_size, stage):
-    cluster.check(goes_twice, world_size, stage)
-
-
 @pytest.mark.ranks(1, 2)
 def test_hyper_parameters_that_come_too_late(group: Any) -> None:
     """A learning rate for the step that was taken already."""
@@ -117,8 +109,9 @@ def test_hyper_parameters_that_come_too_late(group: Any) -> None:
 # ---- what it does not go with ---------------------------------------------------------------------------------------
 
 
-def refuses(group: Any, stage: int) -> None:
-    """Body of a rank."""
+@EVERY_STAGE
+@pytest.mark.sample(2)
+def test_what_wants_gradients_afterwards_is_refused(group: Any, stage: int) -> None:
     model = wrapped(group, stage=stage)
     optimizer = AdamW(model.parameters(), in_backward=True)
     scaler = torch.amp.GradScaler("cpu")
@@ -136,12 +129,6 @@ def refuses(group: Any, stage: int) -> None:
     optimizer.step()
     loss(model).backward()
     optimizer.step()
-
-
-@EVERY_STAGE
-@pytest.mark.sample(2)
-def test_what_wants_gradients_afterwards_is_refused(cluster, world_size, stage):
-    cluster.check(refuses, world_size, stage)
 
 
 @pytest.mark.ranks(2)
@@ -267,8 +254,10 @@ def test_a_weight_that_is_used_after_its_gradient_was_complete(group: Any, kind:
                 duo.inside.backward(on_wide, [Turn(0, duo.rank, 0)], ("step",))
 
 
-def differentiates_twice(group: Any, stage: int) -> None:
-    """Body of a rank: a gradient penalty with `create_graph`, whose inner gradients are those of inputs."""
+@EVERY_STAGE
+@pytest.mark.sample(3)
+def test_gradients_of_gradients(group: Any, stage: int) -> None:
+    """A gradient penalty with `create_graph`, whose inner gradients are those of inputs."""
 
     def penalised(model: Callable[..., Any], turn: Turn) -> Tensor:
         x = torch.randn(3, 7, generator=turn.generator(), requires_grad=True)
@@ -279,12 +268,6 @@ def differentiates_twice(group: Any, stage: int) -> None:
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     for _ in range(2):
         duo.step(penalised)
-
-
-@EVERY_STAGE
-@pytest.mark.sample(3)
-def test_gradients_of_gradients(cluster, world_size, stage):
-    cluster.check(differentiates_twice, world_size, stage)
 
 
 @pytest.mark.ranks(1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from shardlite import AdamW, LayoutError, ShardLite
+from tests.support.models.small import named
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import WIDE, same_bits, some_stages, take_step
 
@@ -31,24 +32,16 @@ MOMENTUM: tuple[Make, Make] = (lambda p: optim.SGD(p, lr=0.05, momentum=0.9),) *
 """For shards, and for the twin."""
 
 
-class Net(nn.Module):
-    """[B, 16] -> [B, width], or where sizes are multiples of 32 from [B, 32]: then padding changes nothing, and even
-    kernels that round the last elements of a tensor otherwise step whole parameters and shards alike.
+def net(hidden: int = 33, width: int = 5) -> nn.Sequential:
+    """[B, 16] -> [B, width]; if `hidden` is a multiple of 32 from [B, 32].
+
+    In the latter case padding changes nothing, and even kernels that round the last elements of a tensor otherwise
+    step whole parameters and shards alike.
     """
-
-    def __init__(self, hidden: int = 33, width: int = 5):
-        super().__init__()
-        self.norm = nn.LayerNorm(16 if hidden % 32 else 32)
-        self.first = nn.Linear(self.norm.normalized_shape[0], hidden)
-        self.last = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(self.norm(x))))
-
-
-def net(*sizes: int) -> Net:
     torch.manual_seed(4)
-    return Net(*sizes)
+    wide = 16 if hidden % 32 else 32
+    first, last = nn.Linear(wide, hidden), nn.Linear(hidden, width)
+    return named(norm=nn.LayerNorm(wide), first=first, tanh=nn.Tanh(), last=last)
 
 
 def loss(model: Callable[[Tensor], Tensor], width: int, step: int, rank: int) -> Tensor:

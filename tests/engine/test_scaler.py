@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, Precision, ShardLite
+from tests.support.models.small import named
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import same_bits, some_stages, without_warnings
 
@@ -41,29 +42,9 @@ SCALES = [2.0**9, 2.0**10, 2.0**9, 2.0**9, 2.0**8, 2.0**7, 2.0**7, 2.0**8]
 """After each step: halved after a bad one, doubled after two good ones in a row."""
 
 
-class Net(nn.Module):
-    """Two linear layers, [B, 16] -> [B, widths[2]]. PyTorch's fused kernels round the last `numel % 16` elements of a
-    tensor otherwise: with multiples of 16 a shard has the bits of the whole.
-    """
-
-    def __init__(self, hidden: int, width: int):
-        super().__init__()
-        self.first = nn.Linear(16, hidden)
-        self.last = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
-class Tiny(nn.Module):
+def tiny() -> nn.Module:
     """Two slots of 32 elements: of four ranks two have nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x)
+    return named(last=nn.Linear(16, 1))
 
 
 @dataclass(frozen=True)
@@ -82,8 +63,10 @@ class Way:
         return Precision(compute=torch.float16, output=torch.float32) if self.half else Precision()
 
     def net(self) -> nn.Module:
+        """Return two layers. PyTorch's fused kernels round the last `numel % 16` elements otherwise, so avoid these."""
+        hidden, width = (32, 16) if self.optimizer == "fused" else (33, 5)
         torch.manual_seed(1)
-        return Net(32, 16) if self.optimizer == "fused" else Net(33, 5)
+        return named(first=nn.Linear(16, hidden), tanh=nn.Tanh(), last=nn.Linear(hidden, width))
 
 
 @contextmanager
@@ -172,7 +155,7 @@ def tiny_body(group: Any, half: bool) -> list[Any]:
     for i, (name, (make, _)) in enumerate(OPTIMIZERS.items()):
         way = Way(name, i % 2 == 0, half)
         torch.manual_seed(1)
-        model = ShardLite(Tiny(), stage=1 + i % 3, group=group, precision=way.precision)
+        model = ShardLite(tiny(), stage=1 + i % 3, group=group, precision=way.precision)
         assert (sum(shard.numel() for shard in model.parameters()) == 0) == (rank >= 2)
         optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=2.0**9, growth_interval=2)
         for step in range(len(SCALES)):
@@ -194,7 +177,7 @@ def test_ranks_with_nothing_keep_the_same_scale_and_count_the_same_steps(cluster
 def test_a_scale_that_overflows_on_one_rank(group: Any) -> None:
     """All ranks lower it: 65504 / 30 is 2183, so 2^11 is the first scale that fits."""
     rank = dist.get_rank(group)
-    model = ShardLite(Tiny(), group=group, precision=Precision(compute=torch.float16))
+    model = ShardLite(tiny(), group=group, precision=Precision(compute=torch.float16))
     optimizer = OPTIMIZERS["ours"][0](model.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**14)
     scales = []
@@ -209,7 +192,7 @@ def test_a_scale_that_overflows_on_one_rank(group: Any) -> None:
 @without_warnings
 def test_a_scaler_that_is_switched_off(group: Any) -> None:
     """A scaler that is switched off leaves skipping to us."""
-    model = ShardLite(Tiny(), group=group)
+    model = ShardLite(tiny(), group=group)
     optimizer, scaler = OPTIMIZERS["ours"][0](model.parameters()), GradScaler("cpu", enabled=False)
     before = [shard.detach().clone() for shard in model.parameters()]
     scaler.scale(model(torch.full((1, 16), math.nan if dist.get_rank(group) else 1.0)).sum()).backward()
@@ -223,7 +206,7 @@ def test_a_scaler_that_is_switched_off(group: Any) -> None:
 def test_an_optimizer_of_something_else(group: Any) -> None:
     """An optimizer of something else decides for itself, though the ranks have one scaler for both."""
     rank = dist.get_rank(group)
-    model, plain = ShardLite(Tiny(), group=group), nn.Linear(16, 1)
+    model, plain = ShardLite(tiny(), group=group), nn.Linear(16, 1)
     optimizers = OPTIMIZERS["sgd"][0](model.parameters()), OPTIMIZERS["sgd"][0](plain.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**9)
     before = plain.weight.detach().clone()

@@ -6,6 +6,7 @@ parameters.
 Legend: `B` rows of a batch, `T` tokens in a row, `D` width.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -118,6 +119,11 @@ class MLP(nn.Sequential):
         for inputs, outputs in pairwise(widths):
             layers += [nn.Linear(inputs, outputs), nn.GELU()]
         super().__init__(*layers[:-1])
+
+
+def named(**modules: nn.Module) -> nn.Sequential:
+    """Return modules that run one after the other, under these names."""
+    return nn.Sequential(OrderedDict(modules))
 
 
 class Residual(nn.Module):
