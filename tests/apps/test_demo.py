@@ -283,12 +283,7 @@ def test_each_rank_has_a_gpu_of_its_own_or_a_share_of_one():
     assert launch.place(0, {}) == ("cpu", "gloo")
     assert place(4, 3, 4) == ("cuda:3", "cpu:gloo,cuda:nccl")
     assert place(8, 1, 2) == ("cuda:1", "cpu:gloo,cuda:nccl")
-    assert [place(2, local_rank, 4) for local_rank in range(4)] == [
-        ("cuda:0", "gloo"),
-        ("cuda:1", "gloo"),
-        ("cuda:0", "gloo"),
-        ("cuda:1", "gloo"),
-    ]
+    assert [place(2, local_rank, 4) for local_rank in range(4)] == [("cuda:0", "gloo"), ("cuda:1", "gloo")] * 2
 
 
 def test_there_are_as_many_ranks_as_gpus_or_two(monkeypatch):

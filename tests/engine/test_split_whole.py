@@ -85,8 +85,10 @@ def _spoil(module: nn.Module) -> None:
     raise KeyError
 
 
-def averages(group: Any, stage: int) -> None:
-    """Body of a rank: averages are in fp32; what an exchange loses of them is half a unit of the 24th bit at most."""
+@pytest.mark.ranks(2)
+@pytest.mark.stages(0, 3)
+def test_moving_averages(group: Any, stage: int) -> None:
+    """Averages are in fp32; what an exchange loses of them is half a unit of the 24th bit at most."""
     model, optimizer = trained(group, stage=stage)
     ema = EMA(model, 0.75)
     expected = {name: value.clone() for name, value in model.full_state_dict().items()}
@@ -125,11 +127,6 @@ def _named_averages(model: ShardLite, ema: EMA) -> Iterator[tuple[str, Tensor]]:
 
 def _own_part(model: ShardLite, name: str, whole: Tensor) -> Tensor:
     return next(f.part_of(i, whole) for f in flats(model) for i, slot in enumerate(f.layout.slots) if slot.name == name)
-
-
-@pytest.mark.stages(0, 3)
-def test_moving_averages(cluster, stage):
-    cluster.check(averages, 2, stage)
 
 
 # ---- kinds of parameters --------------------------------------------------------------------------------------------

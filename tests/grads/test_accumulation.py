@@ -118,8 +118,10 @@ def sent(model: ShardLite, purpose: str) -> dict[str, int]:
     return {unit: tallies[unit][purpose].nbytes if purpose in tallies.get(unit, {}) else 0 for unit in model.unit_names}
 
 
-def sends(group: Any, stage: int) -> None:
-    """Body of a rank: a reduction sends `(W-1)*S` elements, at stage 0 twice; local accumulation sends none."""
+@pytest.mark.ranks(2, 3)
+@pytest.mark.stages(1, 3)
+def test_only_a_reduction_sends_gradients(group: Any, stage: int) -> None:
+    """A reduction sends `(W-1)*S` elements, at stage 0 twice; local accumulation sends none."""
     model = ShardLite(net(), stage=stage, group=group)
     world_size = torch.distributed.get_world_size(group)
     padded = -(-(256 + 32) // (32 * world_size)) * 32  # a unit has a weight of 256 elements and a bias of 16
@@ -133,12 +135,6 @@ def sends(group: Any, stage: int) -> None:
         assert sent(model, "reduce") == dict.fromkeys(model.unit_names, reductions * once), mode
         if 0 < stage < 3 and before is not None:  # weights stay, for there was no step
             assert sent(model, "gather") == dict.fromkeys(model.unit_names, 4 * (world_size - 1) * padded)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.stages(1, 3)
-def test_only_a_reduction_sends_gradients(cluster, stage, world_size):
-    cluster.check(sends, world_size, stage)
 
 
 @pytest.mark.ranks(2)

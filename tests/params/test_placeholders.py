@@ -4,6 +4,7 @@ import copy
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,14 +49,11 @@ def by_outputs(model: Any, turn: Turn) -> Tensor:
     return (out["x"] * out["scale"] + out["all"][0]).square().mean()
 
 
-def through(group: Any, loss: Any, stage: int) -> None:
-    trained(Methods, loss, group, stage=stage, units=Block)
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("loss", [by_method, by_outputs])
-def test_methods_and_outputs(cluster, loss, stage):
-    cluster.check(through, 2, loss, stage)
+def test_methods_and_outputs(group: Any, loss: Any, stage: int) -> None:
+    trained(Methods, loss, group, stage=stage, units=Block)
 
 
 @pytest.mark.ranks(2)
@@ -93,7 +91,11 @@ def by_clipping(params: list[nn.Parameter]) -> None:
         param.data.clamp_(-0.05, 0.05)
 
 
-def writes(group: Any, step: Any, stage: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
+@pytest.mark.sample(2)
+def test_shards_may_be_written_through_data(group: Any, step: Any, stage: int) -> None:
     """Train, and evaluate with other weights for a while, as moving averages are used."""
     plain = net()
     twin = copy.deepcopy(plain)
@@ -116,13 +118,6 @@ def writes(group: Any, step: Any, stage: int) -> None:
             losses.append(square(each).detach())
         same_bits("averaged", losses[0], losses[2])
         same_bits("restored", losses[1], losses[3])
-
-
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
-@pytest.mark.sample(2)
-def test_shards_may_be_written_through_data(cluster, step, stage):
-    cluster.check(writes, 2, step, stage)
 
 
 def shards_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -258,12 +253,14 @@ class ConfiguresItself(nn.Module):
         return kind(groups, lr=0.01), sum(p.numel() for p in matrices)
 
 
-def configures(group: Any, kind: Any, stage: int) -> None:
-    """Body of a rank: accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
+@pytest.mark.ranks(2)
+@pytest.mark.stages(1, 3)
+def test_a_model_may_build_its_optimizer(group: Any, stage: int) -> None:
+    """Accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
     plain = ConfiguresItself()
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage)
-    ours, numel = model.configure_optimizers(kind)
+    ours, numel = model.configure_optimizers(torch.optim.AdamW)
     theirs, all_of_them = twin.configure_optimizers(torch.optim.AdamW)
     assert numel == all_of_them
     assert model.numel() == sum(p.numel() for p in twin.parameters())
@@ -284,11 +281,6 @@ def configures(group: Any, kind: Any, stage: int) -> None:
             each.zero_grad(set_to_none=True)
     for name, value in model.full_state_dict().items():
         torch.testing.assert_close(value, twin.state_dict()[name])
-
-
-@pytest.mark.stages(1, 3)
-def test_a_model_may_build_its_optimizer(cluster, stage):
-    cluster.check(configures, 2, torch.optim.AdamW, stage)
 
 
 # ---- gradients by way of the module's own parameters ----------------------------------------------------------------
@@ -369,18 +361,15 @@ def test_a_model_may_be_called_with_other_parameters(group: Any, stage: int) -> 
         same_bits("loss", *losses)
 
 
-def saves(group: Any, path: str) -> None:
-    """Body of a rank: shards are written and read as plain parameters, also after a read of their `.data`."""
+@pytest.mark.ranks(2)
+def test_shards_can_be_saved(group: Any, tmp_path: Path) -> None:
+    """Shards are written and read as plain parameters, also after a read of their `.data`."""
     model = ShardLite(net(), group=group)
     shards = dict(model.named_parameters())
     kept = [shard.data for shard in shards.values()]
-    file = f"{path}/{torch.distributed.get_rank()}"
+    file = f"{tmp_path}/{torch.distributed.get_rank()}"
     torch.save(shards, file)
     loaded = torch.load(file, weights_only=False)
     for name, before in zip(shards, kept, strict=True):
         assert type(loaded[name]) is nn.Parameter
         assert torch.equal(loaded[name], before)
-
-
-def test_shards_can_be_saved(cluster, tmp_path):
-    cluster.check(saves, 2, str(tmp_path))

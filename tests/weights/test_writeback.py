@@ -77,8 +77,11 @@ class Codebook(nn.Module):
 WRITERS = [ActNorm, ByData, ByAssignment, Clamped, Codebook]
 
 
-def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
-    """Body of a rank: all ranks have the same batches."""
+@pytest.mark.ranks(2)
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_a_forward_writes_is_kept(group: Any, kind: type[nn.Module], stage: int) -> None:
+    """All ranks have the same batches."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(nn.Sequential(kind(), Block()) for _ in range(3)))
     twin = copy.deepcopy(plain)
@@ -94,12 +97,6 @@ def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
         same_bits(f"loss {step}", *losses)
         full = model.full_state_dict()
         same_states(f"after step {step}", full, twin.state_dict())
-
-
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("kind", WRITERS)
-def test_what_a_forward_writes_is_kept(cluster, kind, stage):
-    cluster.check(keeps, 2, kind, stage)
 
 
 @pytest.mark.ranks(2)

@@ -19,6 +19,7 @@ from shardlite import Precision, ShardLite
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
+from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
@@ -247,14 +248,12 @@ def test_a_silent_peer_is_an_error_with_the_operation(throwaway):
 # ---- who gets them --------------------------------------------------------------------------------------------------
 
 
-def connections(group):
+@pytest.mark.ranks(2)
+def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(group):
     made = [connect(group, CPU, AMPLE, route=COLLECTIVES) for _ in range(2)]
     assert made[0]._group is not made[1]._group  # they have no tags
-    return [type(each).__name__ for each in (*made, connect_hosts(group, AMPLE, route=COLLECTIVES))]
-
-
-def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(cluster):
-    assert cluster.run(connections, 2) == [["GlooCollectives", "GlooCollectives", "SharedMemoryTransport"]] * 2
+    assert [type(each) for each in made] == [GlooCollectives] * 2
+    assert isinstance(connect_hosts(group, AMPLE, route=COLLECTIVES), SharedMemoryTransport)
 
 
 def refused(group, route, device="cpu"):

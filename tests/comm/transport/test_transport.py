@@ -1,4 +1,4 @@
-"""Every transport: order, dtypes, empty messages, silent peers, and selection."""
+"""Every transport: order, dtypes, empty messages, and silent peers."""
 
 import os
 import time
@@ -17,13 +17,10 @@ from shardlite.comm import streams
 from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ThreadQueue
-from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, reconnect
-from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect
-from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.support.patience import seconds, until
 from tests.support.ranks.cluster import Cluster, run_local
@@ -315,55 +312,6 @@ def test_only_cpu_tensors_go_through_gloo(cluster):
     assert issubclass(LayoutError, ValueError)
 
 
-# Which transport serves what.
-
-
-def describe_connections(group, backends, device):
-    """The transport over `group`, if its backends had these names; `None` leaves its own."""
-    names = dist.get_backend_config(group) if backends is None else backends
-    with patch("torch.distributed.get_backend_config", lambda _: names):
-        transport = connect(group, device, AMPLE)
-    return type(transport).__name__, transport.rank, transport.world_size, transport.batched, transport.blocking
-
-
-@pytest.mark.parametrize(
-    ("backends", "device", "expected"),
-    [
-        (None, CPU, ("SharedMemoryTransport", False, True)),
-        (None, CUDA, ("StagedTransport", False, True)),
-        ("cpu:gloo,cuda:nccl", CPU, ("SharedMemoryTransport", False, True)),
-        ("cpu:gloo,cuda:nccl", torch.device("cuda:1"), ("NcclCollectives", True, False)),
-        ("cuda:nccl", CUDA, ("NcclCollectives", True, False)),
-        ("cpu:gloo,cuda:gloo", CUDA, ("StagedTransport", False, True)),
-    ],
-)
-def test_the_backend_for_the_device_decides(cluster, backends, device, expected):
-    name, batched, blocking = expected
-    for rank, found in enumerate(cluster.run(describe_connections, 2, backends, device)):
-        assert found == (name, rank, 2, batched, blocking)
-
-
-@pytest.mark.parametrize(
-    ("backends", "device"), [("cuda:nccl", CPU), ("cpu:gloo", CUDA), ("cuda:ucc", CUDA), (None, torch.device("meta"))]
-)
-def test_tensors_that_no_backend_carries_are_refused(cluster, backends, device):
-    for kind, message in cluster.failures(describe_connections, 2, backends, device):
-        assert kind == "LayoutError"
-        assert f"no transport for tensors on {device} over a process group with the backends {{" in message
-        assert "init_process_group('cpu:gloo,cuda:nccl')" in message
-
-
-def connect_from_outside(group):
-    connect(dist.GroupMember.NON_GROUP_MEMBER, CPU, AMPLE)
-
-
-def test_a_group_of_others_is_refused(cluster):
-    assert (
-        cluster.failures(connect_from_outside, 2)
-        == [("LayoutError", "this process is not a member of the process group that it was given")] * 2
-    )
-
-
 def exchange_in_a_subgroup(group):
     """Ranks of a group are not those of the world: rank 0 here is rank 1 there."""
     sub = dist.new_group([1, 2])
@@ -404,33 +352,6 @@ def exchange_on_device(group):
     transport.exchange(messages, tag=5).wait()
     arrived = [tensor.cpu() for tensor in received]
     return [tensor.float() if tensor.dtype.itemsize == 1 else tensor for tensor in arrived]
-
-
-@pytest.mark.ranks(2)
-def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(group):
-    made = []
-
-    def communicator(group, device, timeout, route):
-        assert (device, timeout, route) == (CUDA, AMPLE, Route())
-        made.append(dist.get_process_group_ranks(group))
-        return group
-
-    with (
-        patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"),
-        patch.object(select, "communicator", communicator),
-    ):
-        for device in (CPU, CUDA):
-            for apart in (False, True):
-                connect(group, device, AMPLE, apart=apart)
-    assert made == [[0, 1]]
-
-
-@pytest.mark.ranks(2)
-def test_an_algorithm_is_walked_in_batches_over_nccl(group):
-    routes = Route(algorithm="ring"), Route(transport="p2p"), Route(transport="collectives")
-    with patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):
-        kinds = [type(connect(group, CUDA, AMPLE, route=route)) for route in routes]
-    assert kinds == [NcclTransport, NcclTransport, NcclCollectives]
 
 
 # Connections beside those of a process group.
