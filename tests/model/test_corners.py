@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
-from tests.support.internals import users
-from tests.support.models.residual import WIDTH, Block, batch, net, square
+from tests.support.models.residual import WIDTH, batch, net, square
 from tests.support.twins.sharded import assert_gradients_equal, compare, with_twin
 
 
@@ -61,31 +60,6 @@ def test_shards_are_not_in_the_graph(group):
     model = ShardLite(net(), group=group)
     with pytest.raises(LayoutError, match="shards are not in the graph"):
         torch.autograd.grad(square(model), list(model.parameters()))
-
-
-@pytest.mark.ranks(2)
-def test_a_forward_that_raises_leaves_the_model_usable(group):
-    """A forward that raises, on every rank alike, leaves the model usable; so does an interrupt."""
-
-    class Fails(Block):
-        error: BaseException | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.error is not None:
-                raise self.error
-            return super().forward(x)
-
-    plain = nn.Sequential(Block(), Fails(), Block())
-    model, twin = with_twin(plain, group)
-    for error in (ValueError("on purpose"), KeyboardInterrupt()):
-        plain[1].error = error
-        with pytest.raises(type(error)):
-            square(model)
-    plain[1].error = None
-    square(model).backward()
-    square(twin).backward()
-    assert_gradients_equal(model, twin)
-    assert set(users(model)) == {0}
 
 
 @pytest.mark.slow

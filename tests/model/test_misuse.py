@@ -221,18 +221,3 @@ def test_frozen_integer_weights(group):
     optimizer = AdamW(model.parameters())
     optimizer.step()
     assert {shard.dtype for shard in optimizer.state} == {torch.float32}
-
-
-@pytest.mark.ranks(2)
-def test_expanded_buffers(group):
-    """A buffer that is an expanded view."""
-
-    class Masked(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mask", torch.ones(1, WIDTH).expand(3, WIDTH), persistent=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.mask
-
-    compare(nn.Sequential(Masked(), Masked()), square, group)

@@ -13,25 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.telemetry.meter import Meter
+from tests.support.models.losses import on_tokens
 from tests.support.models.residual import WIDTH, net, square
-from tests.support.models.small import VOCABULARY, LanguageModel, Residual
+from tests.support.models.small import LanguageModel, Residual
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
 from tests.support.transports.pressure import late_messages, on_rows, short_messages, under_pressure
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, some_stages, take_step
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    """Predict the next token. The vocabulary is divisible by no number of ranks."""
-    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
 
 # ---- order ----------------------------------------------------------------------------------------------------------
 

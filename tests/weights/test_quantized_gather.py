@@ -20,6 +20,7 @@ from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import read_corpus
 from tests.support.internals import flats, units
 from tests.support.models.branching import WIDTH, Branching, layer_drop, loss_on, other_orders
+from tests.support.models.losses import on_rows
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, slow, take_step
 
@@ -32,10 +33,6 @@ def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
     tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
     torch.manual_seed(turn.generator().initial_seed())  # of dropout
     return functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randn(5, 7, generator=turn.generator())).square().mean()
 
 
 def read_back(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
