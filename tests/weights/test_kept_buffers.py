@@ -252,16 +252,14 @@ def test_weights_come_to_rest_again_after_anything_else(event, options):
 def test_a_buffer_that_is_viewed_is_not_used_again():
     with Gpu().ranks(WORLD_SIZE), places() as now:
         training, kept = Training(), []
-        for _ in range(2):
-            training.step()
+        training.step(2)
         handle = block_of(training).register_forward_hook(lambda module, *_: kept.append(module.rise.weight.view(-1)))
         with pytest.warns(EscapedViewWarning):
             training.step()
         handle.remove()
         value, ours = kept[0].clone(), kept[0].untyped_storage().data_ptr()
         now.clear()
-        for _ in range(3):
-            training.step()
+        training.step(3)
         assert ours not in {place for _, place in now}
         assert torch.equal(kept[0], value)
         with_it = held(training.model, "gather buffers")
@@ -294,8 +292,7 @@ def test_what_is_kept_is_counted(options, blocks):
     """Units that stay until their backward are freed afterwards."""
     with Gpu().ranks(WORLD_SIZE):
         training = Training(**options)
-        for _ in range(2):
-            training.step()
+        training.step(2)
         root, block, *_ = sorted(units(training.model), key=lambda unit: not unit.is_root)
         assert held(training.model, "gather buffers") == blocks * block.nbytes + root.nbytes
         assert held(training.model, "gradient buckets") == 0
@@ -336,8 +333,7 @@ def test_what_is_kept_is_memory_of_the_transport_that_sends_it():
 
     with Gpu().ranks(WORLD_SIZE), mock.patch.object(NcclTransport, "empty_persistent", noting):
         training = Training()
-        for _ in range(3):
-            training.step()
+        training.step(3)
         shared = context(training.model)
         assert asked == {shared.transport: 2 + 1, shared.reducing[0]: 3 * len(units(training.model)) + 1}
 

@@ -125,19 +125,15 @@ def test_a_model_on_two_streams(block, trains_both, options):
     assert_no_race(gpu)
 
 
-@pytest.mark.parametrize("event", ["an evaluation", "no_sync", "gathered()"])
+@pytest.mark.parametrize("event", ["an evaluation", "no_sync", "gathered()", programs.KEPT])
 def test_a_run_that_moves_to_another_stream(event):
+    """It has weights that are gathered, gradients that are kept, or gives up a buffer there."""
     programs.moves(gpu := Gpu(1), event)
     assert_no_race(gpu)
 
 
 def test_a_run_that_moves_with_weights_that_stay():
     programs.moves(gpu := Gpu(1), "an evaluation", reshard_after_forward=False)
-    assert_no_race(gpu)
-
-
-def test_a_run_that_gives_up_a_buffer_on_another_stream():
-    programs.moves(gpu := Gpu(1), programs.KEPT)
     assert_no_race(gpu)
 
 
@@ -216,8 +212,7 @@ def test_a_steady_step_waits_for_nothing(name):
     gpu = Gpu(lag=3)
     with gpu.ranks(WORLD_SIZE):
         training = Training(**RUNS[name])
-        for _ in range(3):
-            training.step()
+        training.step(3)
         gpu.launched.clear()
         gpu.waits.clear()
         with counted_memory() as (buckets, lent), where_the_host_would_wait():
@@ -236,8 +231,7 @@ def test_a_step_can_be_captured(name):
     gpu = Gpu(lag=3)
     with gpu.ranks(WORLD_SIZE):
         training = Training(**RUNS[name])
-        for _ in range(4):
-            training.step()
+        training.step(4)
         with where_the_host_would_wait():
             with gpu.capturing():
                 training.step()
@@ -279,8 +273,7 @@ def test_a_capture_in_which_a_parameter_gets_no_gradient_is_refused():
     gpu = Gpu()
     with gpu.ranks(WORLD_SIZE):
         training = Training()
-        for _ in range(3):
-            training.step()
+        training.step(3)
         with gpu.capturing(), pytest.raises(PhaseError, match="1 parameters got no gradient on rank 0"):
             EVENTS["a bias that is left out"](training)
 
