@@ -174,10 +174,7 @@ BEFORE_A_STEP = [
     "engine/optimizer_hooks.py: before_step",  # of the model
 ]
 
-TO_THE_KERNEL = [
-    "optim/adamw.py: step",
-    "optim/counts.py: update",
-]
+TO_THE_KERNEL = ["optim/adamw.py: step", "optim/counts.py: update"]
 
 
 def step_body(group: Any, stage: int) -> dict[str, list[str]]:
@@ -222,11 +219,7 @@ TO_THE_SUM = [
     "comm/executor.py: run_reduce",
     "comm/collectives.py: __call__",  # of the last hop, which launches the kernel
 ]
-TO_THE_SHARD = [
-    "engine/backward.py: _close",
-    "grads/backward_run.py: finalize",
-    "grads/reduce.py: store",
-]
+TO_THE_SHARD = ["engine/backward.py: _close", "grads/backward_run.py: finalize", "grads/reduce.py: store"]
 
 
 def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:

@@ -18,16 +18,7 @@ from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.residual import WIDTH, net, square
 from tests.support.models.small import LanguageModel, MixedDtypes, with_lora
 from tests.support.transports.played_symmetric import Launches
-from tests.support.twins.sharded import (
-    Loss,
-    Pair,
-    Turn,
-    local_parts,
-    same_bits,
-    same_states,
-    slow,
-    with_twin,
-)
+from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, same_states, slow, with_twin
 
 BF16 = Precision(compute=torch.bfloat16)
 

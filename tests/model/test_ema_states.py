@@ -8,10 +8,7 @@ from torch import optim
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, ShardLite
 from tests.support.models.residual import net, square
-from tests.support.twins.sharded import (
-    same_states,
-    some_stages,
-)
+from tests.support.twins.sharded import same_states, some_stages
 
 
 @pytest.mark.parametrize("stage", [1, 3])
