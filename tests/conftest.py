@@ -60,9 +60,9 @@ def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest, cluster: Cluster) -> tuple[Cluster, int]:
-    """First argument of a test marked `ranks`, which is a body of ranks; there it is their process group."""
-    default = next(request.node.iter_markers("ranks")).args[0] if not hasattr(request, "param") else None
-    return cluster, default or request.param
+    """Argument of a test that runs on ranks, two unless it is marked `ranks`; there it is their process group."""
+    mark = request.node.get_closest_marker("ranks")
+    return cluster, getattr(request, "param", mark.args[0] if mark else 2)
 
 
 @pytest.hookimpl(tryfirst=True)

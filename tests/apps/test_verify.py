@@ -168,7 +168,6 @@ def test_replicas_cast_as_sharded_models_do(cluster, name, precision, world_size
     assert [row.quantity for row in judged] == ["loss of step 1"] * (not casts) + ["gradients of step 1"]
 
 
-@pytest.mark.ranks(2)
 def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(group: Any) -> None:
     """A bf16 model that `DistributedDataParallel` does not take."""
     task = Task(
@@ -214,7 +213,6 @@ def test_units_and_hyper_parameters_are_passed_on(cluster):
     assert default != other
 
 
-@pytest.mark.ranks(2)
 def test_one_step_has_no_later_losses(group: Any) -> None:
     report = verified(group, "uneven", steps=1)
     assert report.ok
@@ -305,7 +303,6 @@ def test_a_sum_that_is_not_divided_is_found(group: Any) -> None:
     assert failed == set(opponents(report)) - set(STAGES)
 
 
-@pytest.mark.ranks(2)
 def test_a_wrong_step_is_found_in_the_weights(group: Any) -> None:
     """The sharded models have an optimizer without weight decay."""
     with mock.patch.object(twins, "AdamW", lambda params, lr, weight_decay: AdamW(params, lr=lr, weight_decay=0)):
@@ -315,7 +312,6 @@ def test_a_wrong_step_is_found_in_the_weights(group: Any) -> None:
     assert verdicts(report)["simple twin", "gradients of step 1"] == EQUAL
 
 
-@pytest.mark.ranks(2)
 def test_a_rank_with_other_batches_is_named(group: Any) -> None:
     """Rank 1 draws other batches each time."""
     drawn = 0
@@ -330,7 +326,6 @@ def test_a_rank_with_other_batches_is_named(group: Any) -> None:
     assert report.first_failure.startswith("rank 1: loss of step 1, stage 3 against stage 0: ")
 
 
-@pytest.mark.ranks(2)
 @without_warnings
 def test_what_is_not_a_number_is_never_right(group: Any) -> None:
     report = verify(lambda: Rows(MLP([3, 1])), lambda s, r: (torch.full((2, 3), math.nan),), 2, group=group)
@@ -338,7 +333,6 @@ def test_what_is_not_a_number_is_never_right(group: Any) -> None:
     assert all(row.absolute == math.inf for row in report.rows if "weights" not in row.quantity)
 
 
-@pytest.mark.ranks(2)
 @without_warnings
 def test_replicas_leave_out_a_step_as_sharded_models_do(group: Any) -> None:
     """A gradient is infinite."""
@@ -355,7 +349,6 @@ def test_replicas_leave_out_a_step_as_sharded_models_do(group: Any) -> None:
     assert verdicts(report)[DDP, "weights after step 2"] == "not judged"
 
 
-@pytest.mark.ranks(2)
 def test_a_gradient_that_only_one_has_is_named(group: Any) -> None:
     """The second model takes another branch than the first."""
     made = 0

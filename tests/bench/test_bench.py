@@ -57,7 +57,6 @@ def test_the_command_has_a_row_for_each_system(cluster, tmp_path):
     assert state <= ddp["peak_bytes"] - ddp["activation_bytes"] <= 1.5 * state
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
 def test_a_gpt_is_measured_alike_on_every_rank(group):
     rows = step.measure(TINY_GPT, SYSTEMS, 2, group)
@@ -223,7 +222,6 @@ def test_several_settings_have_a_column_each():
     assert table.startswith("Tokens per second of 1 ranks together; A model per rank")
 
 
-@pytest.mark.ranks(2)
 def test_the_cost_of_detection_is_measured_on_equal_training(group):
     row = detection.measure(TINY, 2, group)
     assert row["model"] == TINY.name

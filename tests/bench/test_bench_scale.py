@@ -111,7 +111,6 @@ def test_the_figure_says_why_ranks_that_share_cores_are_slow(rows, tmp_path, cor
     assert words in text if words else "ranks share" not in text
 
 
-@pytest.mark.ranks(2)
 def test_both_modes_are_verified_and_timed(group):
     torch.set_num_threads(1)
     found = run.measure(TINY, 1, group)

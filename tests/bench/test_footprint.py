@@ -31,7 +31,6 @@ def net(units: int) -> nn.Module:
     )
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(2, 3)
 def test_a_deleted_model_leaves_nothing(group: Any, stage: int) -> None:
     heap = rendezvous(group).neighbours.heap
@@ -53,7 +52,6 @@ def test_a_deleted_model_leaves_nothing(group: Any, stage: int) -> None:
     assert pages <= 0
 
 
-@pytest.mark.ranks(2)
 def test_the_account_knows_what_transports_and_steps_hold(group: Any) -> None:
     model = ShardLite(net(3), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)
@@ -84,7 +82,6 @@ class Tied(nn.Module):
         return (self.blocks(self.embedding(x)) @ self.embedding.weight.t()).logsumexp(-1).sum()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_there_are_no_more_buffers_than_the_documentation_says(group: Any, prefetch: int) -> None:
     model = ShardLite(Tied(), group=group, prefetch=prefetch, units=nn.Sequential)
@@ -102,7 +99,6 @@ def test_there_are_no_more_buffers_than_the_documentation_says(group: Any, prefe
     assert peaks["gradient buckets"] <= 2 * block + 2 * root  # the last gradient of the root is copied to its place
 
 
-@pytest.mark.ranks(2)
 def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(group: Any) -> None:
     model = ShardLite(Tied(), group=group, units=nn.Sequential)
     optimizer = AdamW(model.parameters(), in_backward=True)

@@ -39,7 +39,6 @@ def on_words(model: Any, turn: Turn) -> Tensor:
     return model(words).logsumexp(-1).mean()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(2, 3)
 def test_parameters_of_one_memory_are_tied(group: Any, stage: int) -> None:
     """Training follows that of the model which is tied as it should be."""
@@ -86,7 +85,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", REFUSED)
 def test_other_overlaps_are_refused(group: Any, make: Any) -> None:
     with pytest.raises(LayoutError, match=REFUSED[make]):

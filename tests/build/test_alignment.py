@@ -48,7 +48,6 @@ def loss(model, turn):
     return model(torch.randn(4, 5, generator=generator)).square().mean()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_the_gaps_change_no_bit(group, stage):
     with patch.object(planning, "_matrix_bytes", lambda device: 256):

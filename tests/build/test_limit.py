@@ -15,7 +15,6 @@ def net() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
 
 
-@pytest.mark.ranks(2)
 def test_a_model_that_cannot_fit_is_refused_with_what_would(group):
     module = net()
     before = [param.data_ptr() for param in module.parameters()]
@@ -37,7 +36,6 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(group):
         ShardLite(net(), group=group, memory_limit=1 << 30 if group.rank() else None)
 
 
-@pytest.mark.ranks(2)
 def test_what_fits_is_wrapped_and_holds_no_more(group):
     """Half of parameters, two moments and gradients each; at the end of a backward two buckets, and step counts."""
     states = 4 * 4 * NUMEL // 2 + 4 * 2 * BLOCKS
@@ -56,7 +54,6 @@ def test_what_fits_is_wrapped_and_holds_no_more(group):
         ShardLite(net(), group=group, memory_limit=states)
 
 
-@pytest.mark.ranks(2)
 def test_the_optimizer_and_the_activations_may_be_named(group):
     """The same limit refuses the standard optimizer and takes the compact one; activations count."""
     compact = Precision(compute=torch.bfloat16, master="split24")

@@ -152,7 +152,6 @@ class Layers(nn.Sequential):
         super().__init__(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0), nn.LSTM(WIDTH, WIDTH, 2))
 
 
-@pytest.mark.ranks(2)
 def test_layers_of_pytorch(group):
     twin = seeded(Layers)
     model = on_meta(Layers)
@@ -218,7 +217,6 @@ def test_values_do_not_depend_on_the_units(cluster):
     assert_same(states[0], states[2])
 
 
-@pytest.mark.ranks(2)
 def test_a_module_may_write_to_its_children(group):
     """A block scales the values of its children, as GPT-2 does with layers that write to the residual stream."""
 
@@ -238,7 +236,6 @@ def test_a_module_may_write_to_its_children(group):
         assert (state[f"{i}.1.weight"] == 0.5).all()
 
 
-@pytest.mark.ranks(2)
 def test_init_draws_what_apply_draws(group):
     """The numbers are those of `apply` on a plain model."""
     twin = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
@@ -259,7 +256,6 @@ def must_not_run(module: nn.Module) -> None:
     raise AssertionError(f"{type(module).__name__} was initialized")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("init", [None, must_not_run])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_on_meta_receive_what_rank_0_has(group, stage, init):
@@ -276,7 +272,6 @@ def test_ranks_on_meta_receive_what_rank_0_has(group, stage, init):
     ShardLite(bare if dist.get_rank(group) == 0 else bare.to("meta"), group=group, init=init)
 
 
-@pytest.mark.ranks(2)
 def test_what_has_values_keeps_them(group):
     """What has values on rank 0 keeps them, whatever initializes the rest of its module."""
     twin = seeded(Zoo)

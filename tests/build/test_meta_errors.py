@@ -145,7 +145,6 @@ def test_every_rank_hears_what_is_wrong(cluster, body, arguments, words):
         assert words in message
 
 
-@pytest.mark.ranks(2)
 def test_a_model_that_failed_is_not_wrapped_again(group):
     """What was not initialized stays unusable."""
     model = on_meta(Forgetful)

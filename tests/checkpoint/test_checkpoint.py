@@ -141,7 +141,6 @@ def test_a_state_goes_into_another_format_rounded_once(cluster, tmp_path, state)
     same_state(cluster.run(whole_moments_body, 1, tmp_path / state)[0], once)
 
 
-@pytest.mark.ranks(2)
 def test_averages_go_with_a_run(group: Any, path: Path) -> None:
     """Averages are each rank's own extra."""
     run = Run(group).train(range(1))
@@ -161,7 +160,6 @@ def test_averages_go_with_a_run(group: Any, path: Path) -> None:
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_steps_are_numbered_and_the_newest_are_kept(group: Any, path: Path) -> None:
     run, path = Run(group), path / "run"
     assert latest(path) is None
@@ -213,7 +211,6 @@ def test_each_rank_writes_what_it_holds_and_tied_weights_once(cluster, tmp_path)
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_mistakes_are_named_on_every_rank_and_change_nothing(group: Any, path: Path) -> None:
     run, path = Run(group).train(range(1)), path / "run"
     with pytest.raises(CheckpointError, match=f"there is no checkpoint in {path}"):
@@ -316,7 +313,6 @@ def deep(group: Any, state: str) -> tuple[ShardLite, AdamW]:
     return model, optimizer
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("state", [slow("fp32"), "int8"])
 def test_saving_and_loading_take_memory_for_one_tensor(group: Any, path: Path, state: str) -> None:
     """At most its two decoded moments, a copy for the file or from it, and the states of generators."""
@@ -360,7 +356,6 @@ class Pieces(nn.Module):
         return torch.stack([*self.pieces]).mean(0) * x
 
 
-@pytest.mark.ranks(2)
 def test_many_parameters_are_loaded_in_linear_time(group: Any, path: Path) -> None:
     """The number of comparisons does not depend on the number of parameters."""
     looks: list[int] = []

@@ -32,7 +32,6 @@ def slow_disk() -> Iterator[threading.Event]:
         yield go
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
 def test_training_goes_on_while_the_state_of_the_call_is_written(
     group: Any, path: Path, state: str, stage: int
@@ -54,7 +53,6 @@ def test_training_goes_on_while_the_state_of_the_call_is_written(
     same_state(other.full_state_dict(), model.full_state_dict())
 
 
-@pytest.mark.ranks(2)
 def test_a_second_save_waits(group: Any, path: Path) -> None:
     """The next call waits for the save before; a save that is not waited for is there in the end."""
     model, optimizer = run_on(group)
@@ -73,7 +71,6 @@ def test_a_second_save_waits(group: Any, path: Path) -> None:
     assert_names(group, path, "step-00000002", "step-00000003")
 
 
-@pytest.mark.ranks(2)
 def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     train(model, optimizer)
@@ -98,7 +95,6 @@ def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(group:
     assert save(path, model, optimizer).name == "step-00000001"
 
 
-@pytest.mark.ranks(2)
 def test_the_copy_is_in_the_form_in_which_the_state_is_kept(group: Any, path: Path) -> None:
     model, optimizer = run_on(group, state="int8")
     train(model, optimizer)

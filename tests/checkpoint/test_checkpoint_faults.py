@@ -48,7 +48,6 @@ HARMS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("harm", HARMS)
 def test_damage_is_found_before_anything_is_loaded(group: Any, path: Path, harm: str) -> None:
     model, optimizer = run_on(group)
@@ -128,7 +127,6 @@ class Malice:
         return os.system, (f"touch {self.mark}",)
 
 
-@pytest.mark.ranks(2)
 def test_loading_executes_no_code(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     place, mark = save(path, model, optimizer), path / "executed"
@@ -185,7 +183,6 @@ def test_the_planner_loads_plain_objects_only():
 # ---- failures while saving -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_a_full_disk_leaves_the_earlier_checkpoint(group: Any, path: Path) -> None:
     """No rank can write more than a few kilobytes into a file, as on a full disk."""
     model, optimizer = run_on(group)

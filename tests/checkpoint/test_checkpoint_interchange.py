@@ -80,7 +80,6 @@ def quietly(call: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
 
-@pytest.mark.ranks(2)
 def test_fsdp2_loads_ours(group: Any, path: Path) -> None:
     model, optimizer = ours(group)
     train(model, optimizer)
@@ -92,7 +91,6 @@ def test_fsdp2_loads_ours(group: Any, path: Path) -> None:
     assert_same_run(group, model, optimizer, other, its)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("keys", [("model", "optimizer"), ("model", "optim"), ("net", "opt")])
 def test_we_load_that_of_fsdp2(group: Any, path: Path, keys: tuple[str, str]) -> None:
     other, its = theirs()
@@ -106,7 +104,6 @@ def test_we_load_that_of_fsdp2(group: Any, path: Path, keys: tuple[str, str]) ->
     train(model, optimizer, 1)
 
 
-@pytest.mark.ranks(2)
 def test_an_unsharded_program(group: Any, path: Path) -> None:
     """One process without sharding saves and loads; all ranks do the same, each with files of its own."""
     mine = path / str(dist.get_rank(group))
@@ -131,7 +128,6 @@ def test_an_unsharded_program(group: Any, path: Path) -> None:
         assert again.param_groups[0]["lr"] == 0.01
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "state"), [(3, "fp32"), (3, "int8"), (1, "bf16"), (0, "fp32")])
 def test_plain_dcp(group: Any, path: Path, stage: int, state: str) -> None:
     """A program that knows only `state_dict()` and DCP, as one of FSDP2's would be written."""
@@ -157,7 +153,6 @@ def test_plain_dcp(group: Any, path: Path, stage: int, state: str) -> None:
     same_state(other.full_state_dict(), model.full_state_dict())
 
 
-@pytest.mark.ranks(2)
 def test_the_siblings_of_get_model_state_dict_work(group: Any, path: Path) -> None:
     """PyTorch's functions for state dicts of distributed models."""
     model, optimizer = ours(group)
@@ -179,7 +174,6 @@ def test_the_siblings_of_get_model_state_dict_work(group: Any, path: Path) -> No
     same_state(other.full_state_dict(), whole_again)
 
 
-@pytest.mark.ranks(2)
 def test_what_is_not_clear_is_an_error(group: Any, path: Path) -> None:
     """Raise an error if a name may mean either of two models."""
     mine = path / str(dist.get_rank(group))
@@ -255,7 +249,6 @@ class Tied(nn.Module):
         self.scale = nn.Parameter(torch.tensor(3.0))
 
 
-@pytest.mark.ranks(2)
 def test_tied_weights_and_damaged_files(group: Any, path: Path) -> None:
     """Of tied weights one name is enough."""
     model = ShardLite(Tied(), group=group)

@@ -18,7 +18,6 @@ from shardlite.checkpoint import files, latest
 from tests.support.checkpoints import assert_names, names_in, on_first, run_on, same_state, train, tree
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [files.METADATA, files.MANIFEST])
 def test_a_missing_file_is_named(group: Any, path: Path, name: str) -> None:
     model, optimizer = run_on(group)
@@ -91,7 +90,6 @@ def test_a_file_or_dangling_link_in_place_of_the_folder_is_named(cluster, tmp_pa
     cluster.check(no_folder_body, 2, tmp_path)
 
 
-@pytest.mark.ranks(2)
 def test_folders_that_save_has_not_written(group: Any, path: Path) -> None:
     """What DCP has written needs no manifest. A folder may be empty, as of a copy that was interrupted."""
     model, optimizer = run_on(group)
@@ -103,7 +101,6 @@ def test_folders_that_save_has_not_written(group: Any, path: Path) -> None:
     assert save(path, model, optimizer).name == "step-00000006"
 
 
-@pytest.mark.ranks(2)
 def test_a_newer_format_is_refused_with_both_numbers(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     place = save(path, model, optimizer)
@@ -156,7 +153,6 @@ def test_links_are_never_followed_for_removal(cluster, tmp_path):
     cluster.check(linked_body, 2, tmp_path / "run", tmp_path / "far")
 
 
-@pytest.mark.ranks(2)
 def test_a_save_that_failed_does_not_make_the_next_one_fail(group: Any, path: Path) -> None:
     """What cannot be removed costs only its place, and an error in the middle of a save is the same on all ranks."""
     model, optimizer = run_on(group)

@@ -144,7 +144,6 @@ def test_a_model_over_some_of_the_ranks(group: Any) -> None:
         model.full_state_dict(rank=0)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, 2, 0])
 def test_tensors_have_storages_of_their_own(group: Any, stage: int) -> None:
     """Each tensor of a state dict has a storage of its own, or tools that write files take them for tied ones."""
@@ -165,7 +164,6 @@ def test_tensors_have_storages_of_their_own(group: Any, stage: int) -> None:
             model.state_dict()["0.weight"].untyped_storage()
 
 
-@pytest.mark.ranks(2)
 def test_options_that_select(group: Any) -> None:
     model, _ = trained(group, OPTIMIZERS["ours"])
     got = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True, **FULL))
@@ -223,7 +221,6 @@ def test_whole_tensors_go_into_split_weights(cluster, stage):
     cluster.check(into_body, 3, "ours", stage, False, "split24")
 
 
-@pytest.mark.ranks(2)
 def test_a_plain_run_goes_on_sharded(group: Any) -> None:
     """The state of an unsharded run, which has seen the same data, goes on in shards."""
     plain = net()
@@ -238,7 +235,6 @@ def test_a_plain_run_goes_on_sharded(group: Any) -> None:
     same(model.full_state_dict(), dict(plain.state_dict()))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("stage", [3, 0])
 def test_what_is_missing_stays(group: Any, broadcast: bool, stage: int) -> None:
@@ -260,7 +256,6 @@ def test_what_is_missing_stays(group: Any, broadcast: bool, stage: int) -> None:
 # ---- around a model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_compiled_model(group: Any, before: bool) -> None:
     """The module is compiled before it is wrapped, or the wrapped model is."""
@@ -279,7 +274,6 @@ def test_a_compiled_model(group: Any, before: bool) -> None:
     set_optimizer_state_dict(passed, optimizer, got[1], options=options)
 
 
-@pytest.mark.ranks(2)
 def test_what_is_refused(group: Any) -> None:
     model, optimizer = trained(group, OPTIMIZERS["ours"])
     outer = nn.ModuleDict({"inside": model, "rest": nn.Linear(2, 2)})
@@ -304,7 +298,6 @@ def test_what_is_refused(group: Any) -> None:
         model.state_dict()["0.weight"].snapshot(torch.clone).full_tensor()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, 0])
 @pytest.mark.parametrize("kind", ["ours", "fused"])
 def test_states_of_something_else_are_refused(group: Any, kind: str, stage: int) -> None:
@@ -332,7 +325,6 @@ def test_states_of_something_else_are_refused(group: Any, kind: str, stage: int)
             model.load_full_state_dict(model.state_dict())
 
 
-@pytest.mark.ranks(2)
 def test_states_that_cannot_be_sent(group: Any) -> None:
     """A state that the first rank cannot send raises an error on all ranks; other ranks' arguments are ignored."""
     model, optimizer = trained(group, OPTIMIZERS["ours"])

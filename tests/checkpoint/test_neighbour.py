@@ -73,7 +73,6 @@ def loaded(run: Run, path: Any) -> Any:
     return load(path, run.model, run.optimizer, run.extra(), missing_ok=True)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("state", "optimizer", "options"),
     [
@@ -157,7 +156,6 @@ def test_a_killed_rank_is_taken_up_at_the_last_step_that_all_have_copied(doomed,
     assert [(each.result, each.text) for each in again] == [(step, "")] * 3, again
 
 
-@pytest.mark.ranks(2)
 def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> None:
     """`load` takes what is newer, and memory if both are."""
     with started_by(group), logged(logging.INFO) as lines:
@@ -182,7 +180,6 @@ def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> Non
         assert not [line for line in lines if "not used" in line]
 
 
-@pytest.mark.ranks(2)
 def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -> None:
     """Snapshots that are incomplete, or of another model, are skipped with a log line that gives the reason."""
     with started_by(group), logged(logging.INFO) as lines:
@@ -209,7 +206,6 @@ def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -
             assert told == ["there is none of rank 1"] * 2
 
 
-@pytest.mark.ranks(2)
 def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
     """A missing agent, memory or holder is logged once. The training continues."""
     run = Run(group).train(range(1))
@@ -242,7 +238,6 @@ def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
         run.train(range(1, 2))
 
 
-@pytest.mark.ranks(2)
 def test_copies_take_no_memory_in_the_steady_state(group: Any, path: Path) -> None:
     """From the second copy on, no memory is taken."""
     with started_by(group):

@@ -84,7 +84,6 @@ class Normed(nn.Module):
         return self.out(self.norm(self.block(x)))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 def test_two_forwards_before_a_backward(group: Any, stage: int) -> None:
     """Two forwards before one backward (GAN, BYOL): what autograd has saved of statistics may change in between."""
@@ -103,7 +102,6 @@ def test_two_forwards_before_a_backward(group: Any, stage: int) -> None:
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.ranks(2)
 def test_only_what_has_changed_is_sent(group: Any) -> None:
     """What stays is not sent: once a forward has changed nothing, a number for each buffer is all that is."""
     model = ShardLite(Counting(), group=group)
@@ -126,7 +124,6 @@ def test_only_what_has_changed_is_sent(group: Any) -> None:
         assert changing - numbers > 4 * WIDTH * 4
 
 
-@pytest.mark.ranks(2)
 def test_each_rank_may_have_its_own(group: Any) -> None:
     """On request, and in ignored modules, each rank has its own."""
     net = Counting()
@@ -145,7 +142,6 @@ def test_each_rank_may_have_its_own(group: Any) -> None:
         assert changing - same == kept
 
 
-@pytest.mark.ranks(2)
 def test_what_cannot_be_sent_is_refused_on_every_rank(group: Any) -> None:
     with pytest.raises(LayoutError, match=r'buffers must be "rank0" or "own", got \'all\''):
         ShardLite(Counting(), group=group, buffers="all")

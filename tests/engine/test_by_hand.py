@@ -42,7 +42,6 @@ def by_assignment(param: nn.Parameter) -> None:
 WRITES = (by_init, by_fill, by_copy, by_assignment)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("write", WRITES)
@@ -107,7 +106,6 @@ def at_once(params: list[nn.Parameter]) -> None:
         torch._foreach_add_(params, [p.grad for p in params], alpha=-0.1)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("step", [by_data, by_add, without_data, at_once])
 def test_steps_of_whole_parameters_are_refused(
@@ -132,7 +130,6 @@ def test_steps_of_whole_parameters_are_refused(
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("make", [AdamW, optim.SGD])
 def test_groups_chosen_by_identity(group: Any, make: Callable[..., optim.Optimizer], stage: int) -> None:

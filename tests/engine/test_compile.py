@@ -164,7 +164,6 @@ def graphs_of(group: Any, stage: int | None, how: str, dynamic: bool) -> int:
 FAST = [(3, "after", True), (2, "after", False), (3, "by function", False)]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("stage", "how", "dynamic"),
     [

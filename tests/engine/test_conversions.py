@@ -49,7 +49,6 @@ def facts(model: ShardLite) -> dict[str, Any]:
     return {name: (tensor.dtype, tensor.device) for name, tensor in tensors.items()}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("after", ["wrapping", "step", "evaluation"])
 @pytest.mark.parametrize("stage", [3, 2, 0])
 def test_a_conversion_is_refused_and_changes_nothing(group: Any, stage: int, after: str) -> None:
@@ -88,7 +87,6 @@ def test_on_one_rank(group: Any) -> None:
     assert model.to("cpu") is model
 
 
-@pytest.mark.ranks(2)
 def test_other_dtypes_and_memory_formats(group: Any) -> None:
     """What counts is the dtype that the module's own parameters have. Memory formats cannot be changed either."""
     model = ShardLite(Net(), group=group, precision=Precision(compute=torch.bfloat16))
@@ -100,7 +98,6 @@ def test_other_dtypes_and_memory_formats(group: Any) -> None:
         model.to(memory_format=torch.channels_last)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_the_signature_is_the_modules(group: Any, stage: int) -> None:
     """Trainers choose the inputs that they pass on by the signature of `forward`."""

@@ -31,7 +31,6 @@ def rows(model: nn.Module) -> Tensor:
 # ---- torch.autograd.grad ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_gradients_by_weights(group: Any, stage: int) -> None:
     """By the module's own parameters they are this rank's, whole; a backward follows as ever."""
@@ -51,7 +50,6 @@ def test_gradients_by_weights(group: Any, stage: int) -> None:
 # ---- hooks for accumulated gradients ---------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_hooks_for_accumulated_gradients(group: Any, stage: int) -> None:
     """Registered after wrapping they see this rank's gradient, before the reduction; on shards they are refused."""
@@ -74,7 +72,6 @@ def test_hooks_for_accumulated_gradients(group: Any, stage: int) -> None:
         rows(model)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_optimizers_in_hooks(group: Any, stage: int) -> None:
     """An optimizer for each parameter that steps in a hook (PyTorch's recipe) is told to be another."""
@@ -94,7 +91,6 @@ def test_optimizers_in_hooks(group: Any, stage: int) -> None:
 # ---- sparse gradients ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_sparse_adam(group: Any, stage: int) -> None:
     model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
@@ -140,7 +136,6 @@ class Meeting(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.stages(0, 3)
 def test_two_threads(group: Any, stage: int, whole: bool) -> None:

@@ -54,7 +54,6 @@ def trained(group: Any, stage: int) -> ShardLite:
     return model
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("record", [export, export_to_file, trace, trace_to_file])
 def test_graphs_are_recorded_inside_gathered(group: Any, record: Record, stage: int) -> None:
@@ -107,7 +106,6 @@ def test_strict_export_says_how(cluster):
     cluster.check(refused, 2, export_strictly, of_module, 3)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 def test_the_module_has_a_state_dict_inside_gathered(group: Any, stage: int) -> None:
     """Exporters and `save_pretrained` read the module's own state dict."""

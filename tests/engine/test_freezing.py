@@ -114,7 +114,6 @@ def test_gradient_memory_and_traffic_are_for_trainable_parameters_only(cluster, 
         assert [rank[i][2] for rank in ranks] == [rank[i][0] for rank in ranks]
 
 
-@pytest.mark.ranks(2)
 def test_requires_grad_of_the_model_reaches_the_shards_at_once(group):
     model = ShardLite(net(), group=group)
     model.requires_grad_(False)
@@ -128,7 +127,6 @@ def test_requires_grad_of_the_model_reaches_the_shards_at_once(group):
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.ranks(2)
 def test_changing_it_while_gradients_are_accumulated_is_an_error(group):
     module = net()
     model = ShardLite(module, group=group)
@@ -142,7 +140,6 @@ def test_changing_it_while_gradients_are_accumulated_is_an_error(group):
     assert model.module[1][0].weight.grad is None
 
 
-@pytest.mark.ranks(2)
 def test_a_parameter_that_is_kept_in_few_bits_cannot_be_unfrozen(group):
     module = net()
     module[0].bfloat16().requires_grad_(False)

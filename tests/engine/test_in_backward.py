@@ -126,7 +126,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SLOW = {"far-prefetch", "no-prefetch", "quantized"}  # the last is like "quantized-split"
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
 def test_with_options_of_stage_3(group: Any, name: str) -> None:
     alike(LanguageModel, on_tokens, group, stages=(3,), **OPTIONS[name])
@@ -218,7 +217,6 @@ def test_ignored_parameters_are_stepped_and_accumulated_too(group: Any) -> None:
 # ---- what is there, and when ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
 @pytest.mark.stages(1, 3)
 def test_the_same_reductions_are_made_and_no_gradient_is_kept(group: Any, stage: int, precision: Precision) -> None:
@@ -282,7 +280,6 @@ def test_the_backward_leaves_new_weights(group: Any, stage: int) -> None:
         duo.steps += 1
 
 
-@pytest.mark.ranks(2)
 def test_states_can_be_exchanged_with_the_ordinary_one(group: Any) -> None:
     """States go from one kind to the other."""
     duo = Duo(LanguageModel, group, precision=SPLIT, optimizer={"state": "int8"})

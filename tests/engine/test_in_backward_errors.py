@@ -131,7 +131,6 @@ def test_what_wants_gradients_afterwards_is_refused(group: Any, stage: int) -> N
     optimizer.step()
 
 
-@pytest.mark.ranks(2)
 def test_optimizers_that_do_not_fit_are_refused(group: Any) -> None:
     """One that lacks parameters, two, and one whose gradients are there already."""
     model = wrapped(group)
@@ -367,7 +366,6 @@ def test_not_a_number_on_one_rank_is_an_error_on_all(group: Any, stage: int) -> 
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
-@pytest.mark.ranks(2)
 def test_an_exception_while_gradients_are_accumulated(group: Any) -> None:
     """An exception in `no_sync()` has stepped nothing."""
     duo = Duo(lambda: LanguageModel(), group)

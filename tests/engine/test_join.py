@@ -83,7 +83,6 @@ def test_ranks_with_different_numbers_of_batches_finish_together(cluster, stage,
     assert cluster.run(join_body, world_size, stage) == [max(BATCHES[:1] if world_size == 2 else BATCHES)] * world_size
 
 
-@pytest.mark.ranks(2)
 def test_accumulated_gradients_keep_the_weights_of_their_steps(group):
     """The third batch of two is accumulated with a fourth that only one rank has; each mean is over who had a batch."""
     rank = group.rank()
@@ -104,7 +103,6 @@ def test_accumulated_gradients_keep_the_weights_of_their_steps(group):
     assert next(loop, None) is None
 
 
-@pytest.mark.ranks(2)
 def test_several_models_are_trained_in_one_loop(group):
     """Of a second model in the loop a rank without a batch counts no more, either; after the loop all count again."""
     rank = group.rank()

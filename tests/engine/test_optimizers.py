@@ -140,7 +140,6 @@ def test_a_model_can_be_wrapped_in_the_middle_of_training(group: Any) -> None:
             assert optimizer.state[shard]["exp_avg"].shape == shard.shape
 
 
-@pytest.mark.ranks(2)
 def test_an_adopted_optimizer_may_hold_more_than_the_model(group: Any) -> None:
     """What is not of the model stays in the optimizer, and each rank trains its own."""
     for stage in (0, 3):
@@ -168,7 +167,6 @@ FOREIGN: list[Make] = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_another_optimizer_is_refused_at_its_first_step(group: Any, stepped: bool) -> None:
     """Another optimizer would train nothing: its first step says so, whatever it has stepped before."""
@@ -200,7 +198,6 @@ AROUND = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("around", AROUND)
 def test_an_optimizer_over_a_module_around_the_model_is_refused(group: Any, around: str, stage: int) -> None:
@@ -233,7 +230,6 @@ WHOLE: list[Make] = [
 ]
 
 
-@pytest.mark.ranks(2)
 def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(group: Any) -> None:
     """At stage 0 every rank has whole parameters, so there they train like the twin."""
     for stage in some_stages(0, 3):

@@ -79,7 +79,6 @@ def in_flight_or_there(unit):
     return unit.phase is not Weights.SHARDED and (unit.work is None or unit.work.done())
 
 
-@pytest.mark.ranks(2)
 def test_the_next_gather_comes_while_a_block_computes(group):
     """Every block waits for its neighbour's gather; the first one's backward for reductions."""
     with slow_links():
@@ -106,7 +105,6 @@ def test_the_next_gather_comes_while_a_block_computes(group):
     assert passed == [1, 2, 3, 4, 3, 2, 1, 0]
 
 
-@pytest.mark.ranks(2)
 def test_gradients_are_reduced_while_the_backward_goes_on(group):
     """The backward of the first block does not end before the last one's gradients are reduced."""
     with slow_links():

@@ -55,7 +55,6 @@ def test_patches_are_applied_once():
     assert replaced == (Optimizer.state_dict, nn.Module._apply, get_total_norm.__closure__[0].cell_contents)
 
 
-@pytest.mark.ranks(2)
 def test_functions_that_were_imported_by_name_know_shards(group: Any) -> None:
     """This file has imported PyTorch's functions by name, as a program does before it wraps a model."""
     torch.manual_seed(0)

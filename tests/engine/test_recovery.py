@@ -99,7 +99,6 @@ def test_whatever_comes_first_ends_what_was_left(cluster, first, backwards, erro
     cluster.check(first_thing_body, 2, ERRORS[error], backwards, first)
 
 
-@pytest.mark.ranks(2)
 def test_hooks_of_the_user_may_raise(group):
     """A user's own hooks raise: before a block, after it, and when a gradient has come."""
     pair = Pair(Trapped, group)
@@ -122,7 +121,6 @@ def test_hooks_of_the_user_may_raise(group):
         pair.step(loss_of)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputation_may_raise(group, reentrant):
     """A recomputation fails, in the middle of a backward."""

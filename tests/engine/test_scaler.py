@@ -132,7 +132,6 @@ PAIRWISE = [place for place in range(len(WAYS)) if (place // 4 + place // 2 + pl
 """The places of ways in which each two choices meet."""
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, marks=() if place in PAIRWISE else pytest.mark.slow) for place, way in enumerate(WAYS)],
@@ -188,7 +187,6 @@ def test_a_scale_that_overflows_on_one_rank(group: Any) -> None:
     assert scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**11]
 
 
-@pytest.mark.ranks(2)
 @without_warnings
 def test_a_scaler_that_is_switched_off(group: Any) -> None:
     """A scaler that is switched off leaves skipping to us."""
@@ -202,7 +200,6 @@ def test_a_scaler_that_is_switched_off(group: Any) -> None:
         same_bits("a weight", shard.detach(), expected)
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_of_something_else(group: Any) -> None:
     """An optimizer of something else decides for itself, though the ranks have one scaler for both."""
     rank = dist.get_rank(group)

@@ -85,7 +85,6 @@ def _spoil(module: nn.Module) -> None:
     raise KeyError
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 def test_moving_averages(group: Any, stage: int) -> None:
     """Averages are in fp32; what an exchange loses of them is half a unit of the 24th bit at most."""
@@ -181,7 +180,6 @@ def test_parameters_of_all_dtypes_in_one_model(group: Any, stage: int) -> None:
     assert changed == {"0.fixed"}
 
 
-@pytest.mark.ranks(2)
 def test_meta_device(group: Any) -> None:
     """The same weights are born on the meta device."""
     for stage in some_stages(2, 3):

@@ -41,7 +41,6 @@ def train(model: ShardLite, optimizer: optim.Optimizer, step: int) -> None:
     take_step(optimizer, loss(model, step))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_state_of_the_same_shards_is_taken_over(group: Any, kind: str, stage: int) -> None:
@@ -119,7 +118,6 @@ def elements(value: Any) -> Any:
     return value.to_local() if isinstance(value, ShardTensor) else value
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "stage"), [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)]
 )
@@ -142,7 +140,6 @@ def test_any_other_is_refused_on_every_rank(group: Any, take: Any, kind: str, st
     train(model, optimizer, 5)
 
 
-@pytest.mark.ranks(2)
 def test_parameters_beside_the_model(group: Any) -> None:
     """An optimizer may hold parameters of no wrapped model, too; one that holds no others says nothing."""
     model, other = trained(group, OPTIMIZERS["ours"], 0)[0], nn.Parameter(torch.ones(3))
@@ -153,7 +150,6 @@ def test_parameters_beside_the_model(group: Any) -> None:
     assert "shardlite" not in optim.SGD([other], lr=0.1).state_dict()
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_outlives_its_model(group: Any) -> None:
     """An optimizer whose wrapped model is dropped still knows what its state is of."""
     optimizer = trained(group, OPTIMIZERS["ours"], stage=3)[1]

@@ -93,7 +93,6 @@ USES: dict[str, Callable[[Params], object]] = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "stage"), [(name, 1 + place % 3) for place, name in enumerate(USES)])
 @pytest.mark.sample(2)
 def test_uses_of_parts_are_warned_of_once(group: Any, name: str, stage: int) -> None:
@@ -110,7 +109,6 @@ def test_uses_of_parts_are_warned_of_once(group: Any, name: str, stage: int) -> 
         assert word in message
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_penalties_in_the_loss_are_right(group: Any, stage: int) -> None:
     """A penalty in the loss is right: its gradient reaches the shards."""
@@ -140,7 +138,6 @@ LONELY: dict[str, Callable[[Params], object]] = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, *map(slow, (1, 2))])
 @pytest.mark.parametrize("name", LONELY)
 def test_what_one_rank_cannot_do_no_rank_does(group: Any, name: str, stage: int) -> None:
@@ -151,7 +148,6 @@ def test_what_one_rank_cannot_do_no_rank_does(group: Any, name: str, stage: int)
         LONELY[name]([dict(model.named_parameters())["0.bias"]])
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, 2])
 def test_norms_that_are_logged_now_and_then(group: Any, stage: int) -> None:
     """Norms that a program logs every 50 steps are said to be those of parts, too; other steps have ordinary shards."""
@@ -193,7 +189,6 @@ OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (
 )
 
 
-@pytest.mark.ranks(2)
 def test_elementwise_optimizers_are_not_warned_of(group: Any) -> None:
     """Elementwise optimizers get no warning, and the watch is invisible to them."""
     for make in OPTIMIZERS:
@@ -209,7 +204,6 @@ def test_elementwise_optimizers_are_not_warned_of(group: Any) -> None:
             assert all(type(value) is Tensor for value in optimizer.state[shard].values() if torch.is_tensor(value))
 
 
-@pytest.mark.ranks(2)
 def test_moving_averages_over_whole_copies_are_refused(group: Any) -> None:
     """A moving average over a copy from before wrapping is refused in the words that every rank gets."""
     torch.manual_seed(3)
@@ -227,7 +221,6 @@ def test_moving_averages_over_whole_copies_are_refused(group: Any) -> None:
             update(step)
 
 
-@pytest.mark.ranks(2)
 def test_copies_of_gradients_are_ordinary_in_the_end(group: Any) -> None:
     """What an optimizer has kept of gradients is ordinary after the first steps, too."""
     model, loss = model_and_loss(group)
@@ -240,7 +233,6 @@ def test_copies_of_gradients_are_ordinary_in_the_end(group: Any) -> None:
     assert all(type(each) is Tensor for each in [each for step in kept for each in step])
 
 
-@pytest.mark.ranks(2)
 def test_copies_and_files_are_ordinary(group: Any) -> None:
     """Copies and files have ordinary tensors in them."""
     model, loss = model_and_loss(group)
@@ -260,7 +252,6 @@ def test_copies_and_files_are_ordinary(group: Any) -> None:
     assert heard(lambda: (copied.norm(), gradient.norm())) == []
 
 
-@pytest.mark.ranks(2)
 def test_a_compiled_optimizer(group: Any) -> None:
     model, loss = model_and_loss(group)
     optimizer = optim.SGD(model.parameters(), lr=0.1)

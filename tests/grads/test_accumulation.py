@@ -52,7 +52,6 @@ def test_any_mixture_gives_the_bits_of_its_twin(group: Any, name: str, stage: in
         pair.step(loss, modes, clip=0.01)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_what_was_accumulated_can_be_dropped(group: Any, stage: int) -> None:
     """`zero_grad()` drops what was accumulated in either way, and an exception ends a context."""
@@ -137,7 +136,6 @@ def test_only_a_reduction_sends_gradients(group: Any, stage: int) -> None:
             assert sent(model, "gather") == dict.fromkeys(model.unit_names, 4 * (world_size - 1) * padded)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 def test_sharded_accumulation_needs_few_buckets(group: Any, stage: int) -> None:
     module = nn.Sequential(*(Residual(WIDTH, 64) for _ in range(12)))

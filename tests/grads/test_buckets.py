@@ -114,7 +114,6 @@ RECIPES: dict[str, Callable[[ShardLite], tuple[Any, Any]]] = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.sample(2)
@@ -135,7 +134,6 @@ def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(
     assert passes == [[1, 1, 1, 1, 1, 1] if recipe == "in_backward" else [1, 2, 2, 2, 2, 2]] * 4
 
 
-@pytest.mark.ranks(2)
 def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(group: Any) -> None:
     model = wrap(group, stage=0)
     passes = []

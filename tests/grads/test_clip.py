@@ -105,7 +105,6 @@ def test_gradients_are_scaled_by_torchs_factor(group: Any, name: str) -> None:
         same_states(f"stage {stage}, small enough", grads_of(model), before)
 
 
-@pytest.mark.ranks(2)
 def test_the_norm_of_double_gradients_is_taken_in_double(group: Any) -> None:
     """Norms of fp64 gradients are fp64: these would overflow."""
     for stage in (0, 3):
@@ -187,7 +186,6 @@ def test_error_if_nonfinite(group: Any) -> None:
         assert clip_grad_norm_(model.parameters(), 1e-3).isnan()
 
 
-@pytest.mark.ranks(2)
 def test_gradients_of_something_else_cannot_be_mixed_in(group: Any) -> None:
     """What is not one model has no norm: it would be counted once per rank, or in two ways."""
     model, other, plain = made("tiny", group, 3), made("tiny", group, 3), nn.Linear(2, 2)
@@ -202,7 +200,6 @@ def test_gradients_of_something_else_cannot_be_mixed_in(group: Any) -> None:
             same_bits("untouched", param.grad, grad)
 
 
-@pytest.mark.ranks(2)
 def test_ignored_parameters_are_left_out(group: Any) -> None:
     """Ignored parameters are no part of the norm."""
     module = nn.Sequential(nn.Linear(7, 2), nn.Linear(2, 2))
@@ -216,7 +213,6 @@ def test_ignored_parameters_are_left_out(group: Any) -> None:
     same_bits("ignored", module[1].weight.grad, before)
 
 
-@pytest.mark.ranks(2)
 def test_other_models_are_clipped_as_ever(group: Any) -> None:
     """A model that is not wrapped has the norms and gradients that it had before there was ShardLite."""
     model = made("tied", group, 3)

@@ -56,7 +56,6 @@ def test_steps_are_those_of_clipping_by_hand(group: Any, part: str) -> None:
         same_states("state", mine, theirs)
 
 
-@pytest.mark.ranks(2)
 def test_with_a_gradient_scaler(group: Any) -> None:
     """The scale is a power of two, so it changes no bit of gradients or of their norm."""
     weights = []
@@ -76,7 +75,6 @@ def test_with_a_gradient_scaler(group: Any) -> None:
     same_states("state", weights[1], weights[0])
 
 
-@pytest.mark.ranks(2)
 def test_a_norm_of_different_things_is_refused(group: Any) -> None:
     model, other = ShardLite(make(), group=group), nn.Linear(3, 3)
     optimizer = AdamW([*model.parameters(), *other.parameters()], max_norm=LIMIT)

@@ -232,7 +232,6 @@ def test_two_optimizers_leave_out_one_step_together(group: Any) -> None:
         assert model.skipped_steps == seed
 
 
-@pytest.mark.ranks(2)
 @without_warnings
 def test_parameters_outside_the_model_are_left_alone_too(group: Any) -> None:
     """An optimizer makes a step or does not, whatever else it holds."""
@@ -277,7 +276,6 @@ def test_steps_with_a_closure(group: Any, stage: int) -> None:
         assert model.skipped_steps == 2
 
 
-@pytest.mark.ranks(2)
 @without_warnings
 def test_a_step_that_fails_while_it_is_left_out(group: Any) -> None:
     """Gradients that were put aside for a step that then failed do not come back later."""
@@ -353,7 +351,6 @@ def test_the_first_step_that_is_left_out_is_warned_of(group: Any, stage: int) ->
     assert warned(lambda: step(POISONS[0])) == []
 
 
-@pytest.mark.ranks(2)
 def test_the_warning_may_be_an_error(group: Any) -> None:
     """A warning that is an error leaves the gradients where they are, and the step out."""
     model = wrap(net(), group)
@@ -396,7 +393,6 @@ def test_on_request_the_first_bad_gradient_of_each_rank_is_named(group: Any, sta
             assert warned(step) == []
 
 
-@pytest.mark.ranks(2)
 def test_all_ranks_hear_of_all(group: Any) -> None:
     """Every rank has another bad gradient."""
     model = wrap(net(), group, diagnose=True)
@@ -406,7 +402,6 @@ def test_all_ranks_hear_of_all(group: Any) -> None:
     assert warned(lambda: backward(model, group, 0, poison)) == [words]
 
 
-@pytest.mark.ranks(2)
 @without_warnings
 def test_a_bad_sum_of_good_gradients_has_no_culprit(group: Any) -> None:
     """The step is left out like others."""
@@ -467,7 +462,6 @@ def test_a_gradient_that_the_backward_does_not_touch(group, partly):
     assert finite_after_step(model) == (True, 1)
 
 
-@pytest.mark.ranks(2)
 @without_warnings
 def test_a_sum_of_what_another_rank_has_used(group):
     """Only rank 1 uses the second layer, whose accumulated gradient overflows; its shard may be on rank 0."""

@@ -214,7 +214,6 @@ class Branches(nn.Module):
         return self.layers[0](x)
 
 
-@pytest.mark.ranks(2)
 def test_what_nobody_used_counts_as_zero(group: Any) -> None:
     """What no rank has used counts as zero."""
     for stage in some_stages(1, 3):
@@ -229,7 +228,6 @@ def test_what_nobody_used_counts_as_zero(group: Any) -> None:
 # ---- numbers that are not ordinary ----------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_a_huge_gradient_is_not_taken_for_one_that_is_not_finite(group: Any) -> None:
     """Squares overflow, so the norm is infinite, as it is by a pass; but gradients are finite, and the step is made."""
     for stage in some_stages(0, 3):

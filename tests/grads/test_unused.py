@@ -50,7 +50,6 @@ def tokens(step: int, rank: int, micro: int) -> list[int]:
     return routed(Turn(step, rank, micro)).tolist()
 
 
-@pytest.mark.ranks(2)
 def test_gradients_are_there_where_data_parallel_has_them(group):
     """At two ranks a sum commutes, so plain SGD has the same bits."""
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -73,7 +72,6 @@ def test_gradients_are_there_where_data_parallel_has_them(group):
         same_states("state", model.full_state_dict(), twin.module.state_dict())
 
 
-@pytest.mark.ranks(2)
 def test_zeros_that_were_left_are_stepped_by(group):
     """`zero_grad(set_to_none=False)` leaves zeros, which an unused parameter keeps, and which are then stepped by."""
     results = []
@@ -94,7 +92,6 @@ def test_zeros_that_were_left_are_stepped_by(group):
     torch.testing.assert_close(weight, expected, rtol=0, atol=0)
 
 
-@pytest.mark.ranks(2)
 def test_a_unit_that_no_rank_uses_has_no_gradients(group):
     """A unit that no rank uses has no gradients; the others do."""
     model = ShardLite(Model(), group=group)

@@ -26,12 +26,10 @@ class SparseInput(nn.Module):
         return torch.sparse.mm(adjacency, x) @ self.weight
 
 
-@pytest.mark.ranks(2)
 def test_saved_sparse_tensors_pass_through(group):
     compare(nn.Sequential(SparseInput(), SparseInput()), square, group)
 
 
-@pytest.mark.ranks(2)
 def test_inference_then_training(group):
     """Buffers that were gathered for inference serve training afterwards."""
     model, twin = with_twin(net(), group)
@@ -43,7 +41,6 @@ def test_inference_then_training(group):
     assert_gradients_equal(model, twin)
 
 
-@pytest.mark.ranks(2)
 def test_buffers_come_from_rank_0_and_are_updated_in_place(group):
     """Running statistics are the module's own, and rank 0's at the start."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -55,7 +52,6 @@ def test_buffers_come_from_rank_0_and_are_updated_in_place(group):
     assert dict(wrapped.named_buffers())["1.running_mean"].any()
 
 
-@pytest.mark.ranks(2)
 def test_shards_are_not_in_the_graph(group):
     model = ShardLite(net(), group=group)
     with pytest.raises(LayoutError, match="shards are not in the graph"):
@@ -63,7 +59,6 @@ def test_shards_are_not_in_the_graph(group):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_compiling_the_whole_model(group):
     """The whole model compiled: each unit breaks the graph, and a retained graph can be walked twice."""
     warnings.filterwarnings("ignore", r"The \.grad attribute")  # the compiler looks at it when it meets module hooks

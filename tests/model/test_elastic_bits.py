@@ -425,7 +425,6 @@ def test_misuse_is_named(group: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.ranks(2)
 def test_options_that_do_not_go_with_it(group: Any) -> None:
     """What has no tree is refused before the module is changed."""
     with pytest.raises(LayoutError, match="at least as many parts as ranks, 2; got parts=1"):

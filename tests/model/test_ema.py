@@ -107,7 +107,6 @@ def test_averages_of_hybrid_sharding(group):
         follow(language_model, on_tokens, mesh, stage=stage, replicas=2)
 
 
-@pytest.mark.ranks(2)
 def test_decay_may_warm_up(group):
     """`decay` is asked for with the number of updates before this one."""
     asked = []
@@ -146,7 +145,6 @@ def test_an_update_is_one_call_on_the_arena(group, stage):
     AdamW(model.parameters()).step()  # there is no average to update any more
 
 
-@pytest.mark.ranks(2)
 def test_an_exchange_needs_little_memory(group):
     model = ShardLite(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))), group=group)
     average = EMA(model)
@@ -207,7 +205,6 @@ def test_whatever_is_done_inside_has_the_averages(group, stage):
 
 
 @pytest.mark.stages(1, 3)
-@pytest.mark.ranks(2)
 def test_trained_weights_are_back_after_an_exception(group, stage):
     """After an exception, in a forward or elsewhere, the trained weights are there."""
     model = ShardLite(net(), group=group, stage=stage)
@@ -264,7 +261,6 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [slow(1), 3])
-@pytest.mark.ranks(2)
 @torch.no_grad()
 def test_a_rank_that_is_done_early_waits(group, stage):
     """A rank that is done early must not change places while others gather: its part is theirs, too."""
@@ -322,7 +318,6 @@ def test_both_ways_count_as_changes(group):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.ranks(2)
 def test_frozen_parameters_have_no_averages(group, stage):
     both = follow(lambda: with_lora(LanguageModel()), on_tokens, group, stage=stage)
     names = {name for name, param in both.pair.twin.module.named_parameters() if param.requires_grad}

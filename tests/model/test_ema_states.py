@@ -12,7 +12,6 @@ from tests.support.twins.sharded import same_states, some_stages
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.ranks(2)
 def test_averages_are_saved_and_loaded_as_whole_tensors(group, stage):
     """What is loaded inside are the averages."""
     model = ShardLite(net(), group=group, stage=stage)
@@ -34,7 +33,6 @@ def test_averages_are_saved_and_loaded_as_whole_tensors(group, stage):
 
 
 @pytest.mark.stages(1, 3)
-@pytest.mark.ranks(2)
 def test_a_run_that_is_resumed_has_the_same_averages(group, stage):
     """Compare a run that was interrupted after some steps with one that was not."""
 
@@ -70,7 +68,6 @@ def test_a_run_that_is_resumed_has_the_same_averages(group, stage):
     same_states("averages", second[2].full_state_dict(), first[2].full_state_dict())
 
 
-@pytest.mark.ranks(2)
 def test_a_state_that_does_not_fit_changes_nothing(group):
     model = ShardLite(net(), group=group)
     average = EMA(model)
@@ -91,7 +88,6 @@ def test_a_state_that_does_not_fit_changes_nothing(group):
     same_states("state", average.state_dict()["averages"], before)
 
 
-@pytest.mark.ranks(2)
 def test_arguments_are_checked(group):
     model = ShardLite(net(), group=group)
     with pytest.raises(TypeError, match="averages a ShardLite model, got Sequential: wrap it first"):

@@ -165,7 +165,6 @@ def only_unknown_body(group):
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-@pytest.mark.ranks(2)
 def test_options_are_checked_on_every_rank(group, module, options, words):
     with pytest.raises((LayoutError, TypeError), match=re.escape(words)):
         ShardLite(module, **{"group": group, **options})
@@ -203,7 +202,6 @@ def test_every_rank_gets_a_clear_error(cluster, body, words):
         assert words in message
 
 
-@pytest.mark.ranks(2)
 def test_a_refused_state_dict_changes_nothing(group):
     model = ShardLite(net(), group=group)
     before = model.full_state_dict()

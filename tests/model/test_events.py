@@ -1,6 +1,5 @@
 """The order of events, written out: gathers, releases, evictions, reductions and the step."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -110,7 +109,6 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
         assert third == second
 
 
-@pytest.mark.ranks(2)
 def test_leaving_the_recorded_path_is_survived_and_recorded(group):
     """A pass that leaves the recorded path is right, and gathers nothing ahead from there on."""
 
@@ -135,7 +133,6 @@ def test_leaving_the_recorded_path_is_survived_and_recorded(group):
     assert waits[2:] == [short, short]
 
 
-@pytest.mark.ranks(2)
 def test_the_order_of_reductions_is_learnt_in_the_first_backward(group):
     """The order of reductions is the one in which gradients came in the first backward."""
 
@@ -159,7 +156,6 @@ def test_the_order_of_reductions_is_learnt_in_the_first_backward(group):
     assert second == ["reduce blocks.1", "reduce blocks.0", "reduce blocks.2"]
 
 
-@pytest.mark.ranks(2)
 def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(group):
     model = ShardLite(Three(), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)

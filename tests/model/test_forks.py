@@ -55,7 +55,6 @@ def ended_well(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.ranks(2)
 def test_a_child_that_writes_weights_changes_no_rank(group: Any, stage: int) -> None:
     """Compare the weights of a run with children that write, and of one without."""
     states = []
@@ -71,7 +70,6 @@ def test_a_child_that_writes_weights_changes_no_rank(group: Any, stage: int) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.ranks(2)
 def test_a_child_that_reads_weights_sees_those_of_its_birth(group: Any, stage: int) -> None:
     """Let a child look at weights before and after the ranks have gone on: it sees the same."""
     model, optimizer = wrapped(group, stage)
@@ -111,7 +109,6 @@ def loaded(group: Any, stage: int, start: str | None) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(("start", "stage"), [("fork", 2), pytest.param("spawn", 3, marks=pytest.mark.slow)])
-@pytest.mark.ranks(2)
 def test_workers_of_data_loaders_change_nothing(group, start, stage):
     same_states("weights", *(loaded(group, stage, each) for each in (start, None)))
 
@@ -125,7 +122,6 @@ CALLS: dict[str, Callable[[ShardLite], object]] = {
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
-@pytest.mark.ranks(2)
 def test_a_child_that_takes_other_ranks_is_told(group: Any, transport: str) -> None:
     """Let a child do what takes other ranks, and go on."""
     torch.manual_seed(0)

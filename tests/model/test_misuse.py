@@ -27,7 +27,6 @@ def watch(module: nn.Module) -> None:
 
 
 @pytest.mark.stages(0, 3)
-@pytest.mark.ranks(2)
 def test_hooks_that_look_at_weights(group, stage):
     plain = net()
     model = ShardLite(plain, group=group, stage=stage)
@@ -40,7 +39,6 @@ def test_hooks_that_look_at_weights(group, stage):
     square(model).backward()
 
 
-@pytest.mark.ranks(2)
 def test_weights_can_only_be_read_while_they_are_held(group):
     """Between uses a weight is a placeholder, whatever happens to lie in a buffer."""
     plain = net()
@@ -58,7 +56,6 @@ def test_weights_can_only_be_read_while_they_are_held(group):
     assert all(torch.equal(full[f"2.{name}"], value) for name, value in state.items())
 
 
-@pytest.mark.ranks(2)
 def test_steps_by_hand_through_data(group):
     """`p.data -= ...` does not raise versions; gathers after a backward are fresh all the same."""
     model, twin = with_twin(net(), group)
@@ -174,12 +171,10 @@ def inference_body(group):
     ],
     ids=lambda body: body.__name__,
 )
-@pytest.mark.ranks(2)
 def test_what_would_be_lost_is_an_error(group, body):
     body(group)
 
 
-@pytest.mark.ranks(2)
 def test_layers_of_an_entered_unit_under_reentrant_checkpointing(group):
     """Layers of the root, each under reentrant checkpointing, one of them three times."""
 
@@ -203,7 +198,6 @@ def test_layers_of_an_entered_unit_under_reentrant_checkpointing(group):
         twin.zero_grad()
 
 
-@pytest.mark.ranks(2)
 def test_frozen_integer_weights(group):
     """Frozen integer weights travel with the others, and an optimizer on all parameters leaves them alone."""
 

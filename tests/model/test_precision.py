@@ -164,7 +164,6 @@ def test_wrong_dtypes_are_refused_by_name(options, message):
         Precision(**options)
 
 
-@pytest.mark.ranks(2)
 def test_fp64_parameters_are_not_made_less_in_silence(group: Any) -> None:
     with pytest.raises(
         LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64.*\.float\(\).*do not set `compute`"
@@ -177,7 +176,6 @@ def test_fp64_parameters_are_not_made_less_in_silence(group: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.ranks(2)
 def test_autocast_gives_the_bits_of_a_twin_under_autocast(group: Any, reentrant: bool | None) -> None:
     """In one context around each forward, and in one around all passes."""
 

@@ -80,18 +80,15 @@ def gathered_at_once(group, whole: bool = False, ignore: bool = False, stage: in
 
 
 @pytest.mark.parametrize(("stage", "ignore"), [(2, False), (3, True)], ids=["stage 2", "ignored"])
-@pytest.mark.ranks(2)
 def test_codes_that_every_rank_has_are_trained_around_like_any_frozen_weight(group, stage, ignore):
     assert gathered_at_once(group, ignore=ignore, stage=stage) == 0
 
 
-@pytest.mark.ranks(2)
 def test_codes_may_be_kept_themselves(group) -> None:
     """Codes that are kept themselves are placeholders in the backward, and gathered when they are used."""
     gathered_at_once(group, whole=True)
 
 
-@pytest.mark.ranks(2)
 def test_sharded_codes_are_right_but_stay_gathered_until_the_backward(group):
     with pytest.warns(EscapedViewWarning, match="outlived"):
         assert gathered_at_once(group) >= BLOCKS
@@ -126,7 +123,6 @@ class BlockwiseMomentum(torch.optim.Optimizer):
         param.numpy()[...] -= lr * momentum.flatten()[:numel].view(param.shape).numpy()
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_with_8_bit_blocks_steps_shards_at_every_stage(group):
     """Each forward computes with what the last step wrote."""
     expected, *others = (stepped_by_blocks(group, stage) for stage in (3, 2, 1))

@@ -79,7 +79,6 @@ INSTEAD = r"load `full_state_dict\(\)` into a new model that is not wrapped, cha
 
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize(("make", "loss_of"), CASES)
-@pytest.mark.ranks(2)
 def test_a_wrapped_model_says_how_to_resize(group: Any, make: Make, loss_of: Any, stage: int) -> None:
     """Resize where it does not work, then do what the error says."""
     torch.manual_seed(0)

@@ -112,7 +112,6 @@ def test_states_depend_on_no_units(cluster):
 
 
 @pytest.mark.stages(0, 3)
-@pytest.mark.ranks(2)
 def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage: int) -> None:
     """The widths are such that only arenas are padded."""
     torch.manual_seed(0)
@@ -136,7 +135,6 @@ def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage
 
 
 @pytest.mark.stages(2, 3)
-@pytest.mark.ranks(2)
 @without_warnings
 def test_gradient_scalers_and_steps_that_are_left_out(group: Any, stage: int) -> None:
     """A gradient scaler by a power of two changes no bit, and leaves out what overflows."""
@@ -184,7 +182,6 @@ def test_optimizers_that_know_nothing_of_it_are_refused(group: Any, stage: int) 
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
     """An optimizer that has stepped the module before goes on with the shards, cut like weights."""
     results = []
@@ -199,7 +196,6 @@ def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
     same_states("state", results[1], results[0])
 
 
-@pytest.mark.ranks(2)
 def test_quantized_gathers(group: Any) -> None:
     """Codes are of the upper part, and weights keep all 24 bits."""
     model, _ = trained(group, precision=replace(SPLIT, quantized_gather=True))

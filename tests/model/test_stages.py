@@ -129,7 +129,6 @@ def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: i
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
 )
-@pytest.mark.ranks(2)
 def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
     group: Any, stage: int, precision: Precision
 ) -> None:
@@ -153,7 +152,6 @@ def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
-@pytest.mark.ranks(2)
 def test_stages_1_and_2_gather_each_unit_once_per_step(group: Any, stage: int, precision: Precision) -> None:
     pair = Pair(LanguageModel, group, stage=stage, precision=precision)
     model, once = pair.model, dict.fromkeys(pair.model.unit_names, 1)
@@ -222,7 +220,6 @@ class Functional(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.ranks(2)
 def test_a_forward_may_use_function_transforms(group: Any, stage: int) -> None:
     pair = Pair(Functional, group, stage=stage, units=nn.Linear)
     with warnings.catch_warnings():
@@ -252,7 +249,6 @@ def penalty(model: Callable[..., Any], turn: Turn) -> Tensor:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.ranks(2)
 def test_double_backward_and_recomputation(group: Any, stage: int) -> None:
     """Double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
 

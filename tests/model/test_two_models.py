@@ -253,7 +253,6 @@ def test_a_model_that_was_frozen_can_be_unfrozen(group):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_a_copy_is_a_second_instance(group, stage):
     """What the error says is done, to the letter; then both have the same bits, and go their own ways."""
     model = ShardLite(net(), group=group, stage=stage)

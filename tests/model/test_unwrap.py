@@ -92,7 +92,6 @@ def test_a_plain_module_comes_back(group: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [3, 1])
-@pytest.mark.ranks(2)
 def test_what_follows(group: Any, stage: int) -> None:
     """What people do with the module next; training goes on as that of a module that was loaded."""
     model = wrapped(group, stage=stage)
@@ -138,7 +137,6 @@ def test_split_weights(group: Any) -> None:
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.ranks(2)
 def test_optimizers_of_before_are_refused(group: Any, ours: bool, stepped: bool) -> None:
     """An optimizer of before would train nothing: its step is an error, and it keeps nothing alive."""
     model = wrapped(group)
@@ -193,7 +191,6 @@ def test_parameters_are_the_same_objects(group: Any, stage: int) -> None:
     assert not any(ShardInfo.is_of(param) for param in module.parameters())
 
 
-@pytest.mark.ranks(2)
 def test_accumulated_gradients_are_not_lost(group: Any) -> None:
     """Gradients that would be lost are not, and the model goes on."""
     model = wrapped(group)
@@ -208,7 +205,6 @@ def test_accumulated_gradients_are_not_lost(group: Any) -> None:
     model.unwrap()
 
 
-@pytest.mark.ranks(2)
 def test_the_wrapper_is_spent(group: Any) -> None:
     model = wrapped(group)
     ema = EMA(model)

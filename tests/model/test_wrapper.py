@@ -70,7 +70,6 @@ def test_shards_have_the_original_names_dimensions_and_values(group, stage):
     assert kept == sum(p.numel() for p in twin.parameters()) * (1 if stage == 3 else group.size())
 
 
-@pytest.mark.ranks(2)
 def test_shards_are_aligned_views_of_one_arena(group):
     model = ShardLite(Tied(), group=group)
     shards = list(model.parameters())
@@ -80,7 +79,6 @@ def test_shards_are_aligned_views_of_one_arena(group):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_full_state_dict_is_that_of_the_unsharded_model(group, stage):
     model, twin = with_twin(Tied(), group, stage=stage)
     model(TOKENS)
@@ -94,7 +92,6 @@ def test_full_state_dict_is_that_of_the_unsharded_model(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_loading_takes_what_rank_0_has(group, stage):
     other = Tied()
     with torch.no_grad():
@@ -109,7 +106,6 @@ def test_loading_takes_what_rank_0_has(group, stage):
     assert torch.equal(model(TOKENS), other(TOKENS))
 
 
-@pytest.mark.ranks(2)
 def test_gathered_reads_and_writes_full_parameters(group):
     """What was written without `writeback` is gone with the gathered weights, also for the forward that follows."""
     plain = Tied()
@@ -132,7 +128,6 @@ def test_gathered_reads_and_writes_full_parameters(group):
     assert torch.equal(model(TOKENS), twin(TOKENS))
 
 
-@pytest.mark.ranks(2)
 def test_an_exception_inside_gathered_writes_nothing_and_holds_nothing(group):
     model = ShardLite(Tied(), group=group)
     before = model.full_state_dict()
@@ -144,7 +139,6 @@ def test_an_exception_inside_gathered_writes_nothing_and_holds_nothing(group):
     assert set(users(model)) == {0}
 
 
-@pytest.mark.ranks(2)
 def test_a_dropped_model_leaves_nothing_behind(group):
     """A model that is dropped leaves no threads and no memory behind."""
     gc.collect()  # models of earlier tests, whose threads end by themselves
@@ -158,7 +152,6 @@ def test_a_dropped_model_leaves_nothing_behind(group):
     assert not any(ledger.current().values())
 
 
-@pytest.mark.ranks(2)
 def test_gathered_inside_gathered(group):
     """What an inner `gathered()` forgets is still there for the outer one, and for forwards inside it."""
     model, twin = with_twin(Tied(), group)
@@ -171,7 +164,6 @@ def test_gathered_inside_gathered(group):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_gradients_have_no_history(group, stage):
     model, twin = with_twin(Tied(), group, stage=stage)
     with warnings.catch_warnings():
@@ -182,7 +174,6 @@ def test_gradients_have_no_history(group, stage):
     assert not any(shard.grad.requires_grad for shard in model.parameters())
 
 
-@pytest.mark.ranks(2)
 def test_state_dicts_do_not_disturb_the_recorded_order(group):
     """Looking at full parameters between passes is no part of them."""
     model = ShardLite(Tied(), group=group)
@@ -194,7 +185,6 @@ def test_state_dicts_do_not_disturb_the_recorded_order(group):
         model.full_state_dict()
 
 
-@pytest.mark.ranks(2)
 def test_a_parameter_that_is_added_later_is_an_error(group):
     plain = Tied()
     model = ShardLite(plain, group=group)

@@ -49,14 +49,12 @@ def by_outputs(model: Any, turn: Turn) -> Tensor:
     return (out["x"] * out["scale"] + out["all"][0]).square().mean()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("loss", [by_method, by_outputs])
 def test_methods_and_outputs(group: Any, loss: Any, stage: int) -> None:
     trained(Methods, loss, group, stage=stage, units=Block)
 
 
-@pytest.mark.ranks(2)
 def test_outside_of_a_pass_it_is_an_error(group: Any) -> None:
     model = ShardLite(nn.ModuleDict({"table": nn.Embedding(WORDS, WIDTH)}), group=group)
     assert "sharded" in repr(model.module.table.weight)
@@ -91,7 +89,6 @@ def by_clipping(params: list[nn.Parameter]) -> None:
         param.data.clamp_(-0.05, 0.05)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
 @pytest.mark.sample(2)
@@ -128,7 +125,6 @@ def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
     return dict(model.module.named_parameters())
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
 @pytest.mark.stages(2, 3)
 def test_former_data_keeps_its_values(group: Any, of: Any, stage: int) -> None:
@@ -153,7 +149,6 @@ def test_former_data_keeps_its_values(group: Any, of: Any, stage: int) -> None:
             same_bits(f"{name} restored", param.detach(), before[name])
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 def test_data_that_would_change_something_else_is_refused(group: Any, stage: int) -> None:
     plain = net()
@@ -200,7 +195,6 @@ def on_width(model: Any, turn: Turn) -> Tensor:
         return model(torch.randn(4, WIDTH, generator=turn.generator())).square().mean()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_torchscript(group: Any, how: str, stage: int) -> None:
@@ -219,7 +213,6 @@ class Outside(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["script", "trace"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_that_is_one_torchscript_module(group: Any, how: str, stage: int) -> None:
@@ -253,7 +246,6 @@ class ConfiguresItself(nn.Module):
         return kind(groups, lr=0.01), sum(p.numel() for p in matrices)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_a_model_may_build_its_optimizer(group: Any, stage: int) -> None:
     """Accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
@@ -309,7 +301,6 @@ def by_loop(model: ShardLite) -> None:
         param.grad = None
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
 @pytest.mark.sample(2)
@@ -343,7 +334,6 @@ def adapted_loss(module: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(module, fast, (x.flip(0),)).square().mean()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 def test_a_model_may_be_called_with_other_parameters(group: Any, stage: int) -> None:
     plain = net()
@@ -361,7 +351,6 @@ def test_a_model_may_be_called_with_other_parameters(group: Any, stage: int) -> 
         same_bits("loss", *losses)
 
 
-@pytest.mark.ranks(2)
 def test_shards_can_be_saved(group: Any, tmp_path: Path) -> None:
     """Shards are written and read as plain parameters, also after a read of their `.data`."""
     model = ShardLite(net(), group=group)

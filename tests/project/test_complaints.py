@@ -121,7 +121,6 @@ class Choosing(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2)
 def test_training_and_evaluation_on_other_paths_by_turns(group: Any) -> None:
     """Training, evaluation and evaluation by parts by turns, each on another path in each step, alike on all ranks."""
     pair = Pair(Choosing, group)
@@ -161,7 +160,6 @@ class InPlace(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_outputs_that_are_views_may_be_changed_in_place(group: Any, stage: int) -> None:
     """Nothing hangs on the outputs of units, so nothing is lost where they are replaced."""
@@ -192,7 +190,6 @@ def test_hybrid_sharding_survives_late_messages_and_reused_memory(group: Any, st
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_may_be_built_after_the_model_was_used(group: Any) -> None:
     """The model has run, forward and backward, before there is an optimizer."""
     for stage in some_stages(1, 3):
@@ -215,7 +212,6 @@ def test_an_optimizer_may_be_built_after_the_model_was_used(group: Any) -> None:
                 assert not torch.equal(value, before[name])
 
 
-@pytest.mark.ranks(2)
 def test_small_updates_of_a_bf16_model_are_not_lost(group: Any) -> None:
     """Below 1 neighbours are 2^-8 apart in bf16, so steps of 1e-4 are lost there; in fp32 each is rounded by 2^-25."""
     moved = []
@@ -376,7 +372,6 @@ def test_weights_go_to_any_number_of_ranks_and_optimizer_state_to_the_same_numbe
     assert cluster.run(wrong_size_body, 4, [*states, *states]) == [True] * 4
 
 
-@pytest.mark.ranks(2)
 def test_the_state_of_an_optimizer_is_saved_by_each_rank_alone(group: Any) -> None:
     """Only rank 0 saves its optimizer: no other rank is needed for that, and nothing is sent."""
     model = ShardLite(net(), group=group)

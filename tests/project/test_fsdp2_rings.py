@@ -77,7 +77,6 @@ def test_two_ranks_get_the_bits_of_fsdp2(cluster):
     assert "FSDP2's own collectives and ShardLite's rings give the same bits" in run_script(cluster, SCRIPT)[0].out
 
 
-@pytest.mark.ranks(2)
 def test_gradients_are_divided_as_fsdp2_is_told(group: Any) -> None:
     """Divide once by a whole number, and multiply each part where the divisor is not whole."""
     whole, part = (sharded(group, MixedPrecisionPolicy(), divisor) for divisor in (2.0, 0.5))
@@ -88,7 +87,6 @@ def test_gradients_are_divided_as_fsdp2_is_told(group: Any) -> None:
         assert torch.equal(4 * one.grad.full_tensor(), other.grad.full_tensor())
 
 
-@pytest.mark.ranks(2)
 def test_what_a_ring_cannot_serve_is_refused(group: Any) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     with pytest.raises(LayoutError, match="Linear has no parameters that fully_shard has sharded: call"):

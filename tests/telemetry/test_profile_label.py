@@ -121,7 +121,6 @@ def test_a_name_ends_with_a_forward_that_raises(cluster):
     assert cluster.run(exception_body, 2) == [2, 2]
 
 
-@pytest.mark.ranks(2)
 def test_without_a_profiler_nothing_is_named(group):
     with mock.patch.object(profiler, "record_function", wraps=profiler.record_function) as record:
         train(ShardLite(Net(), group=group), 2)

@@ -46,7 +46,6 @@ def keeping(view: bool) -> nn.Sequential:
     return nn.Sequential(*(KeepingLayer(view) for _ in range(4)))
 
 
-@pytest.mark.ranks(2)
 def test_a_kept_view_is_right_and_reported_once(group):
     """A view kept as an attribute stays what it was: its buffer is given up, which is reported once."""
     with pytest.warns(EscapedViewWarning, match=r"unit '\d'") as caught:
@@ -82,7 +81,6 @@ class Queries(nn.Module):
         return torch.stack([x * query for query in queries]).sum(0)
 
 
-@pytest.mark.ranks(2)
 def test_a_block_that_returns_a_view_of_its_parameter_is_right(group):
     with pytest.warns(EscapedViewWarning, match="outlived"):
         compare(Queries(), square, group, prefetch=0)
@@ -106,7 +104,6 @@ def _same_version(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-@pytest.mark.ranks(2)
 def test_a_weight_saved_around_the_hooks_is_an_error(group):
     """A weight saved around our hooks has another version after its release: PyTorch's own check tells."""
     model = ShardLite(nn.Sequential(*(RawSave() for _ in range(4))), group=group, prefetch=0)
@@ -115,7 +112,6 @@ def test_a_weight_saved_around_the_hooks_is_an_error(group):
         loss.backward()
 
 
-@pytest.mark.ranks(2)
 def test_ordinary_layers_give_no_false_alarm(group):
     """Nothing escapes from ordinary layers (a warning would be an error here)."""
 

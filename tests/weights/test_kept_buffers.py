@@ -373,7 +373,6 @@ BITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [slow(n) if n in ("stage 2", "no prefetch") else n for n in BITS])
 def test_bits_are_those_of_the_twin(group: Any, name: str) -> None:
     with as_on_a_gpu():

@@ -80,7 +80,6 @@ def test_taking_part_is_counted(cluster):
     assert second == [{"take part": 2, "reduce": 1}] * 4
 
 
-@pytest.mark.ranks(2)
 def test_what_nobody_needs_any_more_is_gathered_no_more(group):
     """Only the first batch has the tower."""
     model = ShardLite(Branching(), group=group)
@@ -95,7 +94,6 @@ def test_what_nobody_needs_any_more_is_gathered_no_more(group):
     assert gathered == [True] * MEMORY + [False] * 3
 
 
-@pytest.mark.ranks(2)
 def test_ranks_that_do_the_same_communicate_twice_per_step(group):
     """At the end of the forward and of the backward, five integers each, once the gather order has settled."""
     model = ShardLite(Branching(), group=group)

@@ -132,7 +132,6 @@ def test_all_ranks_compute_with_what_the_codes_mean(cluster, world_size, precisi
             same_bits(f"weight {i}", got, expected)
 
 
-@pytest.mark.ranks(2)
 def test_an_infinite_weight_shows_in_its_block_alone_and_spoils_no_neighbour_for_good(group: Any) -> None:
     model = ShardLite(
         nn.Sequential(nn.Linear(64, 64, bias=False)), group=group, precision=Precision(quantized_gather=True)
@@ -186,7 +185,6 @@ def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(group: Any
     same_states("full_state_dict()", kept, pair.twin.state_dict())
 
 
-@pytest.mark.ranks(2)
 def test_dtypes_that_have_no_codes_are_gathered_as_ever(group: Any) -> None:
     """Frozen weights are coded as they are kept; fp64 is gathered as it is."""
     pair = QuantizedPair(MixedDtypes, group)
@@ -210,14 +208,12 @@ class Counting(nn.Module):
         return self.linear(x * self.gain + self.shift) + self.empty.sum()
 
 
-@pytest.mark.ranks(2)
 def test_integers_and_empty_parameters(group: Any) -> None:
     pair = QuantizedPair(lambda: nn.Sequential(Counting(), Counting()), group)
     for _ in range(2):
         pair.step(on_rows)
 
 
-@pytest.mark.ranks(2)
 def test_a_rule_chooses_units(group: Any) -> None:
     asked = []
 
@@ -246,7 +242,6 @@ def test_ranks_may_take_different_branches(cluster, route, world_size):
     cluster.check(route_body, world_size, route)
 
 
-@pytest.mark.ranks(2)
 def test_branches_of_units_of_which_some_are_quantized(group: Any) -> None:
     """A rank takes part in quantized gathers and others."""
     route_body(
@@ -293,7 +288,6 @@ def test_a_gather_sends_33_bytes_for_32_weights(cluster, world_size, precision):
     assert cluster.run(bytes_body, world_size, precision, False) == plain
 
 
-@pytest.mark.ranks(2)
 def test_who_takes_part_passes_codes_on(group: Any) -> None:
     """Rank 1 alone needs the tower."""
     model = ShardLite(Branching(), group=group, precision=Precision(quantized_gather=True), prefetch=0)
@@ -357,7 +351,6 @@ def test_writing_back_keeps_all_digits_of_what_was_not_written(group: Any, preci
     same_bits("what is gathered then", got, read_back(as_sent(kept, precision), precision.compute))
 
 
-@pytest.mark.ranks(2)
 def test_a_moving_average_keeps_all_digits(group: Any) -> None:
     """The average is of the weights that are kept, and is quantized when it is computed with."""
     model = ShardLite(LanguageModel(tied=False), group=group, precision=Precision(quantized_gather=True))

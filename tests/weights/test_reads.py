@@ -141,7 +141,6 @@ def on_words(model: Any, turn: Turn) -> Tensor:
 MODELS = (AttentionPool, WeightNormedHead, Lists, SharedTable, ReadsAnother, Orthogonal, TensorHook, BackwardHook)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.sample(2)
@@ -171,7 +170,6 @@ def after_all(module: Trunk) -> None:
 HOOKS = (before_block, after_block, before_all, after_all)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("register", HOOKS)
 def test_hooks_registered_after_wrapping(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
@@ -182,7 +180,6 @@ def test_hooks_registered_after_wrapping(group: Any, register: Callable[[Trunk],
         pair.step(on_words)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 def test_hooks_of_the_wrapper(group: Any, stage: int) -> None:
     """Hooks of the wrapper itself run around its forward."""
@@ -207,7 +204,6 @@ class Recursive(nn.Module):
         return x * self.weight
 
 
-@pytest.mark.ranks(2)
 def test_a_module_that_calls_itself_is_resharded_when_its_outermost_call_ends(group: Any) -> None:
     model = ShardLite(nn.Sequential(Recursive(), Recursive()), units=Recursive, group=group)
     model.trace.take()
@@ -230,7 +226,6 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.ranks(2)
 def test_parameters_stay_placeholders_in_a_backward_until_one_is_read(group: Any) -> None:
     """Compare before a hook reads the parameter, then, and at the end."""
     model = ShardLite(nn.Sequential(TwoLayers(), TwoLayers()), units=TwoLayers, group=group)

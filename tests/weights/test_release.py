@@ -96,7 +96,6 @@ def test_lora_alone_needs_one_buffer_and_two_gathers(cluster):
         assert counts == {f"blocks.{i}": 2 for i in range(DEPTH - 1)} | {f"blocks.{DEPTH - 1}": 1}
 
 
-@pytest.mark.ranks(2)
 def test_frozen_blocks_after_a_trainable_one_are_released(group):
     deep = Deep(blocks())
     for block in deep.blocks[1:]:
@@ -106,7 +105,6 @@ def test_frozen_blocks_after_a_trainable_one_are_released(group):
     assert [event for event in model.trace.take() if event.startswith("reduce")] == ["reduce blocks.0"]
 
 
-@pytest.mark.ranks(2)
 def test_an_unused_parameter_does_not_hold_its_unit(group):
     model, _ = compare(Deep(blocks(unused=True)), square, group, prefetch=0)
     buffers, reductions = (
@@ -122,14 +120,12 @@ def preference_loss(model: nn.Module) -> Tensor:
     return nn.functional.logsigmoid(model(batch()).sum() - model(2 * batch()).sum())
 
 
-@pytest.mark.ranks(2)
 def test_two_forwards_and_one_backward_need_one_buffer(group):
     model, _ = compare(Deep(blocks()), preference_loss, group, prefetch=0)
     assert most_buffers(model) == 1
     assert all(count <= 4 for count in gathers(model).values())
 
 
-@pytest.mark.ranks(2)
 def test_double_backward_is_exact_and_leaves_nothing_held(group):
     """A gradient penalty: the graph of the first backward holds handles, and is walked again."""
     deep = Deep(blocks(3))
@@ -176,7 +172,6 @@ class CallsBlocks(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2)
 def test_a_block_twice_under_reentrant_checkpointing_is_reduced_once(group):
     """Gradients of a block are complete twice in one backward."""
     model, _ = compare(CallsBlocks(0, 1, 0, 1), square, group)
@@ -184,7 +179,6 @@ def test_a_block_twice_under_reentrant_checkpointing_is_reduced_once(group):
     assert sorted(reductions) == ["reduce blocks.0", "reduce blocks.1"]
 
 
-@pytest.mark.ranks(2)
 def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(group):
     """Two forwards, two backwards, and a block that each calls twice."""
     plain = CallsBlocks(0, 0, 1, 1)
@@ -200,7 +194,6 @@ def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(group):
             twin.zero_grad()
 
 
-@pytest.mark.ranks(2)
 def test_nested_reentrant_backwards_reduce_each_unit_once(group):
     """Reentrant inside reentrant: three levels of backward."""
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # the inner one's first forward has none
@@ -220,7 +213,6 @@ def test_nested_reentrant_backwards_reduce_each_unit_once(group):
     assert sorted(reductions) == [f"reduce blocks.{i}" for i in range(4)]
 
 
-@pytest.mark.ranks(2)
 def test_gradients_of_inputs_alone_reduce_nothing(group):
     model = ShardLite(Deep(blocks(3)), group=group)
     twin_input, x = batch(), batch()

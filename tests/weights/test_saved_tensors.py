@@ -22,7 +22,6 @@ def chain(kind: type[Block] = Block) -> Chain:
     return Chain((kind() for _ in range(3)), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-@pytest.mark.ranks(2)
 def test_a_loss_on_a_weight_gathered_by_hand(group):
     """A loss on a weight that was gathered by hand, used outside any forward."""
 
@@ -36,7 +35,6 @@ def test_a_loss_on_a_weight_gathered_by_hand(group):
     compare(chain(), loss, group)
 
 
-@pytest.mark.ranks(2)
 def test_hooks_of_the_user_around_the_model_see_everything_but_weights(group):
     counts = []
 
@@ -58,7 +56,6 @@ def test_hooks_of_the_user_around_the_model_see_everything_but_weights(group):
     assert ours == plain - weights
 
 
-@pytest.mark.ranks(2)
 def test_hooks_inside_a_block_do_not_get_the_weights(group):
     """Hooks entered inside a block, around its layers: ours are innermost again at each layer."""
     copies: list[Tensor] = []
@@ -95,7 +92,6 @@ class InPlace(nn.Module):
         return self.blocks[1](s)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_in_place_changes_of_saved_activations_are_errors(group, stage):
     model = ShardLite(InPlace(), group=group, stage=stage)
@@ -124,7 +120,6 @@ def test_saved_activations_do_not_leak(cluster):
     assert cluster.run(leak_body, 2) == [(True, True)] * 2
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_between_forward_and_backward_is_an_error(group, stage):
     net = chain()
@@ -143,7 +138,6 @@ def test_a_step_between_forward_and_backward_is_an_error(group, stage):
     assert_gradients_equal(model, twin)
 
 
-@pytest.mark.ranks(2)
 def test_a_retained_graph_can_be_used_again_until_a_step(group):
     net = chain()
     twin = copy.deepcopy(net)
@@ -161,7 +155,6 @@ def test_a_retained_graph_can_be_used_again_until_a_step(group):
     assert not any(held)
 
 
-@pytest.mark.ranks(2)
 def test_looking_into_the_graph_gives_values_and_holds_nothing(group):
     """The graph is read outside a backward."""
     net = chain()

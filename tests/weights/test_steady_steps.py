@@ -4,7 +4,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -84,7 +83,6 @@ def test_no_rank_waits_in_a_step_for_the_rounds_of_another(cluster):
         cluster.check(held_body, 2, which)
 
 
-@pytest.mark.ranks(2)
 def test_a_rank_is_served_by_ranks_that_are_a_pass_ahead(group: dist.ProcessGroup) -> None:
     """Rank 1 needs two blocks that the order does not have, while rank 0 is in the backward."""
     gradients = []

@@ -77,7 +77,6 @@ class Codebook(nn.Module):
 WRITERS = [ActNorm, ByData, ByAssignment, Clamped, Codebook]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_a_forward_writes_is_kept(group: Any, kind: type[nn.Module], stage: int) -> None:
@@ -99,7 +98,6 @@ def test_what_a_forward_writes_is_kept(group: Any, kind: type[nn.Module], stage:
         same_states(f"after step {step}", full, twin.state_dict())
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_is_not_written_keeps_its_digits(group: Any, stage: int) -> None:
     """What was not written keeps the digits of its master."""
@@ -115,7 +113,6 @@ def test_what_is_not_written_keeps_its_digits(group: Any, stage: int) -> None:
     assert not inside.all()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(2, 3)
 def test_what_is_assigned_inside_gathered_is_kept(group: Any, stage: int) -> None:
     model = ShardLite(Codebook(), group=group, stage=stage)
@@ -150,7 +147,6 @@ class Scaled(nn.Module):
         weight.add_(1.0)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
 def test_what_was_computed_from_former_data_may_be_assigned(group: Any, change: Any, stage: int) -> None:
@@ -170,7 +166,6 @@ def test_what_was_computed_from_former_data_may_be_assigned(group: Any, change: 
     same_states("state", full, twin.state_dict())
 
 
-@pytest.mark.ranks(2)
 def test_what_would_be_lost_is_refused(group: Any) -> None:
     """Where the shards are other memory, a write into full weights between passes would be lost."""
     for stage, precision in ((3, Precision()), (2, Precision(compute=torch.bfloat16))):

@@ -159,7 +159,6 @@ def test_a_forked_child_ends_nothing():
 # What is said of it.
 
 
-@pytest.mark.ranks(2)
 def test_less_than_was_asked_for_is_a_warning(group):
     """Rank 1 gets no memory."""
 

@@ -123,7 +123,6 @@ def test_a_model_has_the_communicators_of_one_that_is_gone(cluster):
     assert len({*used}) == 2
 
 
-@pytest.mark.ranks(2)
 def test_one_that_another_rank_still_uses_is_not_taken(group):
     """Rank 1 has garbage that rank 0 has collected."""
     with over_nccl() as made:
@@ -139,7 +138,6 @@ def test_one_that_another_rank_still_uses_is_not_taken(group):
         assert (len(made), len({*names(second), *names(third), *names(fourth)})) == (6, 6)
 
 
-@pytest.mark.ranks(2)
 def test_one_in_which_an_operation_may_still_wait_is_not_taken(group):
     """Rank 0 has started an operation that rank 1 never starts, as after a forward that failed on one rank."""
     with over_nccl() as made:
@@ -154,7 +152,6 @@ def test_one_in_which_an_operation_may_still_wait_is_not_taken(group):
         assert len(made) == 3
 
 
-@pytest.mark.ranks(2)
 def test_ranks_route_and_timeout_must_be_equal(group):
     with over_nccl() as made:
         for route in ({}, {"max_ctas": 4}, {"high_priority": False}, {"transport": "p2p"}):
@@ -167,7 +164,6 @@ def test_ranks_route_and_timeout_must_be_equal(group):
         assert (count, len(made)) == (9, 2)
 
 
-@pytest.mark.ranks(2)
 def test_after_a_failure_all_are_free(group):
     with over_nccl():
         a_model(group)
@@ -178,7 +174,6 @@ def test_after_a_failure_all_are_free(group):
         assert [each for each in nccl._all if each.is_free] == free
 
 
-@pytest.mark.ranks(2)
 def test_one_is_free_when_garbage_is_collected(group):
     with over_nccl():
         model = SimpleNamespace(transports=a_model(group))
@@ -327,7 +322,6 @@ def test_keywords_of_before_are_fields_of_records():
         take_deprecated(Route(max_ctas=4), Precision(), {"transport": "p2p"})
 
 
-@pytest.mark.ranks(2)
 def test_a_model_takes_keywords_of_before(group):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", DeprecationWarning)

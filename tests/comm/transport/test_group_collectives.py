@@ -248,7 +248,6 @@ def test_a_silent_peer_is_an_error_with_the_operation(throwaway):
 # ---- who gets them --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(group):
     made = [connect(group, CPU, AMPLE, route=COLLECTIVES) for _ in range(2)]
     assert made[0]._group is not made[1]._group  # they have no tags

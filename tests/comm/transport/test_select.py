@@ -64,7 +64,6 @@ def test_a_group_of_others_is_refused(cluster):
     )
 
 
-@pytest.mark.ranks(2)
 def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(group):
     made = []
 
@@ -83,7 +82,6 @@ def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(
     assert made == [[0, 1]]
 
 
-@pytest.mark.ranks(2)
 def test_an_algorithm_is_walked_in_batches_over_nccl(group):
     routes = Route(algorithm="ring"), Route(transport="p2p"), Route(transport="collectives")
     with patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):

@@ -70,7 +70,6 @@ def test_bodies_for_gpus_pass_on_the_cpu(body, size):
     assert run_played(body, size, CPU) == [None] * size
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_training_for_gpus_passes_on_the_cpu(group, in_backward):
     for name, weight in trained(group, CPU, "p2p", in_backward=in_backward).items():
@@ -244,7 +243,6 @@ def machine(*, gpus=4, backend="CUDA", peers=True, hosts=1, overlap=False):
     return stack
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("device", "given", "reason"),
     [
