@@ -17,7 +17,7 @@ from shardlite.apps.memory.systems import SYSTEMS
 from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.patience import passes_over
 from tests.support.ranks.scripts import run_process
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 128
@@ -41,8 +41,7 @@ def test_a_deleted_model_leaves_nothing(group: Any, stage: int) -> None:
     for _ in range(4):
         model(torch.ones(2, WIDTH)).sum().backward()
         taken = heap.live - before
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     model.full_state_dict()
     del model, optimizer
     gc.collect()
@@ -89,9 +88,7 @@ def test_there_are_no_more_buffers_than_the_documentation_says(group: Any, prefe
     optimizer = AdamW(model.parameters())
     for _ in range(3):
         model.ledger.reset_peak()
-        model(torch.arange(8)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.arange(8)))
     block = 4 * sum(param.numel() for param in net(1).parameters())
     root = 4 * 64 * WIDTH
     peaks = {purpose: held.peak for purpose, held in model.memory().items()}
@@ -107,8 +104,7 @@ def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(group: An
         model(torch.arange(8)).backward()
         passes_over(model)
         idle.append(model.memory()["idle shared memory"].now)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     page = 4096
     _, *later = idle
     assert max(later) <= 2 * page  # the ends of forward and backward may be agreed on behind it, by small messages

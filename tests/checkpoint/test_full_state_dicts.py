@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlite import AdamW, CheckpointError, LayoutError, Precision, ShardLite
 from shardlite.params import ShardTensor
 from tests.support.checkpoints import same_state
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, take_step
 
 Make = Callable[..., optim.Optimizer]
 
@@ -70,9 +70,7 @@ def net(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 1) -> None:
     """Train on data that is the same on each rank, so that an unsharded model has the same bits."""
     for step in range(steps):
-        model(torch.randn(5, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.randn(5, 7, generator=torch.Generator().manual_seed(step))).square().mean())
 
 
 def trained(group: Any, make: Make, steps: int = 2, **options: Any) -> tuple[ShardLite, optim.Optimizer]:

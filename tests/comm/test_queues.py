@@ -16,7 +16,7 @@ from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.patience import seconds
 from tests.support.simulated_cuda import Simulated
-from tests.support.twins.sharded import WIDE, same_states
+from tests.support.twins.sharded import WIDE, same_states, take_step
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
@@ -153,8 +153,7 @@ def trained(group, stage) -> dict[str, torch.Tensor]:
         x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + group.rank()))
         model(x).pow(2).mean().backward()
         model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model.full_state_dict()
 
 

@@ -19,6 +19,7 @@ from shardlite import CommError, Route, ShardLite
 from shardlite.grads.reduce import ReduceQueue
 from shardlite.weights.all_gather import Gather
 from tests.support.patience import seconds
+from tests.support.twins.sharded import take_step
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
 
@@ -121,9 +122,7 @@ def stack_body(group: Any, stage: int) -> dict[str, list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[str, list[str]] = {}
     for _ in range(2):  # in the first pass ranks negotiate
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, 4)).sum())
     hook = "engine/module_hooks.py: _enter"
     with (
         profiled_on_the_queue(Gather, "execute", seen, {"ring": "comm/shm/mailbox"}),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, net
-from tests.support.twins.sharded import same_bits, same_states
+from tests.support.twins.sharded import same_bits, same_states, take_step
 
 Record = Callable[[nn.Module, Tensor], Any]
 
@@ -49,8 +49,7 @@ def trained(group: Any, stage: int) -> ShardLite:
     model = ShardLite(net(), group=group, stage=stage)
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     return model
 
 

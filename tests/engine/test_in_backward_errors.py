@@ -19,7 +19,7 @@ from tests.support.models.small import MLP, LanguageModel
 from tests.support.models.small import Context as CalledTwice
 from tests.support.models.trapped import AnyError, Trapped, loss_of
 from tests.support.twins.duos import Duo
-from tests.support.twins.sharded import Turn, accumulating, same_bits, same_states
+from tests.support.twins.sharded import Turn, accumulating, same_bits, same_states, take_step
 
 EVERY_STAGE = pytest.mark.parametrize(
     ("group", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=str, indirect=["group"]
@@ -51,8 +51,7 @@ def test_a_backward_before_the_step_is_refused(group: Any, stage: int) -> None:
         message = r"has taken a step in an earlier backward: call step\(\)"
         with accumulating(model, "local" if local else "step"), pytest.raises(PhaseError, match=message):
             loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         duo.ordinary.finish()
         duo.compare()
         duo.steps += 1

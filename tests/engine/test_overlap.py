@@ -22,6 +22,7 @@ from shardlite.telemetry import clock
 from tests.support.internals import backward_run, units
 from tests.support.patience import seconds, until
 from tests.support.transports.delays import Delayed
+from tests.support.twins.sharded import take_step
 
 WIDTH, BLOCKS = 16, 5
 DELAY = 0.004  # seconds before each message
@@ -69,9 +70,7 @@ def slow_links(**how: Any) -> Iterator[None]:
 
 
 def step(model, optimizer):
-    model(torch.ones(2, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.ones(2, WIDTH)).square().mean())
 
 
 def in_flight_or_there(unit):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from shardlite.engine.watch import EVERY, STEPS, SeenShard
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 WIDTH = 40
 
@@ -162,8 +162,7 @@ def test_norms_that_are_logged_now_and_then(group: Any, stage: int) -> None:
                 kinds.add(step)
             if logs and step == steps - 1:
                 norms_by_hand(list(model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
     assert heard(lambda: train(EVERY - 2, logs=False)) == []
     assert kinds == set(range(STEPS))

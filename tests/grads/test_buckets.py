@@ -23,6 +23,7 @@ from shardlite.params import Gradients
 from tests.support.internals import reducer
 from tests.support.models.residual import Chain
 from tests.support.patience import seconds
+from tests.support.twins.sharded import take_step
 
 WIDTH = 16
 BLOCKS = 6
@@ -129,8 +130,7 @@ def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(
                 model(torch.ones(2, WIDTH)).backward()
             passes.append(counts)
             if step or recipe != "no_sync(sharded=True)":
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
     assert passes == [[1, 1, 1, 1, 1, 1] if recipe == "in_backward" else [1, 2, 2, 2, 2, 2]] * 4
 
 
@@ -159,8 +159,7 @@ def divergent_body(
             with counted(model) as counts:
                 model(torch.ones(2, WIDTH)).backward()
             most.append(max(counts, default=0))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return most
 
 

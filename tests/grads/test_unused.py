@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import AdamW, ShardLite
 from tests.support.models.experts import EXPERTS, WIDTH, Model, loss, routed
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_states, some_stages
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_states, some_stages, take_step
 
 STEPS = 10
 
@@ -67,8 +67,7 @@ def test_gradients_are_there_where_data_parallel_has_them(group):
             expected = {name for name, param in twin.module.named_parameters() if param.grad is not None}
             assert there == expected, f"stage {stage}, step {step}"
             for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
         same_states("state", model.full_state_dict(), twin.module.state_dict())
 
 

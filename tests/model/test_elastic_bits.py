@@ -27,7 +27,7 @@ from shardlite.telemetry import Held
 from tests.support.internals import flats
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.patience import until
-from tests.support.twins.sharded import local_parts, same_bits, same_states, slow
+from tests.support.twins.sharded import local_parts, same_bits, same_states, slow, take_step
 
 WORLDS = (1, 2, 4)
 TREE = Route(order="tree", parts=8)
@@ -115,8 +115,7 @@ class Run:
             for part in self.model.parts():
                 loss_of(self.model, part).backward()
             self.clip(*self.case.clips[step])
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.optimizer)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         if not max_norm:

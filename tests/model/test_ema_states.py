@@ -8,7 +8,7 @@ from torch import optim
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, ShardLite
 from tests.support.models.residual import net, square
-from tests.support.twins.sharded import same_states, some_stages
+from tests.support.twins.sharded import same_states, some_stages, take_step
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -45,9 +45,7 @@ def test_a_run_that_is_resumed_has_the_same_averages(group, stage):
 
     def train(model: ShardLite, optimizer: optim.Optimizer, average: EMA) -> None:
         for _ in range(2):
-            square(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, square(model))
             average.update()
 
     first = begin()

@@ -22,7 +22,7 @@ from shardlite import EMA, AdamW, LayoutError, Precision, ShardLite
 from tests.support.models.residual import net, square
 from tests.support.models.small import MLP, VOCABULARY, LanguageModel, Residual
 from tests.support.twins.plain import PaddedAdamW
-from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, same_states, slow
+from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, same_states, slow, take_step
 
 Models = Mapping[str, Callable[..., Any]]
 Loss = Callable[[Models, Turn], Tensor]
@@ -145,8 +145,7 @@ def test_two_models_with_one_loss_and_one_optimizer(group, stages):
     for step in range(3):
         program.backward(step, make)
         for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         for pair in program.pairs.values():
             pair._compare("weight", lambda tensor: tensor.detach())
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, Precision, ShardLite, load, save
 from shardlite.checkpoint import lease
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, take_step
 
 
 def run_on(group: Any, seed: int = 0, state: str = "fp32", **options: Any) -> tuple[ShardLite, AdamW]:
@@ -26,9 +26,7 @@ def train(model: ShardLite, optimizer: AdamW, steps: int = 1) -> None:
     """Train on data that is the same on all ranks and in all steps."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(model.precision.compute)
     for _ in range(steps):
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(x).float().square().mean())
 
 
 def same_state(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardlite import AdamW, ShardLite
 from tests.support.models.residual import WIDTH, Block
+from tests.support.twins.sharded import take_step
 
 
 class Net(nn.Module):
@@ -49,9 +50,7 @@ def selective():
 def train(model: ShardLite, steps: int) -> list[Tensor]:
     optimizer = AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
-        model(torch.ones(2, 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, 4)))
     return [param.detach().clone() for param in model.parameters()]
 
 

@@ -13,7 +13,7 @@ from shardlite.comm.traffic import Tally, Traffic
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.ranks.frozen import freeze
 from tests.support.transports.delegating import Counted
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 WIDTH = 128
 UNITS = 6
@@ -29,8 +29,7 @@ def net() -> nn.Sequential:
 def step(model: ShardLite, optimizer: AdamW) -> None:
     model(torch.ones(2, WIDTH)).pow(2).sum().backward()
     model.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def totals(model: ShardLite) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from shardlite.weights.negotiation import Negotiation
 from tests.support.internals import context as context_of
 from tests.support.internals import gatherer
 from tests.support.models.branching import WIDTH, Branching
+from tests.support.twins.sharded import take_step
 
 
 def train(group, many, parts):
@@ -36,9 +37,7 @@ def train(group, many, parts):
             route = [0, 1, 3] if leaves_out else [0, 1, 2, 3]
             loss = model(torch.full((2, WIDTH), 0.1 * (1 + group.rank())), route, False).square().mean()
             in_step.append(gatherer(model).in_step())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
         return {name: value.clone() for name, value in model.full_state_dict().items()}, exchanges, in_step
 
 

@@ -12,7 +12,7 @@ from shardlite import AdamW, ShardLite
 from tests.support.internals import context, gatherer
 from tests.support.models.branching import WIDTH, Branching
 from tests.support.patience import seconds
-from tests.support.twins.sharded import same_states
+from tests.support.twins.sharded import same_states, take_step
 
 
 class Trained:
@@ -40,8 +40,7 @@ class Trained:
     def step(self) -> None:
         self.loss().backward()
         self.model.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer)
 
     def hold_rounds(self, until: Callable[[], None]) -> None:
         """Let each round of negotiation of this rank begin when something has happened."""

@@ -22,7 +22,7 @@ from shardlite.errors import SAME_PASSES, ShardLiteError
 from tests.support.internals import context
 from tests.support.models.small import Residual
 from tests.support.patience import seconds
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 WIDTH = 8
 TIMEOUT = timedelta(seconds=seconds(4))
@@ -67,8 +67,7 @@ class Trained:
 
     def step(self) -> None:
         self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer)
 
 
 def step_left_out(trained: Trained, rank: int) -> None:
@@ -102,8 +101,7 @@ def uneven_but_joined(trained: Trained, rank: int) -> None:
     for _ in range(3):
         for x in trained.model.join([trained.x] * (2 + (rank == 1))):
             trained.model(x).backward()
-        trained.optimizer.step()
-        trained.optimizer.zero_grad()
+        take_step(trained.optimizer)
 
 
 def loop_left_early(trained: Trained, rank: int) -> None:
@@ -330,8 +328,7 @@ def alone_body(world, stage: int, act: Callable[[ShardLite, AdamW, Tensor], None
             model(x).backward()
             if step == 1 and world.rank() == 0:
                 act(model, optimizer, x)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
     with looking_often(), pytest.raises(ShardLiteError) as caught:
         train()
