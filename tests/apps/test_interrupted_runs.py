@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,9 +170,7 @@ def in_a_save(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [in_training, in_a_save])
 @pytest.mark.parametrize("command", [train, torchrun_program])
-def test_an_interrupted_run_leaves_no_process_and_no_half_checkpoint(
-    tmp_path: Path, command: Callable[[Path], list[str]], moment: Callable[[Path], None]
-) -> None:
+def test_an_interrupted_run_leaves_no_process_and_no_half_checkpoint(tmp_path, command, moment):
     folder = tmp_path / "run"
     with started(tmp_path, *command(tmp_path)) as run:
         until(lambda: checkpoints_in(folder) or run.command.poll() is not None, "the first checkpoint")

@@ -282,9 +282,7 @@ def test_a_gradient_of_ours_that_is_off_by_a_millionth_is_off_from_everything(cl
     assert all(report == reports[0] for report in reports)
     failed = [row for row in reports[0].rows if row.failure and row.quantity == "gradients of step 1"]
     assert {row.opponent for row in failed} == {row.opponent for row in reports[0].rows}
-    assert all(
-        f"gradient of {SPOILT!r} in step 1, stage 3 against {row.opponent}: at [" in row.failure for row in failed
-    )
+    assert all(f"{SPOILT!r} in step 1, stage 3 against {row.opponent}: at [" in row.failure for row in failed)
 
 
 @pytest.mark.ranks(2, slow(3))

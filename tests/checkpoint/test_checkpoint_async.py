@@ -33,9 +33,7 @@ def slow_disk() -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
-def test_training_goes_on_while_the_state_of_the_call_is_written(
-    group: Any, path: Path, state: str, stage: int
-) -> None:
+def test_training_goes_on_while_the_state_of_the_call_is_written(group, path, state, stage):
     model, optimizer = run_on(group, state=state, stage=stage)
     train(model, optimizer, 2)
     with slow_disk() as go:

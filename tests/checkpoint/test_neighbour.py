@@ -84,9 +84,7 @@ def loaded(run: Run, path: Any) -> Any:
     ],
 )
 @pytest.mark.sample(2)
-def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(
-    group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]
-) -> None:
+def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(group, path, state, optimizer, options):
     with started_by(group), logged(logging.INFO) as lines:
         straight = Run(group, state, OPTIMIZERS[optimizer], **options)
         for step in range(6):

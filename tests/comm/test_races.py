@@ -8,7 +8,6 @@ Legend: `W` ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -46,9 +45,7 @@ BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
     ids=str,
     indirect=["group"],
 )
-def test_large_units_survive_late_messages_and_reused_memory(
-    group: Any, stage: int, precision: Precision, options: dict[str, Any]
-) -> None:
+def test_large_units_survive_late_messages_and_reused_memory(group, stage, precision, options):
     """Several steps with all kinds of accumulation, and an evaluation between two of them."""
 
     def make(module: Callable[[], nn.Module]) -> Pair:

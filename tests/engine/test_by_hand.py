@@ -46,9 +46,7 @@ WRITES = (by_init, by_fill, by_copy, by_assignment)
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.sample(2)
-def test_new_values_are_kept_or_refused(
-    group: Any, write: Callable[[nn.Parameter], None], stage: int, compute: Any
-) -> None:
+def test_new_values_are_kept_or_refused(group, write, stage, compute):
     """Right after wrapping, between steps, and between a backward and its step."""
     pair = Pair(net, group, stage=stage, units=UNITS, precision=Precision(compute=compute))
     whole = dict(pair.model.module.named_parameters())
@@ -108,9 +106,7 @@ def at_once(params: list[nn.Parameter]) -> None:
 
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("step", [by_data, by_add, without_data, at_once])
-def test_steps_of_whole_parameters_are_refused(
-    group: Any, step: Callable[[list[nn.Parameter]], None], stage: int
-) -> None:
+def test_steps_of_whole_parameters_are_refused(group, step, stage):
     """At stage 0 they are what is stepped; elsewhere every rank is told, and has changed nothing."""
     torch.manual_seed(0)
     model = ShardLite(net(), group=group, stage=stage, units=UNITS)

@@ -146,9 +146,7 @@ def test_a_parameter_that_is_kept_in_few_bits_cannot_be_unfrozen(group):
     model = ShardLite(nn.Sequential(module[0], Widen(), *module[1:]), group=group)
     assert model.module[0][0].weight.dtype == torch.bfloat16
     module[0].requires_grad_(True)
-    with pytest.raises(
-        LayoutError, match=r"'0.0.weight' was frozen when it was wrapped, and so is kept in torch.bfloat16"
-    ):
+    with pytest.raises(LayoutError, match=r"'0.0.weight' was frozen when it was wrapped, .* kept in torch.bfloat16"):
         model(batch(0, 0).bfloat16())
 
 

@@ -118,9 +118,7 @@ RECIPES: dict[str, Callable[[ShardLite], tuple[Any, Any]]] = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.sample(2)
-def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(
-    group: Any, stage: int, recipe: str
-) -> None:
+def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(group, stage, recipe):
     model = wrap(group, stage=stage)
     optimizer, first = RECIPES[recipe](model)
     passes = []

@@ -32,9 +32,7 @@ def test_hooks_that_look_at_weights(group, stage):
     model = ShardLite(plain, group=group, stage=stage)
     watch(plain)
     if stage == 3:
-        with pytest.raises(
-            LayoutError, match=r"If a hook of `model\.module` reads it.*call the ShardLite model instead"
-        ):
+        with pytest.raises(LayoutError, match=r"hook of `model\.module` reads it.*call the ShardLite model instead"):
             square(plain)
     square(model).backward()
 
@@ -115,9 +113,7 @@ def written_body(group):
 
 def wrapped_by_ddp_body(group):
     model = ShardLite(nn.Linear(9, 9), group=group)
-    with pytest.raises(
-        LayoutError, match="DistributedDataParallel would overwrite the shards of all ranks with the first"
-    ):
+    with pytest.raises(LayoutError, match="would overwrite the shards of all ranks with the first"):
         DistributedDataParallel(model, process_group=group)
 
 
@@ -169,7 +165,6 @@ def inference_body(group):
         lazy_body,
         inference_body,
     ],
-    ids=lambda body: body.__name__,
 )
 def test_what_would_be_lost_is_an_error(group, body):
     body(group)

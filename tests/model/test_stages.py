@@ -129,9 +129,7 @@ def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: i
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
 )
-def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
-    group: Any, stage: int, precision: Precision
-) -> None:
+def test_weights_cannot_be_read_between_a_step_and_the_next_forward(group, stage, precision):
     """After a step a rank has new weights in its own shard only, and a mixture must not be read."""
     pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
     own = dict(pair.model.module.named_parameters())

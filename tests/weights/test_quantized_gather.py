@@ -405,6 +405,4 @@ def differing_body(group: Any) -> None:
 def test_ranks_must_agree_on_what_is_quantized(cluster):
     for kind, message in cluster.failures(differing_body, 2):
         assert kind == "LayoutError"
-        assert (
-            "norm.weight [20] (torch.float32, trainable) in unit 'blocks.0', gathered as codes, rank 1 has" in message
-        )
+        assert "(torch.float32, trainable) in unit 'blocks.0', gathered as codes, rank 1 has" in message

@@ -252,11 +252,9 @@ def test_ranks_that_communicate_notice_at_once(cluster):
     """In a first pass all ranks communicate, and detect that their passes differ."""
     first, second = errors(cluster, other_mode)
     assert first.startswith(
-        "DesyncError: rank 0, in the forward of the model, for unit '(root)', at step 0, meets rank 1"
+        "DesyncError: rank 0, in the forward of the model, for unit '(root)', at step 0, meets rank"
     )
-    assert second.startswith(
-        "DesyncError: rank 1, in the forward of the model in eval mode, for unit '(root)', at step 0, meets"
-    )
+    assert second.startswith("DesyncError: rank 1, in the forward of the model in eval mode, for unit '(root)', at ste")
     assert "meets rank 1 in another pass, for unit '(root)'" in first
 
 

@@ -69,9 +69,8 @@ def test_who_does_not_come_is_named(doomed, absent, named, tmp_path):
             assert each.kind == ""
         else:
             assert each.kind == "CommError"
-            assert each.text.startswith(
-                f"what each rank wraps: rank {rank} timed out after {LIMIT:g} s waiting for {named}"
-            )
+            timed_out = f"rank {rank} timed out after {LIMIT:g} s waiting for {named}"
+            assert each.text.startswith(f"what each rank wraps: {timed_out}")
 
 
 def wraps_alone_body(group):

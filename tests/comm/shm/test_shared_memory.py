@@ -170,9 +170,8 @@ def test_a_message_outside_of_its_senders_heap_ends_both_ranks(beyond):
     first, second = world(2)
     told = Announcement(1, tag=3, kind=0, offset=8192, nbytes=16, receipt=4096)._replace(**beyond)
     first._neighbours._controls[1].announce(told)
-    assert "rank 0 sent what cannot be read: the header of its message 1 names bytes" in failure(
-        second.irecv(torch.ones(4), 0, tag=3).wait
-    )
+    said = failure(second.irecv(torch.ones(4), 0, tag=3).wait)
+    assert "rank 0 sent what cannot be read: the header of its message 1 names bytes" in said
     assert first._neighbours._controls[1].has_quit
 
 
@@ -229,9 +228,8 @@ def test_what_came_before_a_peer_went_is_received():
 def test_what_a_peer_that_gave_up_has_sent_is_not_used():
     first, second = world(2, limit=timedelta(seconds=0.1))
     failure(first.isend(torch.ones(4), 1, tag=3).wait)
-    assert failure(second.irecv(torch.zeros(4), 0, tag=3).wait).endswith(
-        "rank 0 has given up: an operation of its own failed."
-    )
+    said = failure(second.irecv(torch.zeros(4), 0, tag=3).wait)
+    assert said.endswith("rank 0 has given up: an operation of its own failed.")
 
 
 def test_more_messages_than_places_wait_for_nobody():

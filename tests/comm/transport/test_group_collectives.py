@@ -210,9 +210,8 @@ def calls_of(group, reduce):
 
 
 def test_a_fast_reduction_is_made_on_request(cluster):
-    for (exact, weights), (fast, others) in zip(
-        cluster.run(calls_of, 2, "exact"), cluster.run(calls_of, 2, "fast"), strict=True
-    ):
+    both = [cluster.run(calls_of, 2, how) for how in ("exact", "fast")]
+    for (exact, weights), (fast, others) in zip(*both, strict=True):
         assert exact == {"all-to-all", "all-reduce", "broadcast"}, "gathers are messages over gloo"
         assert fast == {"reduce-scatter", "all-reduce", "broadcast"}
         torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-4)

@@ -58,10 +58,8 @@ def connect_from_outside(group):
 
 
 def test_a_group_of_others_is_refused(cluster):
-    assert (
-        cluster.failures(connect_from_outside, 2)
-        == [("LayoutError", "this process is not a member of the process group that it was given")] * 2
-    )
+    for failure in cluster.failures(connect_from_outside, 2):
+        assert failure == ("LayoutError", "this process is not a member of the process group that it was given")
 
 
 def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(group):

@@ -305,10 +305,8 @@ def use_device_tensor(group):
 
 
 def test_only_cpu_tensors_go_through_gloo(cluster):
-    assert (
-        cluster.failures(use_device_tensor, 2)
-        == [("LayoutError", "GlooTransport sends CPU tensors, got one on meta")] * 2
-    )
+    expected = ("LayoutError", "GlooTransport sends CPU tensors, got one on meta")
+    assert cluster.failures(use_device_tensor, 2) == [expected] * 2
     assert issubclass(LayoutError, ValueError)
 
 
