@@ -73,7 +73,7 @@ def pool_of(most):
 
 def test_an_owner_gets_the_buffer_that_it_had_last():
     pool, allocated = pool_of(2)
-    first, second = pool.acquire("first", 64), pool.take("second", 64)
+    first, second = pool.acquire("first", 64), pool.acquire("second", 64)
     pool.give_back(first)
     pool.give_back(second)
     assert pool.acquire("second", 64) is second
@@ -110,7 +110,7 @@ def test_the_smallest_gives_way_to_a_larger_one():
 
 def test_more_than_are_kept_are_freed_when_they_are_given_back():
     pool, _ = pool_of(1)
-    kept, more = pool.acquire("kept", 64), pool.take("more", 64)
+    kept, more = pool.acquire("kept", 64), pool.acquire("more", 64)
     assert pool.is_surplus(more)
     assert not pool.is_surplus(kept)
     for each in (kept, more):
