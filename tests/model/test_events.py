@@ -4,32 +4,18 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, ShardLite
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
+from tests.support.models.residual import WIDTH, Chain, net
+from tests.support.models.small import run_all
 
 
-class Three(nn.Module):
+class Three(Chain):
     """Two blocks and, in the root, what is around them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, WIDTH, bias=False)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        super().__init__(net(2), first=nn.Linear(4, WIDTH, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        return super().forward(x).square().mean()
 
 
 def train_step(model: ShardLite, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -116,10 +102,7 @@ def test_leaving_the_recorded_path_is_survived_and_recorded(group):
         skip = False
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for block in list(self.blocks)[1 if self.skip else 0 :]:
-                x = block(x)
-            return x.square().mean()
+            return run_all(self.blocks[1 if self.skip else 0 :], self.first(x)).square().mean()
 
     plain = Skips()
     model = ShardLite(plain, group=group, prefetch=1)
@@ -136,17 +119,11 @@ def test_leaving_the_recorded_path_is_survived_and_recorded(group):
 def test_the_order_of_reductions_is_learnt_in_the_first_backward(group):
     """The order of reductions is the one in which gradients came in the first backward."""
 
-    class Unusual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(), Block(), Block()])
-
+    class Unusual(Chain):
         def forward(self, x: Tensor) -> Tensor:
-            for block in (self.blocks[2], self.blocks[0], self.blocks[1]):
-                x = block(x)
-            return x.square().mean()
+            return run_all([self.blocks[2], self.blocks[0], self.blocks[1]], x).square().mean()
 
-    model = ShardLite(Unusual(), group=group, prefetch=0)
+    model = ShardLite(Unusual(net()), group=group, prefetch=0)
     reductions = []
     for _ in range(2):
         model(torch.ones(2, WIDTH)).backward()

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.models.residual import WIDTH, Block, net, square
+from tests.support.models.residual import WIDTH, Block, Chain, net, square
 from tests.support.twins.sharded import Turn, same_bits, same_states, take_step, trained
 
 WORDS = 1000
@@ -171,23 +170,10 @@ def test_data_that_would_change_something_else_is_refused(group: Any, stage: int
 # ---- TorchScript ----------------------------------------------------------------------------------------------------
 
 
-class Scripted(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(self._compiled(Block(), how) for _ in range(3))
-
-    @staticmethod
-    def _compiled(block: nn.Module, how: str) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.jit.script(block) if how == "script" else torch.jit.trace(block, torch.randn(2, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+def scripted(block: nn.Module, how: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(block) if how == "script" else torch.jit.trace(block, torch.randn(2, WIDTH))
 
 
 def on_width(model: Any, turn: Turn) -> Tensor:
@@ -198,19 +184,8 @@ def on_width(model: Any, turn: Turn) -> Tensor:
 @pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_torchscript(group: Any, how: str, stage: int) -> None:
-    trained(partial(Scripted, how), on_width, group, stage=stage)
-
-
-class Outside(nn.Module):
-    """Calls a TorchScript module, as the refusal of one says."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        blocks = nn.Sequential(*(Block() for _ in range(3)))
-        self.inner = Scripted._compiled(blocks, how)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+    make = lambda: Chain((scripted(Block(), how) for _ in range(3)), first=nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    trained(make, on_width, group, stage=stage)
 
 
 @pytest.mark.parametrize("how", ["script", "trace"])
@@ -219,24 +194,17 @@ def test_a_model_that_is_one_torchscript_module(group: Any, how: str, stage: int
     """It would run with what its shards are replaced by."""
     if stage > 0:
         with pytest.raises(LayoutError, match=r"the model is one TorchScript module, .* script its blocks instead"):
-            ShardLite(Outside(how).inner, group=group, stage=stage)
+            ShardLite(scripted(net(), how), group=group, stage=stage)
     else:
-        trained(lambda: Outside(how).inner, on_width, group, stage=stage)
-    trained(partial(Outside, how), on_width, group, stage=stage)
+        trained(lambda: scripted(net(), how), on_width, group, stage=stage)
+    trained(lambda: nn.Sequential(scripted(net(), how)), on_width, group, stage=stage)  # as the refusal says
 
 
 # ---- what programs for one process do ------------------------------------------------------------------------------
 
 
-class ConfiguresItself(nn.Module):
+class ConfiguresItself(nn.Sequential):
     """As nanoGPT: builds its optimizer, from its own parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
 
     def configure_optimizers(self, kind: Any) -> tuple[torch.optim.Optimizer, int]:
         params = [p for p in self.parameters() if p.requires_grad]
@@ -249,7 +217,7 @@ class ConfiguresItself(nn.Module):
 @pytest.mark.stages(1, 3)
 def test_a_model_may_build_its_optimizer(group: Any, stage: int) -> None:
     """Accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
-    plain = ConfiguresItself()
+    plain = ConfiguresItself(*net())
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage)
     ours, numel = model.configure_optimizers(torch.optim.AdamW)
@@ -269,8 +237,7 @@ def test_a_model_may_build_its_optimizer(group: Any, stage: int) -> None:
             if micro == 0:
                 assert all(param.grad is None for param in model.parameters())
         for each in (ours, theirs):
-            each.step()
-            each.zero_grad(set_to_none=True)
+            take_step(each)
     for name, value in model.full_state_dict().items():
         torch.testing.assert_close(value, twin.state_dict()[name])
 
@@ -278,14 +245,8 @@ def test_a_model_may_build_its_optimizer(group: Any, stage: int) -> None:
 # ---- gradients by way of the module's own parameters ----------------------------------------------------------------
 
 
-class Outer(nn.Module):
-    def __init__(self, model: ShardLite) -> None:
-        super().__init__()
-        self.model = model
-
-
 def by_outer(model: ShardLite) -> None:
-    Outer(model).zero_grad()
+    nn.ModuleDict({"model": model}).zero_grad()
 
 
 def by_module(model: ShardLite) -> None:

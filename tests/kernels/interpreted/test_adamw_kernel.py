@@ -31,7 +31,7 @@ from tests.kernels.adamw_cases import (
     state_of,
 )
 from tests.kernels.all_pairs import all_pairs
-from tests.kernels.bits import assert_same_bits
+from tests.kernels.bits import assert_all_same_bits, assert_same_bits
 
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 20_005  # more than one program; neither whole groups nor a multiple of 16
@@ -52,8 +52,7 @@ def assert_adamw_is_the_reference(state, grad, table, unscale=False):
     adamw_reference(theirs, their_grad, table, unscale=unscale)
     assert_same_state(mine, theirs)
     assert_same_bits(my_grad, their_grad)
-    for tensor, before in zip(table[:3], given, strict=True):
-        assert_same_bits(tensor, before)
+    assert_all_same_bits(table[:3], given)
     return mine, my_grad
 
 
@@ -66,8 +65,7 @@ def assert_reduce_adamw_is_the_reference(state, received, own, table, divisor):
     reduce_adamw_reference(theirs, received, own, table, divisor=divisor, bad=their_bad)
     assert_same_state(mine, theirs)
     assert_same_bits(my_bad, their_bad)
-    for tensor, before in zip((received, own), given, strict=True):
-        assert_same_bits(tensor, before)
+    assert_all_same_bits((received, own), given)
     return mine, bool(my_bad)
 
 
