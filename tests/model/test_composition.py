@@ -381,7 +381,7 @@ def penalised(model: Model, turn: Turn) -> Tensor:
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
-@pytest.mark.ways((2, 3))
+@pytest.mark.ways((2, 3), (2, 2))
 def test_gradient_penalty_with_create_graph(group: Any, recomputed: bool, stage: int) -> None:
     pair = trained(partial(critic, recomputed), penalised, group, stage=stage)
     assert set(users(pair.model)) == {0}

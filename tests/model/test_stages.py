@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from tests.support.models.losses import on_tokens
-from tests.support.models.small import MLP, WIDTH, LanguageModel, Residual
+from tests.support.models.small import MLP, LanguageModel, Residual
 from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
 
 WORLDS = (2, WIDE)
@@ -100,14 +99,6 @@ def test_padding_is_all_that_odd_shapes_cost(group: Any, stage: int) -> None:
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(*WORLDS)
-def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(group: Any) -> None:
-    for stage in STAGES:
-        pair = Pair(LanguageModel, group, stage=stage)
-        for clip in (None, 0.01, 0.01):
-            pair.step(on_tokens, ("local", "sharded", "step"), clip)
 
 
 @pytest.mark.stages(0, 3)
@@ -224,36 +215,3 @@ def test_a_forward_may_use_function_transforms(group: Any, stage: int) -> None:
         warnings.filterwarnings("ignore", message="`torch.jit")  # PyTorch's own, where it makes tables for `jvp`
         for _ in range(3):
             pair.step(on_rows(6), clip=0.01)
-
-
-class Checkpointed(nn.Sequential):
-    """Blocks that are recomputed in the backward. [B, WIDTH] -> [B, WIDTH]."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__(*(Residual(WIDTH, 33) for _ in range(3)))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-def penalty(model: Callable[..., Any], turn: Turn) -> Tensor:
-    """A loss of the gradient with respect to the input: its backward is a double one."""
-    x = torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-    return slope.square().sum()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_double_backward_and_recomputation(group: Any, stage: int) -> None:
-    """Double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
-
-    def plain(model: Callable[..., Any], turn: Turn) -> Tensor:
-        return model(torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()).square().mean()
-
-    for reentrant, losses in ((None, (penalty, plain)), (False, (penalty, plain)), (True, (plain, plain))):
-        pair = Pair(lambda kind=reentrant: Checkpointed(kind), group, stage=stage)
-        for step in range(3):
-            pair.step(losses[step % 2], ("local", "step") if step else ("sharded", "step"), clip=0.01)
