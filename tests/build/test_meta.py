@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.telemetry.meter import Meter
 from tests.support.models.meta import Bare, on_meta
+from tests.support.models.small import run_all
 
 WIDTH = 12
 BATCH = torch.arange(6 * WIDTH, dtype=torch.float32).view(6, WIDTH).sin()
@@ -91,10 +92,7 @@ class Zoo(nn.Module):
         self.leave.weight = self.enter.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.statistics(self.enter(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x).square().mean()
+        return self.leave(run_all(self.blocks, self.statistics(self.enter(x)))).square().mean()
 
 
 def seeded(make: type[nn.Module]) -> nn.Module:

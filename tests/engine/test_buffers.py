@@ -51,7 +51,6 @@ def rows(turn: Turn) -> Tensor:
 @pytest.mark.parametrize(("group", "stage"), [(2, 1), (3, 3)], indirect=["group"])
 def test_buffers_are_those_of_ddp(group: Any, stage: int) -> None:
     """Trained with accumulation and evaluated in between, the buffers have the bits of DDP's all along."""
-    torch.manual_seed(0)
     model = ShardLite(Counting(), group=group, stage=stage)
     torch.manual_seed(0)
     plain = Counting()
@@ -87,7 +86,6 @@ class Normed(nn.Module):
 @pytest.mark.stages(0, 3)
 def test_two_forwards_before_a_backward(group: Any, stage: int) -> None:
     """Two forwards before one backward (GAN, BYOL): what autograd has saved of statistics may change in between."""
-    torch.manual_seed(0)
     model = ShardLite(Normed(), group=group, stage=stage, units=Block)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Normed(), process_group=group)

@@ -52,7 +52,6 @@ def facts(model: ShardLite) -> dict[str, Any]:
 @pytest.mark.parametrize("after", ["wrapping", "step", "evaluation"])
 @pytest.mark.parametrize("stage", [3, 2, 0])
 def test_a_conversion_is_refused_and_changes_nothing(group: Any, stage: int, after: str) -> None:
-    torch.manual_seed(0)
     net = Net()
     model = ShardLite(net, group=group, stage=stage, ignore=[net.own])
     optimizer = AdamW(model.parameters(), lr=0.1)

@@ -244,7 +244,6 @@ def plain_loss(model: Callable[..., Any], part: int) -> Tensor:
 
 def adds_a_tree(group: Any, parts: int, precision: Precision, stage: int) -> None:
     """Body of a rank: each shard has its part of the sum, and the norm is that of all of them."""
-    torch.manual_seed(0)
     module = Branching().eval()
     expected = gradients(module, parts, precision.reduce)
     module.zero_grad()
@@ -314,7 +313,6 @@ def run_parts(model: ShardLite, run: Callable[[int], object]) -> None:
 @pytest.mark.parametrize(("group", "bad"), [(1, 0), (1, 3), (2, 1)], indirect=["group"])
 def test_what_is_not_finite_is_named(group: Any, bad: int) -> None:
     """The gradient that is not finite is named, in whichever part it came."""
-    torch.manual_seed(0)
     model = ShardLite(nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), diagnose=True)
     rank = bad // (4 // dist.get_world_size(group))
     with pytest.warns(NonFiniteWarning, match=rf"not finite: of 'weight' on rank {rank}\."):
@@ -344,7 +342,6 @@ def held(model: ShardLite) -> Held:
 @pytest.mark.parametrize(("group", "most"), [(1, 5), (2, 4), (4, 3)], indirect=["group"])
 def test_sums_are_kept_as_a_binary_counter_keeps_digits(group: Any, most: int) -> None:
     """Before the backward of a part there are as many sums as its number has ones."""
-    torch.manual_seed(0)
     model = ShardLite(nn.Linear(64, 64), group=group, route=Route(order="tree", parts=16))
     nbytes = sum(flat.gradients.full_numel * 4 for flat in flats(model))
     first = next(iter(model.parts()))

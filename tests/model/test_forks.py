@@ -124,7 +124,6 @@ CALLS: dict[str, Callable[[ShardLite], object]] = {
 @pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
 def test_a_child_that_takes_other_ranks_is_told(group: Any, transport: str) -> None:
     """Let a child do what takes other ranks, and go on."""
-    torch.manual_seed(0)
     model = ShardLite(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), route=Route(transport=transport), group=group
     )

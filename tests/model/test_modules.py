@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models.residual import WIDTH, Block, net
+from tests.support.models.small import run_all
 from tests.support.twins.sharded import Pair, Turn, trained
 
 Run = Callable[[Callable[..., Any], Turn], Tensor]
@@ -140,9 +141,7 @@ class Siblings(nn.Module):
         self.up = nn.ModuleList([Block(), both, Block(), both])
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in (*self.down, *self.up):
-            x = block(x)
-        return x
+        return run_all((*self.down, *self.up), x)
 
 
 class Bags(nn.Module):

@@ -81,7 +81,6 @@ INSTEAD = r"load `full_state_dict\(\)` into a new model that is not wrapped, cha
 @pytest.mark.parametrize(("make", "loss_of"), CASES)
 def test_a_wrapped_model_says_how_to_resize(group: Any, make: Make, loss_of: Any, stage: int) -> None:
     """Resize where it does not work, then do what the error says."""
-    torch.manual_seed(0)
     model = ShardLite(make(), group=group, stage=stage)
     turn = Turn(0, 0, 1)
     step(model, loss_of, turn)

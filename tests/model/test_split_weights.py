@@ -114,7 +114,6 @@ def test_states_depend_on_no_units(cluster):
 @pytest.mark.stages(0, 3)
 def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage: int) -> None:
     """The widths are such that only arenas are padded."""
-    torch.manual_seed(0)
     model = ShardLite(MLP([64, 128, 64]), group=group, stage=stage, units=nn.Linear, precision=SPLIT)
     optimizer = AdamW(model.parameters(), state="int8", in_backward=True)
     model(torch.ones(1, 64)).float().sum().backward()

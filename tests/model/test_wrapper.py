@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
 from tests.support.internals import gatherer, units, users
+from tests.support.models.small import run_all
 from tests.support.patience import until
 from tests.support.twins.sharded import assert_gradients_equal, gathers, local_parts, same_states, with_twin
 
@@ -43,10 +44,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.calls += 1
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
+        return self.head(run_all(self.blocks, self.table(tokens))).square().mean()
 
 
 TOKENS = torch.tensor([[1, 4, 2], [8, 0, 4]])

@@ -13,6 +13,7 @@ from shardlite import ShardLite
 from shardlite.params import Placeholder
 from tests.support.internals import units
 from tests.support.models.residual import WIDTH, Block
+from tests.support.models.small import run_all
 from tests.support.twins.sharded import Pair, Turn, trained
 
 WORDS = 200
@@ -29,10 +30,7 @@ class Trunk(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def body(self, words: Tensor) -> Tensor:
-        x = self.table(words)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return run_all(self.blocks, self.table(words))
 
     def forward(self, words: Tensor) -> Tensor:
         return self.body(words)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlite import ShardLite
 from tests.support.internals import users
+from tests.support.models.small import run_all
 from tests.support.twins.sharded import assert_gradients_equal, compare, gathers, most_buffers
 
 DEPTH = 6
@@ -59,9 +60,7 @@ class Deep(nn.Module):
         return x
 
     def _run(self, x: Tensor, start: int, stop: int) -> Tensor:
-        for block in self.blocks[start:stop]:
-            x = block(x)
-        return x
+        return run_all(self.blocks[start:stop], x)
 
 
 def blocks(count: int = DEPTH, **options: object) -> list[Block]:

@@ -81,7 +81,6 @@ WRITERS = [ActNorm, ByData, ByAssignment, Clamped, Codebook]
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_a_forward_writes_is_kept(group: Any, kind: type[nn.Module], stage: int) -> None:
     """All ranks have the same batches."""
-    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(nn.Sequential(kind(), Block()) for _ in range(3)))
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage, units=nn.Sequential)
@@ -151,7 +150,6 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
 def test_what_was_computed_from_former_data_may_be_assigned(group: Any, change: Any, stage: int) -> None:
     """A module changes its weights in the same way, wrapped or not."""
-    torch.manual_seed(0)
     plain = nn.Sequential(*(Scaled() for _ in range(3)))
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage)

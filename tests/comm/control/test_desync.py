@@ -20,7 +20,7 @@ from shardlite.comm import streams
 from shardlite.comm.shm import transport
 from shardlite.errors import SAME_PASSES, ShardLiteError
 from tests.support.internals import context
-from tests.support.models.small import Residual
+from tests.support.models.small import Residual, run_all
 from tests.support.patience import seconds
 from tests.support.twins.sharded import slow, take_step
 
@@ -35,8 +35,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, fails: bool = False) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
+        x = run_all(self.blocks, x)
         if fails:
             raise ArithmeticError("the third batch is bad")
         return self.head(x).mean()

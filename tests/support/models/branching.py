@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models.small import Residual
+from tests.support.models.small import Residual, run_all
 from tests.support.twins.sharded import Turn
 
 WIDTH = 12
@@ -25,8 +25,7 @@ class Branching(nn.Module):
         for place in route:
             x = self.run(self.blocks[place], x)
         if with_tower:
-            for block in self.tower:
-                x = block(x)
+            x = run_all(self.tower, x)
         return self.head(x)
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
