@@ -8,7 +8,7 @@ import pytest
 
 from bench import step
 from bench.faults import detection
-from bench.support.check import verify
+from bench.support.check import ResultError, verify
 from bench.support.matrix import Setting, settings, systems_in
 from bench.support.systems import SYSTEMS, Floor, Trainer, build_ddp
 from bench.support.table import read_rows, render
@@ -64,14 +64,10 @@ def test_a_gpt_is_measured_alike_on_every_rank(group):
 
 
 @pytest.mark.parametrize("wrong", ["learning rate", "gradient scale", "a parameter that is not stepped"])
-def test_a_wrong_system_is_found_on_every_rank(cluster, wrong):
-    failures = cluster.failures(_verify_wrong, 2, wrong)
-    assert [kind for kind, _ in failures] == ["ResultError", "ResultError"]
-    assert all("wrong on tiny is" in message for _, message in failures)
-
-
-def _verify_wrong(group, wrong):
-    verify(TINY, {"ddp": build_ddp, "wrong": lambda workload, group: _build_wrong(workload, group, wrong)}, group)
+def test_a_wrong_system_is_found_on_every_rank(group, wrong):
+    systems = {"ddp": build_ddp, "wrong": lambda workload, group: _build_wrong(workload, group, wrong)}
+    with pytest.raises(ResultError, match="wrong on tiny is"):
+        verify(TINY, systems, group)
 
 
 def _build_wrong(workload, group, wrong):
@@ -91,33 +87,23 @@ def _sum(group, bucket):
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def test_only_the_first_loss_of_the_floor_is_compared(cluster):
-    assert cluster.run(_verify_floor, 2) == [True, True]
+def test_only_the_first_loss_of_the_floor_is_compared(group):
+    assert verify(TINY, {"ddp": build_ddp, "floor": SYSTEMS["floor"]}, group)["floor"] <= 1
+    assert isinstance(SYSTEMS["floor"](TINY, group), Floor)
 
 
-def _verify_floor(group):
-    shares = verify(TINY, {"ddp": build_ddp, "floor": SYSTEMS["floor"]}, group)
-    return isinstance(SYSTEMS["floor"](TINY, group), Floor) and shares["floor"] <= 1
-
-
-def test_an_equal_result_needs_half_of_the_tolerance_at_most(cluster):
-    assert 0 < cluster.run(_verify_ddp, 1)[0]["ddp"] < 0.5
-
-
-def _verify_ddp(group):
-    return verify(TINY, {"ddp": build_ddp}, group)
+@pytest.mark.ranks(1)
+def test_an_equal_result_needs_half_of_the_tolerance_at_most(group):
+    assert 0 < verify(TINY, {"ddp": build_ddp}, group)["ddp"] < 0.5
 
 
 @pytest.mark.parametrize("wrong", ["micro-batches that are not averaged", "a norm of this rank", "no clipping"])
-def test_a_wrong_setting_is_found_on_every_rank(cluster, wrong):
-    failures = cluster.failures(_verify_wrong_setting, 2, wrong)
-    assert [kind for kind, _ in failures] == ["ResultError", "ResultError"]
-
-
-def _verify_wrong_setting(group, wrong):
+def test_a_wrong_setting_is_found_on_every_rank(group, wrong):
     setting = Setting("fp32", 2, 0.01)
     ddp = setting.build(build_ddp)
-    verify(setting.workload(TINY), {"ddp": ddp, "wrong": lambda *given: _WRONG[wrong](ddp(*given))}, group, setting)
+    systems = {"ddp": ddp, "wrong": lambda *given: _WRONG[wrong](ddp(*given))}
+    with pytest.raises(ResultError):
+        verify(setting.workload(TINY), systems, group, setting)
 
 
 class _NotAveraged(Trainer):

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from bench.support.fake_group import as_over_nccl, fake_group
-from shardlite import Precision, Route, ShardLite
+from shardlite import LayoutError, Precision, Route, ShardLite
 from shardlite.comm import context
 from shardlite.comm.transport import nccl
 from shardlite.comm.transport.nccl import Communicator, NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import take_deprecated
+from shardlite.errors import CommError
 from tests.support.internals import context as context_of
 from tests.support.patience import seconds
 
@@ -184,16 +185,11 @@ def test_one_is_free_when_garbage_is_collected(group):
         assert (before, [each.is_free for each in nccl._all]) == ([False] * 2, [True] * 2)
 
 
-def fail_to_connect(group):
+def test_what_the_backend_says_is_reported(group):
+    expected = rf"^rank {group.rank()} cannot open another connection to ranks \[0, 1\] over nccl\. "
     with over_nccl(), mock.patch.object(FakeNccl, "__init__", side_effect=RuntimeError("no route to host")):
-        connect(group, CUDA, AMPLE, apart=True)
-
-
-def test_what_the_backend_says_is_reported(cluster):
-    for rank, (kind, message) in enumerate(cluster.failures(fail_to_connect, 2)):
-        assert kind == "CommError"
-        assert message.startswith(f"rank {rank} cannot open another connection to ranks [0, 1] over nccl. ")
-        assert message.endswith("The backend says: no route to host")
+        with pytest.raises(CommError, match=rf"(?s){expected}.*The backend says: no route to host$"):
+            connect(group, CUDA, AMPLE, apart=True)
 
 
 # ---- who has one ----------------------------------------------------------------------------------------------------
@@ -351,19 +347,13 @@ def test_buffers_that_are_kept_are_registered_with_the_communicator_that_sends_t
     assert cluster.run(take_buffers, 2, False) == [[[]] * 2] * 2
 
 
-def register(group):
-    with over_nccl(refusing=(1,)):
+def test_a_rank_without_the_allocator_is_an_error_on_all(group):
+    with over_nccl(refusing=(1,)), pytest.raises(LayoutError, match=r"leave registered=True out$") as failed:
         connect(group, CUDA, AMPLE, route=Route(registered=True), apart=True)
-
-
-def test_a_rank_without_the_allocator_is_an_error_on_all(cluster):
-    for kind, message in cluster.failures(register, 2):
-        assert kind == "LayoutError"
-        assert message.startswith(
-            "Route(registered=True) takes NCCL's allocator, which is not available. The backend says on rank 1: NCCL "
-            "mem allocator is not supported in this NCCL version. "
-        )
-        assert message.endswith("leave registered=True out")
+    assert str(failed.value).startswith(
+        "Route(registered=True) takes NCCL's allocator, which is not available. The backend says on rank 1: NCCL "
+        "mem allocator is not supported in this NCCL version. "
+    )
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------

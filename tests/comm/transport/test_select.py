@@ -12,6 +12,7 @@ from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
+from shardlite.errors import LayoutError
 from tests.support.patience import seconds
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -46,20 +47,16 @@ def test_the_backend_for_the_device_decides(cluster, backends, device, expected)
 @pytest.mark.parametrize(
     ("backends", "device"), [("cuda:nccl", CPU), ("cpu:gloo", CUDA), ("cuda:ucc", CUDA), (None, torch.device("meta"))]
 )
-def test_tensors_that_no_backend_carries_are_refused(cluster, backends, device):
-    for kind, message in cluster.failures(describe_connections, 2, backends, device):
-        assert kind == "LayoutError"
-        assert f"no transport for tensors on {device} over a process group with the backends {{" in message
-        assert "init_process_group('cpu:gloo,cuda:nccl')" in message
+def test_tensors_that_no_backend_carries_are_refused(group, backends, device):
+    with pytest.raises(LayoutError, match=r"init_process_group\('cpu:gloo,cuda:nccl'\)") as refused:
+        describe_connections(group, backends, device)
+    said = f"no transport for tensors on {device} over a process group with the backends {{"
+    assert said in str(refused.value)
 
 
-def connect_from_outside(group):
-    connect(dist.GroupMember.NON_GROUP_MEMBER, CPU, AMPLE)
-
-
-def test_a_group_of_others_is_refused(cluster):
-    for failure in cluster.failures(connect_from_outside, 2):
-        assert failure == ("LayoutError", "this process is not a member of the process group that it was given")
+def test_a_group_of_others_is_refused(group):
+    with pytest.raises(LayoutError, match=r"^this process is not a member of the process group that it was given$"):
+        connect(dist.GroupMember.NON_GROUP_MEMBER, CPU, AMPLE)
 
 
 def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(group):

@@ -271,32 +271,27 @@ def ask_for_it(group, device, transport="symmetric_memory"):
     connect(group, torch.device(device), AMPLE, route=Route(transport=transport))
 
 
-def test_where_it_is_not_available_the_error_says_why(cluster):
-    for kind, message in cluster.failures(ask_for_it, 2, "cuda:0"):
-        assert kind == "LayoutError"
-        assert message == (
-            "transport='symmetric_memory' is not available: rank 0: requires a CUDA device, and there is none. "
-            "Use 'p2p' or 'auto'"
-        )
-    for kind, message in cluster.failures(ask_for_it, 2, "cpu"):
-        assert kind == "LayoutError"
-        assert message.startswith("transport='symmetric_memory' is for CUDA tensors, these are on the CPU")
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda:0", "is not available: rank 0: requires a CUDA device, and there is none. Use 'p2p' or 'auto'$"),
+        ("cpu", "is for CUDA tensors, these are on the CPU"),
+    ],
+)
+def test_where_it_is_not_available_the_error_says_why(group, device, expected):
+    with pytest.raises(LayoutError, match=f"^transport='symmetric_memory' {expected}"):
+        ask_for_it(group, device)
 
 
-def fail_to_rendezvous(group):
+def test_a_rendezvous_that_fails_on_one_rank_is_an_error_on_all(group):
     def rendezvous(area, name):
         if group.rank() == 1:
             raise RuntimeError("no descriptor came")
 
     with machine():
         symmetric._SymmetricMemory.rendezvous = rendezvous
-        ask_for_it(group, f"cuda:{group.rank()}")
-
-
-def test_a_rendezvous_that_fails_on_one_rank_is_an_error_on_all(cluster):
-    for kind, message in cluster.failures(fail_to_rendezvous, 2):
-        assert kind == "LayoutError"
-        assert "is not available: rank 1: no descriptor came. Use" in message
+        with pytest.raises(LayoutError, match=r"is not available: rank 1: no descriptor came\. Use"):
+            ask_for_it(group, f"cuda:{group.rank()}")
 
 
 class Handle:
