@@ -408,8 +408,9 @@ def peak_of(run: Callable[[], Any]) -> tuple[int, Any]:
         return meter.peak - before, result
 
 
-def state_dict_body(group: Any) -> tuple[int, int, int]:
-    """Return the peaks of making a full state dict for rank 0, of loading it, and of loading the optimizer's own."""
+@pytest.mark.ranks(2, WIDE)
+def test_saving_and_loading_go_unit_by_unit(group: Any) -> None:
+    """Beside what rank 0 gets or gives. What an optimizer loads is copied into the memory that it has."""
     model = ShardLite(deep(), group=group)
     optimizer = AdamW(model.parameters())
     take_step(optimizer, model(torch.randn(2, SIDE)).sum())
@@ -417,13 +418,6 @@ def state_dict_body(group: Any) -> tuple[int, int, int]:
     loading, _ = peak_of(lambda: model.load_full_state_dict(state or None))
     own = copy.deepcopy(optimizer.state_dict())
     stepping, _ = peak_of(lambda: optimizer.load_state_dict(own))
-    return saving, loading, stepping
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_saving_and_loading_go_unit_by_unit(cluster, world_size):
-    """Beside what rank 0 gets or gives. What an optimizer loads is copied into the memory that it has."""
-    for rank, (saving, loading, stepping) in enumerate(cluster.run(state_dict_body, world_size)):
-        assert saving <= ((DEPTH + 1) * UNIT if rank == 0 else 2 * UNIT) + SMALL
-        assert loading <= UNIT + SMALL
-        assert stepping <= SMALL
+    assert saving <= ((DEPTH + 1) * UNIT if group.rank() == 0 else 2 * UNIT) + SMALL
+    assert loading <= UNIT + SMALL
+    assert stepping <= SMALL

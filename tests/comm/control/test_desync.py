@@ -207,18 +207,14 @@ def test_uneven_micro_batches_that_are_accumulated(cluster):
         assert message.count(SAME_PASSES) == 1
 
 
-def joined_body(world, stage, scenario: Callable[[Trained, int], None]) -> None:
-    trained = Trained(dist.new_group(list(range(world.size()))), stage)
-    scenario(trained, world.rank())
-    trained.step()
-
-
 @pytest.mark.parametrize(
     ("stage", "scenario"),
     [(3, uneven_but_joined), (2, uneven_but_joined), (2, uneven_accumulation), (0, uneven_accumulation)],
 )
-def test_what_the_error_says_about_micro_batches_works(cluster, stage, scenario):
-    cluster.run(joined_body, 2, stage, scenario)
+def test_what_the_error_says_about_micro_batches_works(group, stage, scenario):
+    trained = Trained(dist.new_group(list(range(group.size()))), stage)
+    scenario(trained, group.rank())
+    trained.step()
 
 
 @pytest.mark.slow  # four ranks do the same in the next test

@@ -22,24 +22,20 @@ LIMIT = seconds(0.3)
 PATIENT = timedelta(seconds=seconds(30))
 
 
-def told_body(group):
+@pytest.mark.ranks(1, 2, 4)
+def test_every_rank_hears_every_other_one_and_little_is_left(group):
     store = dist.distributed_c10d._get_default_store()
     name, before = group.group_name, store.num_keys()
     rows = [all_gather_json(group, [group.rank(), f"round {i}", None, 2.5], "numbers", PATIENT) for i in range(3)]
     dist.barrier(group)
     left = [each for each in range(4) if store.check([f"shardlite/{name}/{bounded_store().calls[name] - each}"])]
-    return rows, left, store.num_keys() - before
+    assert rows == [[[rank, f"round {i}", None, 2.5] for rank in range(group.size())] for i in range(3)]
+    assert left == ([0] if group.size() > 1 else []), "the last list, which the next one takes away"
+    assert store.num_keys() - before <= 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_rank_hears_every_other_one_and_little_is_left(cluster, world_size):
-    for rows, left, more in cluster.run(told_body, world_size):
-        assert rows == [[[rank, f"round {i}", None, 2.5] for rank in range(world_size)] for i in range(3)]
-        assert left == ([0] if world_size > 1 else []), "the last list, which the next one takes away"
-        assert more <= 1
-
-
-def again_body(group):
+@pytest.mark.ranks(3)
+def test_what_is_left_of_an_earlier_group_is_not_heard(group):
     """Come to exchanges of the same numbers, as process groups of the same name in one store do."""
     rows = []
     for i in range(3):
@@ -47,12 +43,7 @@ def again_body(group):
         dist.barrier(group)
         bounded_store().calls[group.group_name] -= 1
     bounded_store().calls[group.group_name] += 3
-    return rows
-
-
-def test_what_is_left_of_an_earlier_group_is_not_heard(cluster):
-    for rows in cluster.run(again_body, 3):
-        assert rows == [[[rank, i] for rank in range(3)] for i in range(3)]
+    assert rows == [[[rank, i] for rank in range(3)] for i in range(3)]
 
 
 def absent_body(group, absent):

@@ -208,34 +208,22 @@ def test_gathers_and_reductions_have_their_own_and_inline_operations_that_of_the
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def describe_options(group, **route):
+@pytest.mark.parametrize(
+    ("route", "priority", "min_ctas", "max_ctas"),
+    [({}, True, 8, 16), ({"max_ctas": 12}, True, 8, 12), ({"max_ctas": 4, "high_priority": False}, False, 4, 4)],
+)
+def test_they_have_the_options_of_the_group_and_the_route_and_are_closed(group, route, priority, min_ctas, max_ctas):
     with over_nccl(max_ctas=16, min_ctas=8, net_name="IB") as made:
         a_model(group, **route)
         nccl._close()
     (rank, size, options), _ = said = [each.said for each in made]
     assert [each.calls for each in made] == [["shutdown"]] * 2
     assert len({each.group_name for _, _, each in said}) == 2
-    return (
-        rank,
-        size,
-        options.is_high_priority_stream,
-        vars(options.config),
-        options.global_ranks_in_group,
-        options.group_name.startswith("shardlite "),
-        options._timeout,
-    )
-
-
-@pytest.mark.parametrize(
-    ("route", "priority", "min_ctas", "max_ctas"),
-    [({}, True, 8, 16), ({"max_ctas": 12}, True, 8, 12), ({"max_ctas": 4, "high_priority": False}, False, 4, 4)],
-)
-def test_they_have_the_options_of_the_group_and_of_the_route_and_are_closed_at_the_end(
-    cluster, route, priority, min_ctas, max_ctas
-):
-    config = {"min_ctas": min_ctas, "max_ctas": max_ctas, "net_name": "IB"}
-    for rank, found in enumerate(cluster.run(describe_options, 2, **route)):
-        assert found == (rank, 2, priority, config, [0, 1], True, AMPLE)
+    assert (rank, size, options._timeout) == (group.rank(), 2, AMPLE)
+    assert vars(options.config) == {"min_ctas": min_ctas, "max_ctas": max_ctas, "net_name": "IB"}
+    assert options.is_high_priority_stream == priority
+    assert options.global_ranks_in_group == [0, 1]
+    assert options.group_name.startswith("shardlite ")
 
 
 NCCL_ONLY = [{"registered": True}, {"max_ctas": 4}, {"high_priority": False}]
@@ -396,14 +384,10 @@ def test_a_stream_that_is_captured_waits_for_none_that_is_not():
     assert (one.waits, other.waits, third.waits) == ([], [], [other])
 
 
-def exchange_nothing(group):
+def test_every_exchange_counts(group):
     """A rank whose messages are empty begins as many operations as the others."""
     with over_nccl(), on(None):
         transport = connect(group, CUDA, AMPLE, route=Route(transport="p2p"), apart=True)
         assert isinstance(transport, NcclTransport)
         transport.exchange([], tag=0).wait()
-        return transport._communicator.operations
-
-
-def test_every_exchange_counts(cluster):
-    assert cluster.run(exchange_nothing, 2) == [1, 1]
+        assert transport._communicator.operations == 1

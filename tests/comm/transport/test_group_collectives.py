@@ -89,8 +89,10 @@ def test_replicas_have_the_same_bits(cluster):
     cluster.check(train_replicas, 4)
 
 
-def count_messages(group, in_backward):
-    """Train until the order of gathers is known; return how many calls and messages each purpose took in a step."""
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.ranks(2, 3)
+def test_an_operation_is_one_message_on_any_number_of_ranks(group, in_backward):
+    """Train until the order of gathers is known; count the calls and messages of each purpose in a step."""
     model = ShardLite(LanguageModel(), group=group, route=Route(transport="collectives"))
     assert "GlooCollectives" in repr(model)
     side = Side(model, in_backward=in_backward)
@@ -99,7 +101,10 @@ def count_messages(group, in_backward):
         before = of_units(model)
         side.backward(on_tokens, [Turn(step, dist.get_rank(), 0)], ["step"])
         side.finish()
-    return of_units(model) - before
+    found = of_units(model) - before
+    purposes = {"gather", "reduce", *(["used"] if in_backward else [])}
+    assert found.keys() == {(purpose, what) for purpose in purposes for what in ("calls", "messages")}
+    assert all(found[purpose, "calls"] == found[purpose, "messages"] > 0 for purpose in purposes)
 
 
 def of_units(model):
@@ -110,15 +115,6 @@ def of_units(model):
             found[purpose, "calls"] += sent.calls
             found[purpose, "messages"] += sent.messages
     return found
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward):
-    for size in (2, 3):
-        for found in cluster.run(count_messages, size, in_backward):
-            purposes = {"gather", "reduce", *(["used"] if in_backward else [])}
-            assert found.keys() == {(purpose, what) for purpose in purposes for what in ("calls", "messages")}
-            assert all(found[purpose, "calls"] == found[purpose, "messages"] > 0 for purpose in purposes)
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------

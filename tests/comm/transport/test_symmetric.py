@@ -308,7 +308,8 @@ class Handle:
         pass
 
 
-def what_is_connected(group, backends):
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_it_is_connected_where_it_is_asked_for(group, backends):
     """Connect as one does for gathers and for reductions; `asked` has what PyTorch was asked for."""
     asked = []
 
@@ -331,20 +332,12 @@ def what_is_connected(group, backends):
     assert [str(each.message) for each in said] == [
         "transport='symmetric_memory' is experimental: it has not run between GPUs"
     ]
-    return [(type(each).__name__, each.rank, each.world_size) for each in made], asked
+    expected = "SymmetricMemoryTransport", group.rank(), 2
+    assert [(type(each).__name__, each.rank, each.world_size) for each in made] == [expected] * 2
+    assert asked == [((64 << 20,), (1,), torch.uint8, str(device))] * 2
 
 
-@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
-def test_it_is_connected_where_it_is_asked_for(cluster, backends):
-    for rank, (made, asked) in enumerate(cluster.run(what_is_connected, 2, backends)):
-        assert made == [("SymmetricMemoryTransport", rank, 2)] * 2
-        assert asked == [((64 << 20,), (1,), torch.uint8, f"cuda:{rank}")] * 2
-
-
-def without_others(group):
+@pytest.mark.ranks(1)
+def test_one_rank_needs_none(group):
     with machine():
-        return type(connect(group, CUDA, AMPLE, route=Route(transport="symmetric_memory"))).__name__
-
-
-def test_one_rank_needs_none(cluster):
-    assert cluster.run(without_others, 1) == ["StagedTransport"]
+        assert isinstance(connect(group, CUDA, AMPLE, route=Route(transport="symmetric_memory")), StagedTransport)

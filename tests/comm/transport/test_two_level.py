@@ -276,8 +276,9 @@ def test_training_has_the_bits_of_messages(group, stage, in_backward, options):
         train_over_both(group, stage, "hierarchical", in_backward, {}, options)
 
 
-def traffic_of(group):
-    """Train by two levels and by replicas; return bytes by unit and what the layouts say of each bucket."""
+@pytest.mark.ranks(4)
+def test_traffic_has_the_bytes_across_nodes(group):
+    """Of a bucket of `n` bytes, 2 nodes of 2: `(N-1)/N n/L` across with full sharding, and twice that with replicas."""
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     found = []
@@ -287,18 +288,13 @@ def traffic_of(group):
         on_tokens(model, Turn(0, dist.get_rank(), 0)).backward()
         sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in units(model)}
         found.append((sizes, {unit: dict(sent) for unit, sent in model.traffic().items()}))
-    return found
-
-
-def test_traffic_has_the_bytes_across_nodes(cluster):
-    """Of a bucket of `n` bytes, 2 nodes of 2: `(N-1)/N n/L` across with full sharding, and twice that with replicas."""
-    for (sizes, levels), (halves, hybrid) in cluster.run(traffic_of, 4):
-        for unit, nbytes in sizes.items():
-            reduce = levels[unit]["reduce"]
-            assert (reduce.nbytes, reduce.across) == (nbytes * 3 // 4, nbytes // 4)
-        for unit, nbytes in halves.items():
-            assert hybrid[unit]["reduce"].nbytes == nbytes // 2
-            assert hybrid[unit]["reduce over replicas"].nbytes == nbytes // 2
+    (sizes, levels), (halves, hybrid) = found
+    for unit, nbytes in sizes.items():
+        reduce = levels[unit]["reduce"]
+        assert (reduce.nbytes, reduce.across) == (nbytes * 3 // 4, nbytes // 4)
+    for unit, nbytes in halves.items():
+        assert hybrid[unit]["reduce"].nbytes == nbytes // 2
+        assert hybrid[unit]["reduce over replicas"].nbytes == nbytes // 2
 
 
 # ---- who gets them, and errors --------------------------------------------------------------------------------------
@@ -336,7 +332,8 @@ def test_nothing_is_logged_where_two_levels_are_taken_or_save_nothing(cluster, n
     assert cluster.run(warnings_of, 4, node, route) == [[]] * 4
 
 
-def over_nccl(group):
+@pytest.mark.ranks(4)
+def test_over_nccl_only_reductions_know_nodes(group):
     """Which transports a route selects where the group has NCCL, and between which ranks it connects again."""
     made = []
 
@@ -354,14 +351,9 @@ def over_nccl(group):
             connect(group, torch.device("cuda:0"), AMPLE, route=route, apart=True, reduces=each)
             for each in (False, True)
         ]
-    return [type(each).__name__ for each in kinds], made
-
-
-def test_over_nccl_only_reductions_know_nodes(cluster):
-    for rank, (kinds, made) in enumerate(cluster.run(over_nccl, 4)):
-        assert kinds == ["NcclCollectives", "TwoLevelCollectives"]
-        inside, across = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
-        assert made == [None, None, inside, across], "one for gathers, three for reductions"
+    assert [type(each).__name__ for each in kinds] == ["NcclCollectives", "TwoLevelCollectives"]
+    inside, across = [[0, 1], [2, 3]][dist.get_rank() // 2], [[0, 2], [1, 3]][dist.get_rank() % 2]
+    assert made == [None, None, inside, across], "one for gathers, three for reductions"
 
 
 @pytest.mark.ranks(4)
