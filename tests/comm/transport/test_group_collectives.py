@@ -28,7 +28,6 @@ from shardlite.config import Route
 from tests.support.models.losses import MODELS, on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.patience import seconds
-from tests.support.ranks.cluster import Cluster
 from tests.support.transports.both_ways import train_over_both
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import FLOATS, Case, assert_equal_bits, cases_for, reduce_everything, ring_sum
@@ -215,14 +214,6 @@ def test_a_fast_reduction_is_made_on_request(cluster):
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def throwaway(fork_server):
-    """A cluster for a body that breaks connections."""
-    gloo = Cluster(fork_server, sizes=[2])
-    yield gloo
-    gloo.close()
 
 
 def be_alone(group):

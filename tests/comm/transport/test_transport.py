@@ -3,7 +3,6 @@
 import os
 import time
 import weakref
-from contextlib import closing
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -23,7 +22,7 @@ from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect
 from shardlite.errors import CommError, LayoutError
 from tests.support.patience import seconds, until
-from tests.support.ranks.cluster import Cluster, run_local
+from tests.support.ranks.cluster import run_local
 from tests.support.ranks.local_world import local_world
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.delegating import Delegating
@@ -252,13 +251,6 @@ def leave_a_wait(group):
     return str(failed.value)
 
 
-@pytest.fixture(scope="module")
-def throwaway(fork_server):
-    """A cluster for bodies that break gloo connections or ranks: the session's stays as it is."""
-    with closing(Cluster(fork_server, sizes=[2])) as gloo:
-        yield gloo
-
-
 def test_silent_gloo_peers_are_named(throwaway):
     (first, sending), (second, receiving) = throwaway.failures(send_unexpected_messages, 2)
     assert first == second == "CommError"
@@ -316,18 +308,11 @@ def exchange_in_a_subgroup(group):
     return [exchange_at_once(transport) for transport in transports]
 
 
-def test_peers_are_ranks_of_the_group(throwaway_of_three):
-    outside, *inside = throwaway_of_three.run(exchange_in_a_subgroup, 3)
+def test_peers_are_ranks_of_the_group(throwaway):
+    outside, *inside = throwaway.run(exchange_in_a_subgroup, 3)
     assert outside is None
     for results in zip(*inside, strict=True):
         assert_came_from_the_left(list(results))
-
-
-@pytest.fixture
-def throwaway_of_three(fork_server):
-    """A cluster for groups that the session's should not keep."""
-    with closing(Cluster(fork_server, sizes=[3])) as gloo:
-        yield gloo
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ from tests.support.logs import logged
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
-from tests.support.ranks.cluster import Cluster, run_local
+from tests.support.ranks.cluster import run_local
 from tests.support.transports.both_ways import train_over_both
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import FLOATS, Case, add, assert_equal_bits, cases_for, tensor_of
@@ -368,14 +368,6 @@ def test_hosts_of_different_size_are_refused(group):
 def test_the_order_of_two_levels_is_fixed():
     with pytest.raises(ValueError, match=r"algorithm='hierarchical' fixes the order .* reduce='fast' leaves it to"):
         Route(algorithm="hierarchical", reduce="fast")
-
-
-@pytest.fixture
-def throwaway(fork_server):
-    """A cluster for a body that breaks connections."""
-    gloo = Cluster(fork_server, sizes=[4])
-    yield gloo
-    gloo.close()
 
 
 def be_alone(group):
