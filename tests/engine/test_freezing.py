@@ -8,7 +8,7 @@ from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import WIDE, local_parts, some_stages
+from tests.support.twins.sharded import WIDE, local_parts, some_stages, take_step
 
 
 def net(width: int = 24) -> nn.Sequential:
@@ -42,9 +42,11 @@ def assert_same(what: str, model: ShardLite, ours: dict, expected: dict) -> None
         torch.testing.assert_close(ours[name], part, rtol=0, atol=0, msg=lambda m, n=name: f"{what} of {n}: {m}")
 
 
-def follows_twin_body(group, stages, start):
+@pytest.mark.ranks(1, 2, WIDE)
+@pytest.mark.parametrize("start", [0, 2])
+def test_training_follows_the_twin_whatever_is_frozen_meanwhile(group, start):
     world_size, rank = group.size(), group.rank()
-    for stage in stages:
+    for stage in some_stages(2, 3):
         module = net()
         freeze(module, start)
         twin = Twin(copy.deepcopy(module), world_size)
@@ -62,17 +64,9 @@ def follows_twin_body(group, stages, start):
             grads = {name: param.grad for name, param in twin.masters.items() if param.grad is not None}
             assert {name for name, shard in shards.items() if shard.grad is not None} == set(grads)
             assert_same(f"stage {stage}, step {step}: gradient", model, {n: s.grad for n, s in shards.items()}, grads)
-            ours.step()
-            theirs.step()
-            ours.zero_grad()
-            theirs.zero_grad()
+            for optimizer in (ours, theirs):
+                take_step(optimizer)
             assert_same(f"stage {stage}, step {step}: weight", model, dict(model.named_parameters()), twin.masters)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, WIDE])
-@pytest.mark.parametrize("start", [0, 2])
-def test_training_follows_the_twin_whatever_is_frozen_meanwhile(cluster, world_size, start):
-    cluster.check(follows_twin_body, world_size, some_stages(2, 3), start)
 
 
 def bytes_body(group, stage):

@@ -77,9 +77,10 @@ def assert_norm(what: str, model: ShardLite) -> None:
     torch.testing.assert_close(model.clip_grad_norm_(math.inf).double(), squares[0].sqrt(), rtol=rtol, atol=0, msg=what)
 
 
-def untouched_body(group: Any, ways: list[str]) -> None:
+@pytest.mark.ranks(2, WIDE)
+def test_neither_a_norm_nor_a_clip_that_does_nothing_touches_gradients(group: Any) -> None:
     for stage in some_stages(1, 3):
-        for way in ways:
+        for way in ("ours", "torch's"):
             model = made(group, stage)
             versions = [shard.grad._version for shard in model.parameters()]
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,11 +99,6 @@ def untouched_body(group: Any, ways: list[str]) -> None:
             with touching(True):
                 model.clip_grad_norm_(1e9)  # they were scaled
             assert_norm(f"stage {stage}, clipped", model)
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_neither_a_norm_nor_a_clip_that_does_nothing_touches_gradients(cluster, world_size):
-    cluster.check(untouched_body, world_size, ["ours", "torch's"])
 
 
 # ---- when gradients are no longer what they were --------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Embeddings are resized before wrapping; a wrapped model raises an error whose remedy works."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,14 +94,16 @@ def test_a_wrapped_model_says_how_to_resize(group: Any, make: Make, loss_of: Any
     same_states("state", full, twin.state_dict())
 
 
-def loads(group: Any, make: Make, loss_of: Any, folder: Path, stage: int) -> None:
-    """Body of a rank: a model that was resized before wrapping loads what one like it has saved."""
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize(("make", "loss_of"), CASES)
+def test_a_model_that_was_resized_before_wrapping_loads(group: Any, make: Make, loss_of: Any, tmp_path, stage) -> None:
+    """A model that was resized before wrapping loads what one like it has saved."""
     first, second, third = (ShardLite(resized(make), group=group, stage=stage) for _ in range(3))
     optimizer = AdamW(first.parameters(), lr=0.1)
     loss_of(first, Turn(0, 0, 1)).backward()
     optimizer.step()
-    save(folder, first, optimizer)
-    load(folder, second, AdamW(second.parameters(), lr=0.1))
+    save(tmp_path, first, optimizer)
+    load(tmp_path, second, AdamW(second.parameters(), lr=0.1))
     third.load_full_state_dict(first.full_state_dict())
     plain = resized(make)
     plain.load_state_dict(first.full_state_dict())
@@ -111,9 +112,3 @@ def loads(group: Any, make: Make, loss_of: Any, folder: Path, stage: int) -> Non
     smaller = ShardLite(make(), group=group, stage=stage)
     with pytest.raises(LayoutError, match=rf"has shape \[{MORE}, \d+\], the model's is \[{ROWS}, \d+\]"):
         smaller.load_full_state_dict(first.full_state_dict())
-
-
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize(("make", "loss_of"), CASES)
-def test_a_model_that_was_resized_before_wrapping_loads(cluster, tmp_path, make, loss_of, stage):
-    cluster.check(loads, 2, make, loss_of, tmp_path, stage)

@@ -343,16 +343,12 @@ def test_ranks_that_wait_for_each_other_are_told_where_without_a_timeout(cluster
     assert any(re.search(r"rank 0 in .*\n  rank 1 in ", message) for message in told)
 
 
-def slow_body(world) -> None:
+def test_a_rank_that_is_late_is_waited_for(group):
     """A rank that is late, but comes, is waited for, and no deadlock is reported."""
-    group = dist.new_group(list(range(world.size())))
-    model = ShardLite(Model(), group=group, timeout=timedelta(hours=1))
+    own = dist.new_group(list(range(group.size())))
+    model = ShardLite(Model(), group=own, timeout=timedelta(hours=1))
     with looking_often():
         for turn in range(2):
-            if turn == world.rank():
+            if turn == group.rank():
                 time.sleep(1.0)  # the others look ten times meanwhile
             model(torch.ones(2, WIDTH)).backward()
-
-
-def test_a_rank_that_is_late_is_waited_for(cluster):
-    cluster.check(slow_body, 2)

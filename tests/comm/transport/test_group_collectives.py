@@ -76,16 +76,13 @@ def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward
     cluster.check(train_over_both, size, stage, "auto", in_backward, optimizer, options)
 
 
-def train_replicas(_):
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_replicas_have_the_same_bits(group):
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     pair = Pair(LanguageModel, mesh, replicas=2, route=COLLECTIVES)
     for _ in range(2):
         pair.step(on_tokens, clip=0.01)
-
-
-@pytest.mark.slow
-def test_replicas_have_the_same_bits(cluster):
-    cluster.check(train_replicas, 4)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
