@@ -16,7 +16,7 @@ from torch import nn
 from shardlite import Precision
 from tests.support.models.small import Residual
 from tests.support.transports.pressure import WIDTH, on_rows, under_pressure
-from tests.support.twins.sharded import Pair
+from tests.support.twins.sharded import Pair, slow
 
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 
@@ -26,7 +26,7 @@ BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
     [
         (3, 2, BF16, {"prefetch": 2}),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
                 (3, 3, Precision(), {"prefetch": 2}),
                 (3, 2, BF16, {}),

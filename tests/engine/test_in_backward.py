@@ -28,7 +28,7 @@ from tests.support.transports.pressure import WIDTH, under_pressure
 from tests.support.transports.pressure import on_rows as on_wide_rows
 from tests.support.twins.duos import Duo, alike
 from tests.support.twins.plain import decayed_by_ndim
-from tests.support.twins.sharded import Turn, same_bits, same_states, some_stages
+from tests.support.twins.sharded import Turn, same_bits, same_states, slow, some_stages
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 BF16 = Precision(compute=torch.bfloat16)
@@ -143,7 +143,7 @@ def test_ranks_may_take_different_branches(group: Any, route: Any) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
+@pytest.mark.parametrize("shape", [(2, 2), *(slow(s) for s in ((4, 1), (1, 4)))])
 def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", shape)
     alike(LanguageModel, on_tokens, mesh, stages=(1,))
@@ -153,7 +153,7 @@ def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "group", "precision", "state"),
-    [pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow), (3, 2, SPLIT, "fp32")],
+    [slow(1, 3, SPLIT, "int8"), (3, 2, SPLIT, "fp32")],
     ids=str,
     indirect=["group"],
 )
@@ -174,7 +174,7 @@ def test_large_units_survive_late_messages(group: Any, stage: int, precision: Pr
 # ---- what changes from step to step ---------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
+@pytest.mark.ranks(1, 2, slow(3))
 def test_freezing_between_steps(group: Any) -> None:
     """Other parameters are frozen in each step."""
     kept = [

@@ -19,7 +19,7 @@ from tests.support.models.small import MLP, LanguageModel
 from tests.support.models.small import Context as CalledTwice
 from tests.support.models.trapped import AnyError, Trapped, loss_of
 from tests.support.twins.duos import Duo
-from tests.support.twins.sharded import Turn, accumulating, same_bits, same_states, take_step
+from tests.support.twins.sharded import Turn, accumulating, same_bits, same_states, slow, take_step
 
 EVERY_STAGE = pytest.mark.parametrize(
     ("group", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=str, indirect=["group"]
@@ -231,7 +231,7 @@ def on_wide(model: Callable[..., Any], turn: Turn) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["calls", "recomputed", "one-call"])
-@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
+@pytest.mark.ranks(2, slow(3))
 @pytest.mark.stages(0, 3)
 def test_a_weight_that_is_used_after_its_gradient_was_complete(group: Any, kind: str, stage: int) -> None:
     """The bits of the ordinary step, or an error in the backward."""

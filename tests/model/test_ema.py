@@ -88,11 +88,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("group", "stages"),
-    [(1, (0, 3)), (2, (0, 3)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)],
-    indirect=["group"],
-)
+@pytest.mark.parametrize(("group", "stages"), [(1, (0, 3)), (2, (0, 3)), slow(4, (1, 2, 3))], indirect=["group"])
 @pytest.mark.parametrize("name", CASES)
 def test_averages_are_those_of_the_plain_twin(group, stages, name):
     make, loss, precision = CASES[name]

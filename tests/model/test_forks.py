@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
-from tests.support.twins.sharded import same_states, take_step
+from tests.support.twins.sharded import same_states, slow, take_step
 
 WIDTH = 64
 
@@ -108,7 +108,7 @@ def loaded(group: Any, stage: int, start: str | None) -> dict[str, torch.Tensor]
     return model.full_state_dict()
 
 
-@pytest.mark.parametrize(("start", "stage"), [("fork", 2), pytest.param("spawn", 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("start", "stage"), [("fork", 2), slow("spawn", 3)])
 def test_workers_of_data_loaders_change_nothing(group, start, stage):
     same_states("weights", *(loaded(group, stage, each) for each in (start, None)))
 

@@ -17,7 +17,7 @@ from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel, MixedDtypes, frozen
-from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages, without_warnings
+from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, slow, some_stages, without_warnings
 from tests.support.twins.split import SPLIT, SplitPair, cut, trained
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
     ("name", "group"),
     [
         *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
+        *(slow(*case) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
     ],
     indirect=["group"],
 )
@@ -52,9 +52,7 @@ def test_training_follows_a_twin_in_24_bits(group: Any, name: str) -> None:
             pair.evaluate(loss)
 
 
-@pytest.mark.parametrize(
-    ("kind", "group"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)], indirect=["group"]
-)
+@pytest.mark.parametrize(("kind", "group"), [("ring", 3), slow("hybrid", 4)], indirect=["group"])
 def test_all_stages_have_the_same_bits(group: Any, kind: str) -> None:
     """All stages have the same bits, with options of stage 3 too."""
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
@@ -84,8 +82,8 @@ def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit:
     ("state", "in_backward"),
     [
         ("bf16", True),
-        *(pytest.param(state, False, marks=pytest.mark.slow) for state in ("fp32", "bf16", "int8")),
-        *(pytest.param(state, True, marks=pytest.mark.slow) for state in ("fp32", "int8")),
+        *(slow(state, False) for state in ("fp32", "bf16", "int8")),
+        *(slow(state, True) for state in ("fp32", "int8")),
     ],
 )
 def test_states_depend_on_no_number_of_ranks(cluster, state, in_backward):

@@ -24,7 +24,7 @@ from tests.support.patience import passes_over
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
 from tests.support.transports.pressure import late_messages, on_rows, short_messages, under_pressure
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, some_stages, take_step
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, slow, some_stages, take_step
 
 # ---- order ----------------------------------------------------------------------------------------------------------
 
@@ -312,11 +312,7 @@ def resumed(group: Any, state: dict[str, Any]) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    ("group", "ranks"),
-    [(2, None), pytest.param(3, None, marks=pytest.mark.slow), (4, [[0, 1], [2, 3]])],
-    indirect=["group"],
-)
+@pytest.mark.parametrize(("group", "ranks"), [(2, None), slow(3, None), (4, [[0, 1], [2, 3]])], indirect=["group"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(group: Any, ranks: list[list[int]] | None) -> None:
     """It has the same bits, memory and traffic, also if the ranks of the model do not include rank 0."""
     if ranks is not None:

@@ -17,7 +17,7 @@ from shardlite.apps.demo.text import draw_batch, read_corpus
 from shardlite.checkpoint import Checkpoint
 from tests.support.ranks.scripts import run_script, torchrun
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import same_bits, same_states
+from tests.support.twins.sharded import same_bits, same_states, slow
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -37,7 +37,7 @@ def by_torchrun(script: Path, *arguments: object, warnings: str = "error") -> st
     return done.out
 
 
-@pytest.fixture(params=["cluster", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.fixture(params=["cluster", slow("torchrun")])
 def run(request: pytest.FixtureRequest) -> Run:
     """Run a script on the ranks that are there, and by its launcher."""
     if request.param == "torchrun":
