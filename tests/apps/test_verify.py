@@ -27,17 +27,6 @@ DDP = "DistributedDataParallel"
 BF16 = Precision(compute=torch.bfloat16)
 
 
-class Tokens(nn.Module):
-    """The cross-entropy of a language model, []."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 class Rows(nn.Module):
     """The mean square of a model's output for rows, []."""
 
@@ -47,6 +36,13 @@ class Rows(nn.Module):
 
     def forward(self, *args: Any) -> Tensor:
         return self.model(*args).square().mean()
+
+
+class Tokens(Rows):
+    """The cross-entropy of a language model, []."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def tokens(step: int, rank: int) -> tuple[Tensor]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardlite import LayoutError, ShardLite
 from shardlite.engine.module_buffers import LARGE
 from tests.support.models.residual import WIDTH, Block
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_states
 
 
 class Counting(nn.Module):
@@ -69,9 +69,7 @@ def test_buffers_are_those_of_ddp(group: Any, stage: int) -> None:
             else:
                 each(rows(Turn(step, rank, 0))).square().mean().backward()
                 each.zero_grad()
-        theirs = dict(ddp.module.named_buffers())
-        for name, buffer in model.named_buffers():
-            same_bits(f"step {step}, {mode}: {name}", buffer, theirs[name])
+        same_states(f"step {step}, {mode}", dict(model.named_buffers()), dict(ddp.module.named_buffers()))
 
 
 class Normed(nn.Module):
@@ -94,9 +92,7 @@ def test_two_forwards_before_a_backward(group: Any, stage: int) -> None:
             each.zero_grad()
             real, fake = (each(rows(Turn(step, dist.get_rank(group), micro))) for micro in range(2))
             (real.mean() - fake.square().mean()).backward()
-        theirs = dict(ddp.module.named_buffers())
-        for name, buffer in model.named_buffers():
-            same_bits(name, buffer, theirs[name])
+        same_states("buffer", dict(model.named_buffers()), dict(ddp.module.named_buffers()))
     assert all(shard.grad is not None for shard in model.parameters())
 
 

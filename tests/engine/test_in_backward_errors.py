@@ -215,12 +215,8 @@ class UsedAgain(nn.Module):
         return x
 
 
-class UsedTogether(nn.Module):
+class UsedTogether(Stopping):
     """Both uses are in one module. [B, D] -> [B, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(torch.tanh(x @ self.weight.detach()) @ self.weight)

@@ -34,8 +34,7 @@ def loads(group: Any, stage: int, saved: dict[str, Tensor]) -> dict[str, Tensor]
     precise = {name: torch.randn(value.shape, generator=generator) for name, value in saved.items()}
     precise["head.weight"] = precise["embed.weight"]
     model.load_full_state_dict(precise)
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, cut(precise[name]))
+    same_states("rounded", model.full_state_dict(), {name: cut(value) for name, value in precise.items()})
     with torch.no_grad(), model.gathered(writeback=False):
         for name, param in model.module.named_parameters():
             same_bits(f"{name}, gathered", param.detach(), parts(precise[name])[0])

@@ -118,12 +118,8 @@ class ListsAndDicts(nn.Module):
         return x * self.vectors["scale"] + self.vectors["shift"]
 
 
-class ReadsItsChildren(nn.Module):
+class ReadsItsChildren(Block):
     """Uses its layers' weights without calling them, one of them transposed. [B, D] -> [B, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.linear(x, self.inner.weight, self.inner.bias)
