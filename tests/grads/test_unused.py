@@ -15,32 +15,24 @@ from tests.support.twins.sharded import WIDE, Pair, Turn, same_states, some_stag
 STEPS = 10
 
 
-def pair_body(group, stages, recipe):
-    counts = []
-    for stage in stages:
+@pytest.mark.ranks(2, WIDE)
+@pytest.mark.parametrize("recipe", ["adamw", "torch-adamw"])
+def test_experts_without_tokens_follow_the_twin_for_ten_steps(group, recipe):
+    """Those that no rank used in a step are left alone, and each counts its own steps."""
+    used = [
+        {choice for rank in range(group.size()) for micro in range(2) for choice in tokens(step, rank, micro)}
+        for step in range(STEPS)
+    ]
+    steps = [sum(expert in each for each in used) for expert in range(EXPERTS)]
+    assert steps == [10, 9, 3, 1, 0]
+    for stage in some_stages(2, 3):
         pair = Pair(Model, group, recipe=recipe, stage=stage)
         for step in range(STEPS):
             pair.step(loss, modes=("local", "step") if step % 4 == 1 else ("step",), clip=0.5)
         names = {shard: name for name, shard in pair.model.named_parameters()}
-        counts.append({names[shard]: int(state["step"]) for shard, state in pair.optimizer.state.items()})
-    return counts
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-@pytest.mark.parametrize("recipe", ["adamw", "torch-adamw"])
-def test_experts_without_tokens_follow_the_twin_for_ten_steps(cluster, world_size, recipe):
-    """Those that no rank used in a step are left alone, and each counts its own steps."""
-    used = [
-        {choice for rank in range(world_size) for micro in range(2) for choice in tokens(step, rank, micro)}
-        for step in range(STEPS)
-    ]
-    for counts in cluster.run(pair_body, world_size, some_stages(2, 3), recipe):
-        for count in counts:
-            for expert in range(EXPERTS):
-                steps = sum(expert in each for each in used)
-                assert count.get(f"blocks.0.experts.{expert}.weight", 0) == steps
-            assert count["blocks.0.shared.weight"] == STEPS
-    assert [sum(expert in each for each in used) for expert in range(EXPERTS)] == [10, 9, 3, 1, 0]
+        counts = {names[shard]: int(state["step"]) for shard, state in pair.optimizer.state.items()}
+        assert [counts.get(f"blocks.0.experts.{expert}.weight", 0) for expert in range(EXPERTS)] == steps
+        assert counts["blocks.0.shared.weight"] == STEPS
 
 
 def tokens(step: int, rank: int, micro: int) -> list[int]:
