@@ -6,7 +6,7 @@ import os
 # Before anything reads it: released buffers are filled with NaN, here and in the workers, which inherit it.
 os.environ["SHARDLITE_POISON"] = "1"
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -60,9 +60,9 @@ def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest, cluster: Cluster) -> tuple[Cluster, int]:
-    """First argument of a test marked `ranks`, which is a body of ranks; there it is their process group."""
-    default = next(request.node.iter_markers("ranks")).args[0] if not hasattr(request, "param") else None
-    return cluster, default or request.param
+    """Argument of a test that runs on ranks, two unless it is marked `ranks`; there it is their process group."""
+    mark = request.node.get_closest_marker("ranks")
+    return cluster, getattr(request, "param", mark.args[0] if mark else 2)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,6 +80,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def doomed(fork_server: ForkServer) -> Doomed:
     """Ranks that may die. See `Doomed.run`."""
     return Doomed(fork_server)
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[..., Any], Sequence[str]], str]:
+    """`refusal(main, arguments)`: what a command prints, only to stderr, before it exits with status 2."""
+
+    def call(main: Callable[..., Any], arguments: Sequence[str]) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        return printed.err
+
+    return call
 
 
 @pytest.fixture(params=["threads", "gloo"])

@@ -104,12 +104,6 @@ def test_gpt_gives_logits_or_the_mean_loss():
     assert model(x, y).item() == pytest.approx(math.log(256), abs=0.1)  # it knows nothing yet
 
 
-def test_embedding_and_head_are_one_matrix():
-    model = GPT(SMALL)
-    assert model.head.weight is model.embedding.weight
-    assert sum(name.endswith(("head.weight", "embedding.weight")) for name, _ in model.named_parameters()) == 1
-
-
 def test_the_demo_model_has_ten_million_parameters():
     with torch.device("meta"):
         assert sum(p.numel() for p in GPT(GPTConfig()).parameters()) == 10_745_856
@@ -122,12 +116,6 @@ def test_a_later_byte_changes_no_earlier_logits():
     before, after = model(x), model(changed)
     torch.testing.assert_close(after[:, :5], before[:, :5], rtol=0, atol=0)
     assert not torch.equal(after[:, 5], before[:, 5])
-
-
-def test_the_order_of_earlier_bytes_matters():
-    model = GPT(SMALL)
-    there, back = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
-    assert not torch.equal(there[:, 2], back[:, 2])
 
 
 def test_positions_turn_vectors_and_only_distances_count():
@@ -261,12 +249,10 @@ def test_train_starts_itself_once_per_rank(monkeypatch, tmp_path):
     ]
 
 
-def test_the_number_of_ranks_must_be_what_the_launcher_started(monkeypatch, capsys):
+def test_the_number_of_ranks_must_be_what_the_launcher_started(monkeypatch, refusal):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--ranks", "2"])
-    assert "--ranks is 2" in capsys.readouterr().err
+    assert "--ranks is 2" in refusal(cli.main, ["train", "--ranks", "2"])
 
 
 def test_ranks_share_the_cores_unless_told_otherwise():
@@ -285,12 +271,7 @@ def test_each_rank_has_a_gpu_of_its_own_or_a_share_of_one():
     assert launch.place(0, {}) == ("cpu", "gloo")
     assert place(4, 3, 4) == ("cuda:3", "cpu:gloo,cuda:nccl")
     assert place(8, 1, 2) == ("cuda:1", "cpu:gloo,cuda:nccl")
-    assert [place(2, local_rank, 4) for local_rank in range(4)] == [
-        ("cuda:0", "gloo"),
-        ("cuda:1", "gloo"),
-        ("cuda:0", "gloo"),
-        ("cuda:1", "gloo"),
-    ]
+    assert [place(2, local_rank, 4) for local_rank in range(4)] == [("cuda:0", "gloo"), ("cuda:1", "gloo")] * 2
 
 
 def test_there_are_as_many_ranks_as_gpus_or_two(monkeypatch):

@@ -1,4 +1,4 @@
-"""`shardlite doctor`: every transport is asked for, tried, and explained."""
+"""Test `shardlite doctor`: it requests, tries and explains every transport."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_it_says_what_there_is_and_why(cluster):
 
 @pytest.mark.slow
 def test_the_command_starts_its_ranks():
-    """All commands start them in the same way, and none has less to do then."""
+    """All commands start ranks in the same way; this one does the least work."""
     done = run_process("-m", "shardlite", "doctor", "--ranks", "2")
     assert done.status == 0, done.err
     assert "OMP_NUM_THREADS" not in done.err

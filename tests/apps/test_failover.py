@@ -1,19 +1,15 @@
-"""`shardlite train` goes on by itself from its newest checkpoint, with the bits of a run without interruptions."""
+"""`shardlite train` resumes from its newest checkpoint, with the bits of an uninterrupted run."""
 
 import csv
 import os
 import random
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from shardlite.apps import cli, launch
 from shardlite.apps.demo import train
@@ -21,27 +17,10 @@ from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.train import _firsts
 from shardlite.checkpoint import Checkpoint, checkpoints_in, latest
 from tests.support.patience import seconds, until
-from tests.support.ranks.cluster import Cluster
+from tests.support.ranks.restarts import TINY, assert_same_weights, ranks_of, started, train_straight
 from tests.support.ranks.scripts import run_command
-from tests.support.twins.sharded import same_bits
 
-TINY = [*("--size", "tiny", "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "1")]
 TINY += ["--lr", "0.01", "--stage", "3", "--data", __file__]
-
-
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights and moments of the newest checkpoint."""
-    newest = latest(folder)
-    assert newest is not None
-    checkpoint = Checkpoint(newest)
-    return {name: checkpoint.object(name) for name in checkpoint.entries if checkpoint.size_of(name) is not None}
-
-
-def assert_same_weights(folder: Path, other: Path) -> None:
-    expected = weights_in(other)
-    for name, value in weights_in(folder).items():
-        if not name.startswith("ranks."):
-            same_bits(name, value, expected[name])
 
 
 def test_a_run_that_ended_early_goes_on(cluster, tmp_path):
@@ -69,7 +48,7 @@ class Died(BaseException):
 
 
 def main_until_step_6(arguments: list[str]) -> int:
-    """Run a command that trains, and let it die in its sixth step."""
+    """Run a training command that dies in its sixth step."""
     step = train._step
 
     def mortal(run: Any, number: int, drawn: int) -> Any:
@@ -121,30 +100,23 @@ def test_resume_goes_on_with_the_bits_of_an_uninterrupted_run(cluster, tmp_path,
 
 
 def logged(folder: Path) -> list[list[str]]:
-    """Return what a log says of a run besides times and bytes."""
+    """Return the columns of a log except for times and bytes."""
     with (folder / "log.csv").open(newline="") as file:
         names = ("step", "loss", "validation_loss", "learning_rate", "gradient_norm")
         return [[row[name] for name in names] for row in csv.DictReader(file)]
 
 
-def test_resume_needs_a_checkpoint_and_a_new_run_a_new_folder(tmp_path, monkeypatch, capsys):
+def test_resume_needs_a_checkpoint_and_a_new_run_a_new_folder(tmp_path, monkeypatch, refusal):
     started = []
     monkeypatch.setattr(launch, "launch", lambda ranks, arguments, **_: started.append(arguments) or 0)
     arguments = ["train", *TINY, "--out", str(tmp_path)]
     newest = tmp_path / "checkpoints" / "step-00000040"
-
-    def refused(*more: str) -> str:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*arguments, *more])
-        assert stop.value.code == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    assert f"--resume: there is no checkpoint in {tmp_path / 'checkpoints'}; omit --resume" in refused("--resume")
+    words = f"--resume: there is no checkpoint in {tmp_path / 'checkpoints'}; omit --resume"
+    assert words in refusal(cli.main, [*arguments, "--resume"])
     newest.mkdir(parents=True)
     (newest / ".metadata").write_bytes(b"of another program, without a manifest")
-    assert f"{newest} belongs to an earlier run: give --resume to resume that run, or another" in refused(
-        "--save-every", "5"
-    )
+    words = f"{newest} belongs to an earlier run: give --resume to resume that run, or another"
+    assert words in refusal(cli.main, [*arguments, "--save-every", "5"])
     assert not started
     assert cli.main([*arguments, "--resume"]) == 0
     assert cli.main([*arguments, "--checkpoints", str(tmp_path / "checkpoints")]) == 0  # which goes on by itself
@@ -177,21 +149,6 @@ def test_ranks_draw_the_sequences_of_a_step_between_them(ranks):
     assert sorted(drawn) == list(range(12, 12 + ranks * 3 * 2))
 
 
-def ranks_of(agent: int) -> list[int]:
-    """Return the processes that an agent of torchrun has started."""
-    try:
-        children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    except OSError:
-        return []
-    return [int(child) for child in children]
-
-
-def train_straight(cluster: Cluster, folder: Path, ranks: int) -> None:
-    """Train as `started` does, without a launcher and without interruptions."""
-    options = ["--steps", "40", "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "40"]
-    assert run_command(cluster, cli.main, "train", *TINY, *options, ranks=ranks)[0].status == 0
-
-
 def trained(folder: Path, kills: int) -> int:
     """Train on three ranks; kill a random one at a random moment, again and again. Return how many were killed."""
     killed, dice = 0, random.Random(0)
@@ -211,33 +168,6 @@ def trained(folder: Path, kills: int) -> int:
         status = agent.wait(seconds(240))
     assert status == 0, (folder / "log").read_text()[-4000:]
     return killed
-
-
-@contextmanager
-def started(
-    folder: Path,
-    *more: str,
-    restarts: int = 0,
-    steps: int = 40,
-    nodes: Sequence[str] = ("--standalone", "--nproc-per-node", "3"),
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `shardlite train` on three ranks, saving each step into `folder / "run"`, with `more` options."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", *nodes, "--max-restarts", str(restarts)]
-    options = ["--steps", str(steps), "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "1"]
-    command = [*launcher, "-m", "shardlite", "train", *TINY, *options, *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    folder.mkdir(exist_ok=True)
-    with (folder / "log").open("a") as log:
-        agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            yield agent
-        finally:
-            ranks = ranks_of(agent.pid) if agent.poll() is None else []
-            agent.kill()
-            agent.wait()
-            for rank in ranks:  # of a test that failed: they would train on
-                with suppress(ProcessLookupError):
-                    os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at a run of several processes: when the command has returned, nothing of it is left."""
+"""Ctrl-C and SIGTERM end all processes of a run before the command returns."""
 
 import os
 import random
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,8 @@ import pytest
 from shardlite.apps import launch
 from shardlite.apps.inspect_checkpoint import inspect
 from shardlite.checkpoint import checkpoints_in
-from tests.apps.test_failover import TINY
 from tests.support.patience import seconds, until
+from tests.support.ranks.restarts import TINY
 from tests.support.ranks.scripts import IMPORTED_FROM
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc for processes")
@@ -28,7 +28,7 @@ _MARK = "SHARDLITE_TEST_RUN"
 
 @dataclass(frozen=True)
 class Run:
-    """A command in a process group of its own, and all processes that come from it."""
+    """A command in its own process group, and its descendants."""
 
     command: subprocess.Popen[bytes]
     mark: bytes
@@ -44,7 +44,7 @@ class Run:
         return found
 
     def state(self) -> str:
-        """Say how the command fares, what each process does, and what they have printed, for a test that fails."""
+        """Describe the command, its processes and their output, for the report of a failing test."""
         lines = [f"status of the command: {self.command.poll()}"]
         for pid, words in self.processes().items():
             with suppress(OSError):
@@ -60,16 +60,16 @@ class Run:
         return self.command.wait(seconds(60))
 
     def assert_nothing_is_left(self) -> None:
-        """Check that no rank outlived the command; the keeper of copies in memory ends behind it."""
+        """Check that no rank outlived the command; the snapshot holder ends after it."""
         left = {pid: words for pid, words in self.processes().items() if "snapshot_holder.py" not in words}
         assert not left
-        until(lambda: not self.processes(), "the end of the keeper")
+        until(lambda: not self.processes(), "the end of the snapshot holder")
         assert not [each.name for each in Path("/dev/shm").iterdir() if "shardlite" in each.name]
 
 
 @contextmanager
 def started(folder: Path, *command: str) -> Iterator[Run]:
-    """Run `python COMMAND`; kill what is left of it at the end."""
+    """Run `python COMMAND`; kill its remaining processes at the end."""
     mark = f"{_MARK}={uuid.uuid4()}"
     paths = os.pathsep.join(map(str, IMPORTED_FROM))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", _MARK: mark.partition("=")[2]}
@@ -170,14 +170,12 @@ def in_a_save(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [in_training, in_a_save])
 @pytest.mark.parametrize("command", [train, torchrun_program])
-def test_an_interrupted_run_leaves_no_process_and_no_half_checkpoint(
-    tmp_path: Path, command: Callable[[Path], list[str]], moment: Callable[[Path], None]
-) -> None:
+def test_an_interrupted_run_leaves_no_process_and_no_half_checkpoint(tmp_path, command, moment):
     folder = tmp_path / "run"
     with started(tmp_path, *command(tmp_path)) as run:
         until(lambda: checkpoints_in(folder) or run.command.poll() is not None, "the first checkpoint")
         assert run.command.poll() is None
-        assert len(run.processes()) >= 4  # the launcher, two ranks, and their keeper
+        assert len(run.processes()) >= 4  # the launcher, two ranks, and the snapshot holder
         moment(folder)
         assert run.interrupt() != 0
         run.assert_nothing_is_left()

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Own(nn.Module):
-    """A user's model: blocks between two other layers, and another output than a loss."""
+    """A user's model: blocks between two other layers; its output is not a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def options(model: str, *systems: str) -> list[str]:
 
 @pytest.fixture
 def on_cluster(cluster, monkeypatch, tmp_path):
-    """Let programs run on the warm ranks, instead of being started."""
+    """Run programs on the warm ranks instead of starting processes."""
 
     def measure(program: Program, system: str, ranks: int) -> dict:
         file = tmp_path / f"{system}.json"
@@ -110,12 +110,7 @@ def test_systems_hold_what_is_predicted(model, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name"),
-    [
-        ("mlp", "mlp-4ranks"),
-        ("gpt", "gpt-2ranks"),
-        ("gpt2", "gpt2-2ranks"),
-        ("gpt2-6", "gpt2-6-4ranks"),
-    ],
+    [("mlp", "mlp-4ranks"), ("gpt", "gpt-2ranks"), ("gpt2", "gpt2-2ranks"), ("gpt2-6", "gpt2-6-4ranks")],
 )
 def test_other_models_too(model, name):
     if model.startswith("gpt2"):
@@ -149,10 +144,7 @@ def test_a_users_own_model(on_cluster, tmp_path, capsys):
     assert table.render(measured) in told.out
     assert "step, MiB" not in told.out
     assert "[2/2, 2 ranks] stage3: " in told.err
-    assert {path.name for path in plots.iterdir()} == {
-        f"footprint-{HERE}-Own-2ranks.png",
-        f"footprint-{HERE}-Own.png",
-    }
+    assert {path.name for path in plots.iterdir()} == {f"footprint-{HERE}-Own-2ranks.png", f"footprint-{HERE}-Own.png"}
 
 
 def test_a_broken_model_is_a_row_with_its_error(on_cluster, tmp_path, capsys):
@@ -178,25 +170,21 @@ def test_ranks_that_end_without_a_row_are_reported():
     assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).measure("ddp", 1)["error"]
 
 
-def test_systems_that_are_not_installed_are_left_out_of_all_and_an_error_by_name(monkeypatch, capsys):
+def test_systems_that_are_not_installed_are_left_out_of_all_and_an_error_by_name(monkeypatch, capsys, refusal):
     monkeypatch.setitem(SYSTEMS, "deepspeed1", System(build=lambda *_: None, package="no_such_package"))
     source = find_source(f"{HERE}:Own", 1, None, f"{HERE}:batch")
     program = Program(module="shardlite", arguments=[])
     assert list(measure_all(source, program, {"deepspeed1": SYSTEMS["deepspeed1"]}, [1])) == [[]]
     left_out = "deepspeed1 is left out: no_such_package is not installed; pip install no_such_package"
     assert left_out in capsys.readouterr().err.splitlines()
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["memory", "--model", f"{HERE}:Own", "--systems", "ddp", "deepspeed1"])
-    assert stopped.value.code == 2
-    assert "--systems 'deepspeed1': no_such_package is not installed; pip install no_such" in capsys.readouterr().err
+    printed = refusal(cli.main, ["memory", "--model", f"{HERE}:Own", "--systems", "ddp", "deepspeed1"])
+    assert "--systems 'deepspeed1': no_such_package is not installed; pip install no_such" in printed
 
 
-def test_ranks_are_started_by_the_command_alone(monkeypatch, capsys):
+def test_ranks_are_started_by_the_command_alone(monkeypatch, refusal):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        cli.main(options("Own", "ddp"))
-    assert "run it without torchrun" in capsys.readouterr().err
+    assert "run it without torchrun" in refusal(cli.main, options("Own", "ddp"))
 
 
 def test_options_of_shardlite_add_it_to_the_systems(on_cluster, capsys):
@@ -319,11 +307,10 @@ def test_a_phase_without_samples_takes_no_place():
     assert empty.places() == [0, 0.5, 2]
 
 
-def test_a_picture_needs_matplotlib(monkeypatch, capsys):
+def test_a_picture_needs_matplotlib(monkeypatch, refusal):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit):
-        cli.main(["memory", "--model", "demo-tiny", "--timeline", "step.png"])
-    assert "pip install 'shardlite[demo]'" in capsys.readouterr().err
+    printed = refusal(cli.main, ["memory", "--model", "demo-tiny", "--timeline", "step.png"])
+    assert "pip install 'shardlite[demo]'" in printed
 
 
 def test_options_of_torchrun_are_not_taken_for_ours():

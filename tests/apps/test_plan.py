@@ -15,21 +15,14 @@ from shardlite.apps.plan.simulate import scaling, simulate
 from shardlite.apps.plan.source import Source, SourceError, find_source
 from shardlite.build import ACTIVATIONS, Kind
 from shardlite.config import Precision
+from tests.support.models.residual import Chain
 
 WIDTH = 16
 
 
-class Chain(nn.Module):
-    """Blocks whose activations are known: each saves its input and the result of tanh, [B, WIDTH]."""
-
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
+def deep(blocks: int = 4) -> nn.Module:
+    """Make blocks whose activations are known: each saves its input and the result of tanh, [B, WIDTH]."""
+    return Chain((nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)), end=torch.sum)
 
 
 def rows() -> torch.Tensor:
@@ -38,7 +31,7 @@ def rows() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def chain() -> Planner:
-    return Planner(Source("chain", Chain, lambda: (rows(),), "32 rows"))
+    return Planner(Source("chain", deep, lambda: (rows(),), "32 rows"))
 
 
 @pytest.fixture(scope="module")

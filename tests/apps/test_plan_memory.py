@@ -1,4 +1,4 @@
-"""What a plan says that a rank holds, against ranks that train: to the byte where it is exact, and the peak."""
+"""Compare the memory that a plan predicts for a rank with training ranks: exact where possible, and the peak."""
 
 import gc
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ SPLIT = Precision(compute=torch.bfloat16, master="split24")
 
 
 def gpt2(**sizes: int) -> nn.Module:
-    """Return GPT-2 small of transformers, or one with other sizes."""
+    """Return GPT-2 small from transformers, or a model of other sizes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return WithLoss(GPT2LMHeadModel(GPT2Config(loss_type="ForCausalLM", **sizes)))
@@ -44,7 +44,7 @@ def llama(**sizes: int) -> nn.Module:
 
 
 def decoder(kind: str, **sizes: int) -> nn.Module:
-    """Return one of the same architecture that needs no other package."""
+    """Return a model of the same architecture that requires no other package."""
     return Decoder(Shape(kind=kind, vocabulary=500, context=64, source="ours", **sizes))
 
 

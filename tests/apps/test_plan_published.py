@@ -1,4 +1,4 @@
-"""Published arithmetic: what papers, DeepSpeed and courses say of bytes and traffic, by our formulas and layouts."""
+"""Compare our formulas and layouts with bytes and traffic published in papers, tutorials and by DeepSpeed."""
 
 from dataclasses import replace
 

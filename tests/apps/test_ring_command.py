@@ -1,4 +1,4 @@
-"""`shardlite ring`: what it prints and paints, and what it says to wrong input."""
+"""Test `shardlite ring`: its text, its image, and its errors."""
 
 import re
 import struct
@@ -94,7 +94,7 @@ def test_three_ranks(arguments, page, capsys):
 
 @pytest.mark.parametrize("block", blocks((ROOT / "docs" / "rings.md").read_text(), "text"))
 def test_the_documentation_shows_what_it_prints(block, capsys):
-    """Its pages, of which stretches may be left out."""
+    """Check its pages; the documentation may omit some lines."""
     command, shown = block.split("\n", 1)
     main(command.removeprefix("$ shardlite ").split())
     page, found = capsys.readouterr().out, 0
@@ -174,32 +174,23 @@ def test_eight_ranks_fit_into_80_columns(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("order", "written"),
+    ("order", "most", "written"),
     [
-        (((6, 7), 0), "6..0"),
-        (((2, 1), 0), "2+1+..+0"),
-        ((1, 2), "1+2"),
-        (((4, 5), ((0, 1), 2)), "4+5+(0..2)"),
+        (((6, 7), 0), 2, "6..0"),
+        (((2, 1), 0), 2, "2+1+..+0"),
+        ((1, 2), 2, "1+2"),
+        (((4, 5), ((0, 1), 2)), 2, "4+5+(0..2)"),
+        (2, 5, "2"),
+        (((6, 7), 0), 5, "6+7+0"),
+        (((((5, 6), 7), 0), 1), 5, "5+6+7+0+1"),
+        ((((((5, 6), 7), 0), 1), 2), 5, "5+6+..+2"),
+        ((((((2, 1), 0), 7), 6), 5), 5, "2+1+..+5"),
+        (((((((2, 3), 4), 5), 6), 7), 3), 5, "2+3+..+7+3"),
+        ((((((1, 2), 3), 4), 5), (((((7, 0), 1), 2), 3), 4)), 5, "1+2+3+4+5+(7+0+..+4)"),
     ],
 )
-def test_sums_in_fewest_letters(order, written):
-    assert brief(order, 8, most=2) == written
-
-
-@pytest.mark.parametrize(
-    ("order", "written"),
-    [
-        (2, "2"),
-        (((6, 7), 0), "6+7+0"),
-        (((((5, 6), 7), 0), 1), "5+6+7+0+1"),
-        ((((((5, 6), 7), 0), 1), 2), "5+6+..+2"),
-        ((((((2, 1), 0), 7), 6), 5), "2+1+..+5"),
-        (((((((2, 3), 4), 5), 6), 7), 3), "2+3+..+7+3"),
-        ((((((1, 2), 3), 4), 5), (((((7, 0), 1), 2), 3), 4)), "1+2+3+4+5+(7+0+..+4)"),
-    ],
-)
-def test_sums_in_few_letters(order, written):
-    assert brief(order, 8, most=5) == written
+def test_sums_in_few_letters(order, most, written):
+    assert brief(order, 8, most=most) == written
 
 
 def added(order, numbers):
@@ -294,13 +285,9 @@ def test_the_sums_of_eight_ranks_fit_into_their_cells(algorithm, node, tmp_path,
         ("gone.png", "cannot be written (No such file or directory): name a file elsewhere"),
     ],
 )
-def test_a_png_that_cannot_be_written(tmp_path, capsys, path, words):
+def test_a_png_that_cannot_be_written(tmp_path, refusal, path, words):
     pytest.importorskip("matplotlib", reason="matplotlib paints the image")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere" / "ring.png")
-    with pytest.raises(SystemExit) as end:
-        main(["ring", "--png", str(tmp_path / path)])
-    assert end.value.code == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert f"--png {tmp_path / path}" in printed.err
-    assert words in printed.err
+    printed = refusal(main, ["ring", "--png", str(tmp_path / path)])
+    assert f"--png {tmp_path / path}" in printed
+    assert words in printed

@@ -38,19 +38,12 @@ def choices(command: str, option: str) -> list[str]:
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys):
-    """Return the last line that a command prints which is refused before any work: no text is read, no rank starts."""
+def refused(monkeypatch, refusal):
+    """Return the last line printed by a command that is refused before it reads text or starts ranks."""
     monkeypatch.setattr(launch, "launch", None)
     for name in ("text", "train"):
         monkeypatch.setitem(sys.modules, f"shardlite.apps.demo.{name}", None)  # to import it is an error
-
-    def message(*arguments: object) -> str:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["train", *map(str, arguments)])
-        assert stop.value.code == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    return message
+    return lambda *arguments: refusal(cli.main, ["train", *map(str, arguments)]).splitlines()[-1]
 
 
 @pytest.fixture

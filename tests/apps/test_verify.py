@@ -1,8 +1,6 @@
-"""`verify` finds nothing where all is well, and names what was spoilt where something was."""
+"""`verify` passes correct systems, and names the tensor that was spoilt in a wrong one."""
 
 import math
-import os
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, Precision, verify
-from shardlite.apps import cli, launch
 from shardlite.apps.verify import twins
 from shardlite.apps.verify.plain import simple_mean
 from shardlite.apps.verify.task import Task
 from shardlite.apps.verify.verify import Report, _compare_elastic
 from shardlite.grads import reduce
 from tests.support.models.small import MLP, VOCABULARY, Branches, Branching, Context, LanguageModel, MixedDtypes
-from tests.support.ranks.scripts import run_command, run_process
 from tests.support.twins.sharded import slow, without_warnings
 
 EQUAL = "equal to the bit"
@@ -31,19 +27,8 @@ DDP = "DistributedDataParallel"
 BF16 = Precision(compute=torch.bfloat16)
 
 
-class Tokens(nn.Module):
-    """How wrong a language model is, []."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 class Rows(nn.Module):
-    """The mean square of what a model makes of rows, []."""
+    """The mean square of a model's output for rows, []."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -51,6 +36,13 @@ class Rows(nn.Module):
 
     def forward(self, *args: Any) -> Tensor:
         return self.model(*args).square().mean()
+
+
+class Tokens(Rows):
+    """The cross-entropy of a language model, []."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def tokens(step: int, rank: int) -> tuple[Tensor]:
@@ -76,7 +68,7 @@ def sparse() -> nn.Module:
 
 
 def low(dtype: torch.dtype) -> tuple[Callable[[], nn.Module], Callable[[int, int], tuple[Tensor]]]:
-    """Make a model that has its weights in `dtype`, as a file of weights may have, and rows for it."""
+    """Return functions that make a model with weights in `dtype`, and rows for it."""
     return lambda: Rows(MLP([7, 30, 1])).to(dtype), lambda step, rank: (rows(7)(step, rank)[0].to(dtype),)
 
 
@@ -172,8 +164,8 @@ def test_replicas_cast_as_sharded_models_do(cluster, name, precision, world_size
     assert [row.quantity for row in judged] == ["loss of step 1"] * (not casts) + ["gradients of step 1"]
 
 
-def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Body of a rank: a bf16 model that `DistributedDataParallel` does not take."""
+def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(group: Any) -> None:
+    """A bf16 model that `DistributedDataParallel` does not take."""
     task = Task(
         make_model=lambda: Rows(Context(reentrant=True)).bfloat16(),
         make_batch=lambda step, rank: (rows(6)(step, rank)[0].bfloat16(),),
@@ -185,32 +177,24 @@ def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         seed=0,
         group=group,
     )
-    return twins.sharded(task, 3).weights, twins.replicated(task, simple_mean)[0].weights
-
-
-def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(cluster):
-    for ours, theirs in cluster.run(train_apart, 2):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
-def wrong_precision(group: Any, **wrong: torch.dtype) -> Report:
-    """Body of a rank: sharded models with another precision than was asked for."""
-    make = twins.ShardLite
-    other = replace(BF16, **wrong)
-    with mock.patch.object(twins, "ShardLite", lambda *args, precision, **more: make(*args, precision=other, **more)):
-        return verified(group, "language-model", 1, precision=BF16)
+    ours, theirs = twins.sharded(task, 3).weights, twins.replicated(task, simple_mean)[0].weights
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "wrong"),
+    ("group", "wrong"),
     [
         (2, {"compute": torch.float32}),
         slow(2, {"compute": torch.float16}),
         (3, {"reduce": torch.bfloat16}),  # at two ranks no partial sum is rounded
     ],
+    indirect=["group"],
 )
-def test_another_precision_than_was_asked_for_is_found(cluster, world_size, wrong):
-    report = cluster.run(wrong_precision, world_size, **wrong)[0]
+def test_another_precision_than_was_asked_for_is_found(group: Any, wrong: dict[str, torch.dtype]) -> None:
+    make = twins.ShardLite
+    other = replace(BF16, **wrong)
+    with mock.patch.object(twins, "ShardLite", lambda *args, precision, **more: make(*args, precision=other, **more)):
+        report = verified(group, "language-model", 1, precision=BF16)
     what = "gradient of 'model.embed.weight' in" if "reduce" in wrong else "loss of"
     assert report.first_failure.startswith(f"rank 0: {what} step 1, stage 3 against simple twin: ")
 
@@ -225,20 +209,17 @@ def test_units_and_hyper_parameters_are_passed_on(cluster):
     assert default != other
 
 
-def test_one_step_has_no_later_losses(cluster):
-    report = cluster.run(verified, 2, "uneven", steps=1)[0]
+def test_one_step_has_no_later_losses(group: Any) -> None:
+    report = verified(group, "uneven", steps=1)
     assert report.ok
     assert {row.quantity for row in report.rows} == {"loss of step 1", "gradients of step 1", "weights after step 1"}
 
 
-def keeps_random_state(group: Any) -> bool:
+@pytest.mark.ranks(1)
+def test_the_random_numbers_of_the_caller_stay(group: Any) -> None:
     state = torch.get_rng_state()
     verified(group, "language-model", 1)
-    return torch.equal(state, torch.get_rng_state())
-
-
-def test_the_random_numbers_of_the_caller_stay(cluster):
-    assert cluster.run(keeps_random_state, 1) == [True]
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_what_cannot_be_done_is_said():
@@ -254,7 +235,7 @@ SPOILT = "model.blocks.1.up.weight"
 
 
 def spoilt_model(group: Any, which: int, rank: int) -> Report:
-    """Body of a rank: one of the models that are made has, on one rank, a gradient that is off by a millionth."""
+    """Body of a rank: on one rank, a gradient of one of the models is off by a millionth."""
     made = 0
 
     def make() -> nn.Module:
@@ -297,97 +278,73 @@ def test_a_gradient_of_ours_that_is_off_by_a_millionth_is_off_from_everything(cl
     assert all(report == reports[0] for report in reports)
     failed = [row for row in reports[0].rows if row.failure and row.quantity == "gradients of step 1"]
     assert {row.opponent for row in failed} == {row.opponent for row in reports[0].rows}
-    assert all(
-        f"gradient of {SPOILT!r} in step 1, stage 3 against {row.opponent}: at [" in row.failure for row in failed
-    )
+    assert all(f"{SPOILT!r} in step 1, stage 3 against {row.opponent}: at [" in row.failure for row in failed)
 
 
-def forgets_to_divide(group: Any) -> Report:
-    """Body of a rank: sums instead of means, at all stages."""
+@pytest.mark.ranks(2, slow(3))
+def test_a_sum_that_is_not_divided_is_found(group: Any) -> None:
+    """All stages return sums instead of means."""
     collective = reduce.reduce_scatter
 
     def undivided(*args: Any, last: Any, **more: Any) -> Any:
         return collective(*args, last=last._replace(divisor=1), **more)
 
     with mock.patch.object(reduce, "reduce_scatter", undivided):
-        return verified(group, "language-model", 1)
-
-
-@pytest.mark.parametrize("world_size", [2, slow(3)])
-def test_a_sum_that_is_not_divided_is_found(cluster, world_size):
-    report = cluster.run(forgets_to_divide, world_size)[0]
+        report = verified(group, "language-model", 1)
     first = "rank 0: gradient of 'model.embed.weight' in step 1, stage 3 against simple twin: at ["
     assert report.first_failure.startswith(first)
     failed = {row.opponent for row in report.rows if row.failure and row.quantity == "gradients of step 1"}
     assert failed == set(opponents(report)) - set(STAGES)
 
 
-def steps_otherwise(group: Any) -> Report:
-    """Body of a rank: an optimizer that is not the one that was asked for."""
+def test_a_wrong_step_is_found_in_the_weights(group: Any) -> None:
+    """The sharded models have an optimizer without weight decay."""
     with mock.patch.object(twins, "AdamW", lambda params, lr, weight_decay: AdamW(params, lr=lr, weight_decay=0)):
-        return verified(group, "mixed-dtypes", 1)
-
-
-def test_a_wrong_step_is_found_in_the_weights(cluster):
-    report = cluster.run(steps_otherwise, 2)[0]
-    assert report.first_failure.startswith(
-        "rank 0: weight 'model.0.0.wide' after step 1, stage 3 against simple twin: at ["
-    )
+        report = verified(group, "mixed-dtypes", 1)
+    words = "rank 0: weight 'model.0.0.wide' after step 1, stage 3 against simple twin: at ["
+    assert report.first_failure.startswith(words)
     assert verdicts(report)["simple twin", "gradients of step 1"] == EQUAL
 
 
-def draws_anew(group: Any, rank: int) -> Report:
-    """Body of a rank: a rank whose batches are other ones each time."""
+def test_a_rank_with_other_batches_is_named(group: Any) -> None:
+    """Rank 1 draws other batches each time."""
     drawn = 0
 
     def make_batch(step: int, of_rank: int) -> tuple[Tensor]:
         nonlocal drawn
         drawn += 1
-        shift = drawn if of_rank == torch.distributed.get_rank(group) == rank else 0
+        shift = drawn if of_rank == torch.distributed.get_rank(group) == 1 else 0
         return ((tokens(step, of_rank)[0] + shift) % VOCABULARY,)
 
-    return verify(CASES["language-model"][0], make_batch, 1, group=group)
-
-
-def test_a_rank_with_other_batches_is_named(cluster):
-    for report in cluster.run(draws_anew, 2, 1):
-        assert report.first_failure.startswith("rank 1: loss of step 1, stage 3 against stage 0: ")
+    report = verify(CASES["language-model"][0], make_batch, 1, group=group)
+    assert report.first_failure.startswith("rank 1: loss of step 1, stage 3 against stage 0: ")
 
 
 @without_warnings
-def is_not_a_number(group: Any) -> Report:
-    """Body of a rank."""
-    return verify(lambda: Rows(MLP([3, 1])), lambda s, r: (torch.full((2, 3), math.nan),), 2, group=group)
-
-
-def test_what_is_not_a_number_is_never_right(cluster):
-    report = cluster.run(is_not_a_number, 2)[0]
+def test_what_is_not_a_number_is_never_right(group: Any) -> None:
+    report = verify(lambda: Rows(MLP([3, 1])), lambda s, r: (torch.full((2, 3), math.nan),), 2, group=group)
     assert report.first_failure.startswith("rank 0: loss of step 1, stage 3 against stage 0: nan and nan, nan apart")
     assert all(row.absolute == math.inf for row in report.rows if "weights" not in row.quantity)
 
 
 @without_warnings
-def overflows(group: Any) -> Report:
-    """Body of a rank: a gradient is infinite."""
+def test_replicas_leave_out_a_step_as_sharded_models_do(group: Any) -> None:
+    """A gradient is infinite."""
 
     def make() -> nn.Module:
         model = Rows(MLP([7, 30, 1]))
         next(model.parameters()).register_hook(lambda grad: grad + math.inf)
         return model
 
-    return verify(make, rows(7), 2, group=group)
-
-
-def test_replicas_leave_out_a_step_as_sharded_models_do(cluster):
-    report = cluster.run(overflows, 2)[0]
+    report = verify(make, rows(7), 2, group=group)
     assert report.ok, report.table()
     assert_equal_to_the_bit(report, {*STAGES, TWINS[0]})
     assert verdicts(report)[DDP, "gradients of step 1"] == EQUAL
     assert verdicts(report)[DDP, "weights after step 2"] == "not judged"
 
 
-def uses_another_parameter(group: Any) -> Report:
-    """Body of a rank: the second model takes another branch than the first."""
+def test_a_gradient_that_only_one_has_is_named(group: Any) -> None:
+    """The second model takes another branch than the first."""
     made = 0
 
     def make() -> nn.Module:
@@ -398,11 +355,7 @@ def uses_another_parameter(group: Any) -> Report:
         model.forward = lambda x: take(x, branch) * 0
         return Rows(model)
 
-    return verify(make, rows(6), 1, group=group)
-
-
-def test_a_gradient_that_only_one_has_is_named(cluster):
-    report = cluster.run(uses_another_parameter, 2)[0]
+    report = verify(make, rows(6), 1, group=group)
     name = "'model.blocks.0.choices.branch0.weight'"
     assert report.first_failure == f"rank 0: gradient of {name} in step 1: stage 0 has one, stage 3 has none"
 
@@ -411,7 +364,7 @@ def test_a_gradient_that_only_one_has_is_named(cluster):
 
 
 class Counting(nn.Module):
-    """Its loss depends on how many parts its rank has run before: on the number of ranks."""
+    """A model whose loss depends on the number of parts run by its rank, so on the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +377,7 @@ class Counting(nn.Module):
 
 
 def elastic_rows(group: Any, make: Callable[[], nn.Module], steps: int) -> list[tuple[str, str, str | None]]:
-    """Body of a rank: the rows about other numbers of ranks alone, which rank 0 has."""
+    """Body of a rank: return the rows about other numbers of ranks, which only rank 0 has."""
     options = {"lr": 1e-2, "weight_decay": 0.1, "units": None, "precision": Precision(), "seed": 0, "group": None}
     task = Task(make_model=make, make_batch=rows(6), steps=steps, **options)
     return [(row.quantity, row.verdict, row.failure) for row in _compare_elastic(task)]
@@ -447,98 +400,14 @@ def test_a_model_that_knows_its_number_of_ranks_is_found_out(cluster):
     assert changing[:2] == ("from 2 to 1 ranks", "BEYOND ITS BOUND")
 
 
-def cannot_be_compared(group: Any, message: str) -> None:
-    """Body of a rank."""
-    with pytest.raises(LayoutError, match=message):
-        verify(droppy, rows(6), 1, group=group, elastic=True)
-
-
 @pytest.mark.parametrize(
-    ("world_size", "message"),
+    ("group", "message"),
     [
         (3, r"verify\(elastic=True\) compares powers of two of ranks, got 3 ranks"),
         (1, "requires all 2 ranks of the program; got a group of 1: use group=None"),
     ],
+    indirect=["group"],
 )
-def test_ranks_that_cannot_be_compared_are_refused(cluster, world_size, message):
-    cluster.check(cannot_be_compared, world_size, message)
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--steps", "2"]
-
-
-def test_the_command_compares_a_small_gpt(cluster):
-    first, second = run_command(cluster, cli.main, "verify", "--ranks", 2, "--compute", "bf16", "--elastic", *SMALL)
-    assert first.status == second.status == 0
-    assert second.out == ""
-    assert "simple twin" in first.out
-    assert "DistributedDataParallel, no casts" in first.out
-    assert re.search(r"itself, order='tree', 4 parts +on 1, 2 ranks +equal to the bit +0 +0", first.out)
-    assert first.out.splitlines()[-1] == "2 ranks, 2 steps: ok"
-
-
-@pytest.mark.slow
-def test_the_command_starts_three_ranks():
-    done = run_process("-m", "shardlite", "verify", "--ranks", "3", "--compute", "bf16", "--reduce", "fp16", *SMALL)
-    assert done.status == 0, done.err
-    assert "twin in ring order" in done.out
-    assert "DistributedDataParallel, no casts" in done.out
-    assert done.out.splitlines()[-1] == "3 ranks, 2 steps: ok"
-
-
-def main_with_a_spoilt_rank(arguments: list[str]) -> int:
-    """Be the command, with an optimizer on rank 1 that takes longer steps."""
-    if os.environ["RANK"] != "1":
-        return cli.main(arguments)
-    with mock.patch.object(twins, "AdamW", lambda params, lr, weight_decay: AdamW(params, lr=2 * lr)):
-        return cli.main(arguments)
-
-
-def assert_says_what_is_spoilt(out: str) -> None:
-    # Rank 1's whole copy of the weights steps otherwise at stage 0, its shards at stage 3.
-    assert "2 ranks, 2 steps: FAILED: rank 0: loss of step 2, stage 3 against stage 0: " in out
-    assert "BEYOND ITS BOUND" in out
-
-
-def test_the_command_fails_on_all_ranks_where_one_is_spoilt(cluster):
-    first, second = run_command(cluster, main_with_a_spoilt_rank, "verify", "--ranks", 2, *SMALL)
-    assert first.status == second.status == 1
-    assert_says_what_is_spoilt(first.out)
-
-
-@pytest.mark.slow
-def test_the_launcher_passes_the_failure_on(tmp_path):
-    script = tmp_path / "spoilt.py"
-    script.write_text(
-        "import sys\nfrom tests.apps.test_verify import main_with_a_spoilt_rank as main\nsys.exit(main(sys.argv[1:]))\n"
-    )
-    launcher = launch.torchrun(2, [])[1:-3]  # without `-m -- shardlite`
-    done = run_process(*launcher, str(script), "verify", "--ranks", "2", *SMALL)
-    assert done.status == 1, done.err
-    assert_says_what_is_spoilt(done.out)
-
-
-def test_verify_starts_itself_once_per_rank(monkeypatch):
-    started = []
-    monkeypatch.setattr(launch, "launch", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
-    assert cli.main(["verify"]) == 7
-    assert cli.main(["verify", "--ranks", "4", "--size", "demo"]) == 7
-    assert started == [(2, ["verify"]), (4, ["verify", "--ranks", "4", "--size", "demo"])]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "0"], "--ranks is 0; it must be at least 1"),
-        (["--steps", "0"], "steps must be positive, got 0"),
-        (["--heads", "5"], "multiple of twice the heads: width 64, heads 5"),
-    ],
-)
-def test_wrong_usage_is_refused_before_any_rank_starts(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(launch, "launch", None)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["verify", *arguments])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+def test_ranks_that_cannot_be_compared_are_refused(group: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        verify(droppy, rows(6), 1, group=group, elastic=True)

@@ -1,4 +1,4 @@
-"""How `verify` measures differences, what it allows, which batches it joins, and what its table looks like."""
+"""Test how `verify` measures differences, bounds them, joins batches and prints its table."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The benches run, their rows are complete, and a system that computes something else is not timed."""
+"""The benches run, their rows are complete, and a system with wrong results is not timed."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ import pytest
 
 from bench import step
 from bench.faults import detection
-from bench.support.check import verify
+from bench.support.check import ResultError, verify
 from bench.support.matrix import Setting, settings, systems_in
 from bench.support.systems import SYSTEMS, Floor, Trainer, build_ddp
 from bench.support.table import read_rows, render
@@ -58,24 +58,16 @@ def test_the_command_has_a_row_for_each_system(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gpt_is_measured_alike_on_every_rank(cluster):
-    for rows in cluster.run(_measure_gpt, 2):
-        assert_complete(rows)
-
-
-def _measure_gpt(group):
-    return step.measure(TINY_GPT, SYSTEMS, 2, group)
+def test_a_gpt_is_measured_alike_on_every_rank(group):
+    rows = step.measure(TINY_GPT, SYSTEMS, 2, group)
+    assert_complete(rows)
 
 
 @pytest.mark.parametrize("wrong", ["learning rate", "gradient scale", "a parameter that is not stepped"])
-def test_a_wrong_system_is_found_on_every_rank(cluster, wrong):
-    failures = cluster.failures(_verify_wrong, 2, wrong)
-    assert [kind for kind, _ in failures] == ["ResultError", "ResultError"]
-    assert all("wrong on tiny is" in message for _, message in failures)
-
-
-def _verify_wrong(group, wrong):
-    verify(TINY, {"ddp": build_ddp, "wrong": lambda workload, group: _build_wrong(workload, group, wrong)}, group)
+def test_a_wrong_system_is_found_on_every_rank(group, wrong):
+    systems = {"ddp": build_ddp, "wrong": lambda workload, group: _build_wrong(workload, group, wrong)}
+    with pytest.raises(ResultError, match="wrong on tiny is"):
+        verify(TINY, systems, group)
 
 
 def _build_wrong(workload, group, wrong):
@@ -95,34 +87,23 @@ def _sum(group, bucket):
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def test_only_the_first_loss_of_the_floor_is_compared(cluster):
-    assert cluster.run(_verify_floor, 2) == [True, True]
+def test_only_the_first_loss_of_the_floor_is_compared(group):
+    assert verify(TINY, {"ddp": build_ddp, "floor": SYSTEMS["floor"]}, group)["floor"] <= 1
+    assert isinstance(SYSTEMS["floor"](TINY, group), Floor)
 
 
-def _verify_floor(group):
-    shares = verify(TINY, {"ddp": build_ddp, "floor": SYSTEMS["floor"]}, group)
-    return isinstance(SYSTEMS["floor"](TINY, group), Floor) and shares["floor"] <= 1
-
-
-def test_an_equal_result_needs_half_of_the_tolerance_at_most(cluster):
-    shares = cluster.run(_verify_ddp, 1)[0]
-    assert 0 < shares["ddp"] < 0.5
-
-
-def _verify_ddp(group):
-    return verify(TINY, {"ddp": build_ddp}, group)
+@pytest.mark.ranks(1)
+def test_an_equal_result_needs_half_of_the_tolerance_at_most(group):
+    assert 0 < verify(TINY, {"ddp": build_ddp}, group)["ddp"] < 0.5
 
 
 @pytest.mark.parametrize("wrong", ["micro-batches that are not averaged", "a norm of this rank", "no clipping"])
-def test_a_wrong_setting_is_found_on_every_rank(cluster, wrong):
-    failures = cluster.failures(_verify_wrong_setting, 2, wrong)
-    assert [kind for kind, _ in failures] == ["ResultError", "ResultError"]
-
-
-def _verify_wrong_setting(group, wrong):
+def test_a_wrong_setting_is_found_on_every_rank(group, wrong):
     setting = Setting("fp32", 2, 0.01)
     ddp = setting.build(build_ddp)
-    verify(setting.workload(TINY), {"ddp": ddp, "wrong": lambda *given: _WRONG[wrong](ddp(*given))}, group, setting)
+    systems = {"ddp": ddp, "wrong": lambda *given: _WRONG[wrong](ddp(*given))}
+    with pytest.raises(ResultError):
+        verify(setting.workload(TINY), systems, group, setting)
 
 
 class _NotAveraged(Trainer):
@@ -167,18 +148,13 @@ def test_a_setting_is_verified_and_stands_in_its_rows(cluster, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_all_systems_pass_in_all_settings(cluster, ranks):
-    for shares in cluster.run(_verify_all, ranks):
-        assert max(shares.values()) <= 1
-
-
-def _verify_all(group):
+@pytest.mark.ranks(1, 2)
+def test_all_systems_pass_in_all_settings(group):
     found = {}
     for setting in settings(["fp32", "bf16"], [1, 4], [None, 1.0]):
         shares = verify(setting.workload(TINY_GPT), systems_in(setting), group, setting)
         found |= {f"{name}, {setting.words}": share for name, share in shares.items()}
-    return found
+    assert max(found.values()) <= 1
 
 
 def test_only_some_systems_train_in_each_setting():
@@ -200,10 +176,8 @@ def test_only_some_systems_train_in_each_setting():
         (["--clip", "0"], "must be none or a positive norm"),
     ],
 )
-def test_bad_options_are_refused(options, words, capsys):
-    with pytest.raises(SystemExit):
-        step.main(options)
-    assert words in capsys.readouterr().err
+def test_bad_options_are_refused(options, words, refusal):
+    assert words in refusal(step.main, options)
 
 
 def test_tables_have_a_line_for_each_row():
@@ -234,16 +208,12 @@ def test_several_settings_have_a_column_each():
     assert table.startswith("Tokens per second of 1 ranks together; A model per rank")
 
 
-def test_the_cost_of_detection_is_measured_on_equal_training(cluster):
-    for row in cluster.run(_detection, 2):
-        assert row["model"] == TINY.name
-        assert row["talks_cpu_ms"] > 0
-        rounded = {"rel": 0.01, "abs": 1e-3 / row["cpu_ms_p50_without"]}  # a microsecond is a large part of little
-        assert row["talks_share"] == pytest.approx(row["talks_cpu_ms"] / row["cpu_ms_p50_without"], **rounded)
-
-
-def _detection(group):
-    return detection.measure(TINY, 2, group)
+def test_the_cost_of_detection_is_measured_on_equal_training(group):
+    row = detection.measure(TINY, 2, group)
+    assert row["model"] == TINY.name
+    assert row["talks_cpu_ms"] > 0
+    rounded = {"rel": 0.01, "abs": 1e-3 / row["cpu_ms_p50_without"]}  # a microsecond is a large part of little
+    assert row["talks_share"] == pytest.approx(row["talks_cpu_ms"] / row["cpu_ms_p50_without"], **rounded)
 
 
 def test_workloads_are_the_same_each_time():

@@ -1,4 +1,4 @@
-"""`bench.gpu` without a GPU: every probe runs at one layer, none costs another, and limits add up."""
+"""Test `bench.gpu` without a GPU: every probe runs at one layer, a failing probe ends no other, and limits add up."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_all_stages_have_the_bits_of_the_twin_and_formats_are_near(tmp_path):
 
 
 class Forgetful(training.Mastered):
-    """Has masters in bf16, as if `split24` lost its lower bits."""
+    """A system with bf16 masters, as if `split24` lost its lower bits."""
 
     def step(self, batch):
         loss = super().step(batch)
@@ -144,7 +144,7 @@ def test_models_of_a_run_have_their_published_sizes():
 
 
 def test_limits_add_up():
-    """With the grace of each probe and of what compiles, and the table."""
+    """Include the grace periods of probes and compilation, and the table."""
     limits = sum(probe.seconds for probe in PROBES) + run.GRACE * (len(PROBES) + 1) + run.TABLE
     assert limits <= LIMIT == 8 * 60 + 30
     beside = [probe.seconds for probe in PROBES if probe.name in run.BESIDE_WARM_UP]
@@ -153,7 +153,7 @@ def test_limits_add_up():
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Have the names of probes be their code."""
+    """Run the name of each probe as its code."""
     script = "import sys, time; name = sys.argv[sys.argv.index('--probe') + 1]; exec(name)"
     launched, popen = [], run.subprocess.Popen
 
@@ -185,7 +185,7 @@ def test_a_probe_that_hangs_or_fails_costs_no_other(tmp_path, scripts):
 
 
 def test_no_probe_is_timed_beside_what_compiles(tmp_path, scripts, monkeypatch, capsys):
-    """Also where the first probes were not asked for; and a row that was half written costs no other."""
+    """Also if the first probes were not requested. A half-written row affects no other row."""
     monkeypatch.setattr(run, "WARM_UP", "time.sleep(1000)")
     monkeypatch.setattr(run, "PATIENCE", 0.5)
     name = "open(sys.argv[sys.argv.index('--out') + 1], 'a').write('{half')"
@@ -277,7 +277,7 @@ def test_a_sleep_takes_bytes_by_bandwidth_and_fills_what_a_collective_fills():
 
 
 def test_a_sleep_on_a_gpu_is_ordered_with_its_stream():
-    """The fill is behind what made the source, and what reads the target is behind the fill."""
+    """The fill waits for the source, and readers of the target wait for the fill."""
     gpu, slept = Gpu(), []
     with gpu.ranks(2), mock.patch.object(torch.cuda, "_sleep", slept.append, create=True):
         sleeps, stream = Sleeps(2, CUDA, cycles=1e9), gpu.stream("gather")

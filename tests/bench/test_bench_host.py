@@ -1,4 +1,4 @@
-"""`bench.host` runs, and its rows say what the host does: on real ranks, and on rank 0 of fake groups of any size."""
+"""`bench.host` measures the work of the host on real ranks, and on rank 0 of fake groups of any size."""
 
 import json
 
@@ -48,8 +48,9 @@ def test_rows_of_both_kinds_have_a_table_each():
 ON_FAKE = """
 import json
 from bench.host import measure_on_fake, render
-from tests.bench.test_bench_host import FEW
-rows = [row for ranks in (2, 16) for row in measure_on_fake(FEW, 1, ranks)]
+from bench.support.workloads import perceptrons
+few = perceptrons("few", blocks=3, width=8, batch=2)
+rows = [row for ranks in (2, 16) for row in measure_on_fake(few, 1, ranks)]
 print(json.dumps(rows))
 assert render(rows).count("collectives") == 2
 """

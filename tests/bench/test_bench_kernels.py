@@ -1,4 +1,4 @@
-"""`bench.kernels` fills its rows, and does not time a kernel that computes something else than it should."""
+"""`bench.kernels` fills its rows, and does not time a kernel with wrong results."""
 
 import json
 import math
@@ -30,7 +30,7 @@ KEYS = set(
 
 @pytest.fixture(autouse=True)
 def _short_period(monkeypatch):
-    """Draw few numbers: a million take longer than all that is done with them here."""
+    """Draw few numbers: drawing a million takes longer than these tests."""
     monkeypatch.setattr(kernel_inputs, "_PERIOD", 1 << 12)
 
 
@@ -134,7 +134,7 @@ def nudged(tensor):
 
 
 def spoil(monkeypatch, name, afterwards):
-    """Let a kernel compute what it does, and then something else."""
+    """Call `afterwards` after each call of a kernel."""
     real = getattr(kernel_work, name)
 
     def spoilt(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""What is held is in the account, goes when it is of no more use, and is what `bench.footprint` measures."""
+"""All memory is in the account, is freed after its last use, and is measured by `bench.footprint`."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from shardlite.apps.memory.systems import SYSTEMS
 from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.patience import passes_over
 from tests.support.ranks.scripts import run_process
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 128
@@ -32,8 +32,8 @@ def net(units: int) -> nn.Module:
     )
 
 
-def deleted_body(group: Any, stage: int) -> tuple[list[int], int]:
-    """Return the bytes that a model took of the shared memory, that are left of it, and that pages take there."""
+@pytest.mark.stages(2, 3)
+def test_a_deleted_model_leaves_nothing(group: Any, stage: int) -> None:
     heap = rendezvous(group).neighbours.heap
     gc.collect()
     before = heap.live
@@ -42,24 +42,17 @@ def deleted_body(group: Any, stage: int) -> tuple[list[int], int]:
     for _ in range(4):
         model(torch.ones(2, WIDTH)).sum().backward()
         taken = heap.live - before
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     model.full_state_dict()
     del model, optimizer
     gc.collect()
-    pages = os.fstat(heap.descriptor).st_blocks * 512
-    return [taken, heap.live - before, heap.warm], pages - heap.live - heap.reserved
+    left, pages = heap.live - before, os.fstat(heap.descriptor).st_blocks * 512 - heap.live - heap.reserved
+    assert taken > 0 or stage >= 2  # there what lasts is this rank's own business
+    assert left == heap.warm == 0
+    assert pages <= 0
 
 
-@pytest.mark.stages(2, 3)
-def test_a_deleted_model_leaves_nothing(cluster, stage):
-    for (taken, left, warm), pages in cluster.run(deleted_body, 2, stage):
-        assert taken > 0 or stage >= 2  # there what lasts is this rank's own business
-        assert left == warm == 0
-        assert pages <= 0
-
-
-def account_body(group: Any) -> dict[str, Any]:
+def test_the_account_knows_what_transports_and_steps_hold(group: Any) -> None:
     model = ShardLite(net(3), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -72,13 +65,9 @@ def account_body(group: Any) -> dict[str, Any]:
     neighbours = rendezvous(group).neighbours
     assert 0 < memory["mailboxes"].now < neighbours.heap.reserved
     assert memory["idle shared memory"].now == neighbours.heap.warm
-    return {purpose: held.now for purpose, held in memory.items()}
-
-
-def test_the_account_knows_what_transports_and_steps_hold(cluster):
-    for held in cluster.run(account_body, 2):
-        assert held["chunks of a step"] > 0
-        assert held["gather buffers"] == held["gradient buckets"] == 0
+    held = {purpose: held.now for purpose, held in memory.items()}
+    assert held["chunks of a step"] > 0
+    assert held["gather buffers"] == held["gradient buckets"] == 0
 
 
 class Tied(nn.Module):
@@ -93,30 +82,22 @@ class Tied(nn.Module):
         return (self.blocks(self.embedding(x)) @ self.embedding.weight.t()).logsumexp(-1).sum()
 
 
-def peaks_body(group: Any, prefetch: int) -> dict[str, float]:
-    """Return the most buffers and buckets in a step, in units of a block."""
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_there_are_no_more_buffers_than_the_documentation_says(group: Any, prefetch: int) -> None:
     model = ShardLite(Tied(), group=group, prefetch=prefetch, units=nn.Sequential)
     assert len(model.unit_names) == 2 or model.unit_names[0] == "(root)"
     optimizer = AdamW(model.parameters())
     for _ in range(3):
         model.ledger.reset_peak()
-        model(torch.arange(8)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {purpose: held.peak for purpose, held in model.memory().items()}
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_there_are_no_more_buffers_than_the_documentation_says(cluster, prefetch):
+        take_step(optimizer, model(torch.arange(8)))
     block = 4 * sum(param.numel() for param in net(1).parameters())
     root = 4 * 64 * WIDTH
-    for peaks in cluster.run(peaks_body, 2, prefetch):
-        assert peaks["gather buffers"] <= (1 + prefetch) * block + root
-        assert peaks["gradient buckets"] <= 2 * block + 2 * root  # the last gradient of the root is copied to its place
+    peaks = {purpose: held.peak for purpose, held in model.memory().items()}
+    assert peaks["gather buffers"] <= (1 + prefetch) * block + root
+    assert peaks["gradient buckets"] <= 2 * block + 2 * root  # the last gradient of the root is copied to its place
 
 
-def idle_body(group: Any) -> list[int]:
-    """Return how many bytes of shared memory are kept unused after each backward, when its messages have been read."""
+def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(group: Any) -> None:
     model = ShardLite(Tied(), group=group, units=nn.Sequential)
     optimizer = AdamW(model.parameters(), in_backward=True)
     idle = []
@@ -124,15 +105,10 @@ def idle_body(group: Any) -> list[int]:
         model(torch.arange(8)).backward()
         passes_over(model)
         idle.append(model.memory()["idle shared memory"].now)
-        optimizer.step()
-        optimizer.zero_grad()
-    return idle
-
-
-def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(cluster):
+        take_step(optimizer)
     page = 4096
-    for _, *later in cluster.run(idle_body, 2):  # the first backward finds the order out
-        assert max(later) <= 2 * page  # the ends of forward and backward may be agreed on behind it, by small messages
+    _, *later = idle
+    assert max(later) <= 2 * page  # the ends of forward and backward may be agreed on behind it, by small messages
 
 
 def measured_body(group: Any, system: str) -> dict[str, Any]:

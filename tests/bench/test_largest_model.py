@@ -1,4 +1,4 @@
-"""The search for the largest model finds it, and a trial of each system says truly whether a model fits."""
+"""The search finds the largest model that fits, and a trial of each system reports correctly whether a model fits."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_the_search_ends_as_near_as_it_was_told(limit):
 
 
 def trial_of(bytes_per_parameter, calls=None):
-    """A system that needs so much, however it is run."""
+    """A system that takes this many bytes per parameter."""
 
     def run(trial, ranks):
         if calls is not None:
@@ -110,7 +110,7 @@ def on_cpu(monkeypatch):
 
 
 def attempts(group, trial):
-    """Body of a rank: what a process of its own would do, without the process and the last step."""
+    """Body of a rank: run a trial in this process, without the last step."""
     with (
         mock.patch.object(example, "STEPS", 2),
         launched(group, ["largest_model.py"], Path.cwd(), "error"),
@@ -121,7 +121,7 @@ def attempts(group, trial):
 
 @pytest.fixture(scope="module")
 def outcome_of(cluster):
-    """From a system to what becomes of it on one rank, which is tried once."""
+    """Return a function that tries a system on one rank, once."""
     return cache(lambda system: cluster.run(attempts, 1, replace(TRIAL, system=system))[0])
 
 

@@ -1,4 +1,4 @@
-"""The table of where ShardLite loses takes the worst pair of the newest runs, and each line of it has a reason."""
+"""The table of losses takes the worst pair of the newest runs, and gives a reason in each line."""
 
 import re
 
@@ -13,10 +13,7 @@ def step(system: str, ms: float, **others: object) -> dict:
 
 
 def test_a_line_has_the_worst_pair_of_one_run():
-    rows = [
-        *(step("ddp", 100.0), step("stage3", 110.0)),
-        *(step("ddp", 10.0, ranks=4), step("stage3", 12.0, ranks=4)),
-    ]
+    rows = [*(step("ddp", 100.0), step("stage3", 110.0)), *(step("ddp", 10.0, ranks=4), step("stage3", 12.0, ranks=4))]
     assert render(rows).splitlines()[2:] == [
         "| Step over shared memory, stage 3 | gpt, 4 ranks | DDP | 10.0 ms | 12.0 ms | 1.20 |"
     ]

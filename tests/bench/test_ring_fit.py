@@ -38,7 +38,7 @@ def test_a_fit_finds_the_link(link):
 
 
 def test_what_cannot_be_told_apart_is_one_number():
-    """Two ranks send one message: its latency and its work always come together."""
+    """Two ranks send one message, so its latency and its work cannot be separated."""
     found = fit(rows_of(ALONE, worlds=(2,), chunk=64 * MIB))
     assert (found.alpha, found.overhead) == (pytest.approx(ALONE.alpha + ALONE.overhead, rel=1e-4), 0.0)
 

@@ -13,7 +13,7 @@ WORDS, WIDTH = 40, 8
 
 
 class TiedByData(nn.Module):
-    """Two parameters that are one memory, as old scripts tie them."""
+    """Two parameters that share memory, as old scripts tie weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,9 @@ def on_words(model: Any, turn: Turn) -> Tensor:
     return model(words).logsumexp(-1).mean()
 
 
-def becomes_tied(group: Any, stage: int) -> None:
-    """Body of a rank: training follows that of the model which is tied as it should be."""
+@pytest.mark.stages(2, 3)
+def test_parameters_of_one_memory_are_tied(group: Any, stage: int) -> None:
+    """Training follows that of the model which is tied as it should be."""
     pair = trained(Tied, on_words, group, stage=stage)
     torch.manual_seed(0)
     module = TiedByData()
@@ -50,11 +51,6 @@ def becomes_tied(group: Any, stage: int) -> None:
     theirs = pair.model.full_state_dict()
     model.load_full_state_dict(theirs)
     assert all(torch.equal(value, theirs[name]) for name, value in model.full_state_dict().items())
-
-
-@pytest.mark.stages(2, 3)
-def test_parameters_of_one_memory_are_tied(cluster, stage):
-    cluster.check(becomes_tied, 2, stage)
 
 
 def part_of_another() -> nn.Module:
@@ -89,7 +85,8 @@ REFUSED = {
 }
 
 
-def is_refused(group: Any, make: Any) -> None:
+@pytest.mark.parametrize("make", REFUSED)
+def test_other_overlaps_are_refused(group: Any, make: Any) -> None:
     with pytest.raises(LayoutError, match=REFUSED[make]):
         ShardLite(make(), group=group)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -97,8 +94,3 @@ def is_refused(group: Any, make: Any) -> None:
         layer.weight.data = weight  # neighbours in one buffer, as of a recurrent layer, do not overlap
     full = ShardLite(module, group=group).full_state_dict()
     assert not torch.equal(full["0.weight"], full["1.weight"])
-
-
-@pytest.mark.parametrize("make", REFUSED)
-def test_other_overlaps_are_refused(cluster, make):
-    cluster.check(is_refused, 2, make)

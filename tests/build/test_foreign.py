@@ -1,4 +1,4 @@
-"""What cannot be wrapped or loaded is refused on all ranks, before anything is sent or changed."""
+"""Models and values that cannot be wrapped or loaded are refused on all ranks before any communication."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import ShardLite
 from shardlite.errors import LayoutError
+from tests.support.twins.sharded import same_states
 
 
 def net() -> nn.Sequential:
@@ -94,8 +95,7 @@ def loading_body(group: Any, kind: str) -> str:
         given["2.weight"] = VALUES[kind][0](given["2.weight"])
     with pytest.raises(LayoutError) as caught:
         model.load_full_state_dict(given if group.rank() == 0 else None)
-    for name, value in model.full_state_dict().items():
-        assert torch.equal(value, before[name]), name
+    same_states("state", model.full_state_dict(), before)
     half = {name: value.half() if value.is_floating_point() else value for name, value in before.items()}
     model.load_full_state_dict(half)  # it is rounded, which is not what is refused
     assert torch.equal(model.full_state_dict()["2.weight"], before["2.weight"].half().float())

@@ -1,10 +1,11 @@
-"""Hugging Face models, and ours in their manner, that are born on the meta device get values from `_init_weights`.
+"""Hugging Face models on the meta device, and ours in their manner, are initialized by `_init_weights`.
 
-That is the function which their own constructors apply, and `init=` takes. It knows the buffers that are not saved,
-too, which nothing else could give values to.
+Their constructors apply this function, and `init=` takes it. Only it can initialize the buffers that are not
+saved.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite import ShardLite
+from shardlite import LayoutError, ShardLite
 from shardlite.build.init import children_first
 from tests.support.models.hf import ARCHITECTURES, case
 from tests.support.twins.plain import RECIPES
-from tests.support.twins.sharded import Pair, Turn, same_bits
+from tests.support.twins.sharded import Pair, Turn, same_bits, same_states, take_step
 
 PRETRAINED = [name for name in ARCHITECTURES if name != "nn.Transformer"]
 
@@ -29,7 +30,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def initialized(model: nn.Module) -> nn.Module:
-    """Apply a model's own initialization, children first, but let each tensor keep what it has got first."""
+    """Apply a model's own initialization, children first; each tensor keeps its first values."""
     filled: set[torch.Tensor] = set()
     with torch.no_grad():
         for module in children_first(model):
@@ -43,8 +44,11 @@ def initialized(model: nn.Module) -> nn.Module:
     return model
 
 
-def trains_like_one_with_memory(group: Any, name: str) -> None:
-    """Body of a rank: born with the weights and buffers of a model that always had memory, and trained like it."""
+@pytest.mark.parametrize(
+    ("name", "group"), [*(case(name, 2) for name in PRETRAINED), case("llama", 4)], indirect=["group"]
+)
+def test_a_model_born_on_meta_is_one_born_with_memory(group: Any, name: str) -> None:
+    """Born with the weights and buffers of a model that always had memory, and trained like it."""
     architecture = ARCHITECTURES[name]
     model = on_meta(architecture.make)
     torch.manual_seed(7)
@@ -56,21 +60,13 @@ def trains_like_one_with_memory(group: Any, name: str) -> None:
     born = model.full_state_dict() | dict(model.named_buffers())
     expected = usual.state_dict() | dict(usual.named_buffers())
     assert born.keys() == expected.keys()
-    for key, value in expected.items():
-        same_bits(key, born[key], value)
+    same_states("state", born, expected)
     pair, optimizer = Pair(lambda: copy.deepcopy(usual), group), RECIPES["adamw"].make(model.parameters())
     for step in range(2):
         pair.step(architecture.loss)
-        architecture.loss(model, Turn(step, pair.rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, architecture.loss(model, Turn(step, pair.rank, 0)))
     for (key, got), shard in zip(model.named_parameters(), pair.model.parameters(), strict=True):
         same_bits(key, got, shard)
-
-
-@pytest.mark.parametrize(("name", "world_size"), [*(case(name, 2) for name in PRETRAINED), case("llama", 4)])
-def test_a_model_born_on_meta_is_one_born_with_memory(cluster, name, world_size):
-    cluster.check(trains_like_one_with_memory, world_size, name)
 
 
 def weights_only(module: nn.Module) -> None:
@@ -81,10 +77,6 @@ def weights_only(module: nn.Module) -> None:
         nn.init.ones_(module.weight)
 
 
-def wraps(group: Any, name: str, init: Callable[[nn.Module], None] | None) -> None:
-    ShardLite(on_meta(ARCHITECTURES[name].make), init=init, group=group)
-
-
 @pytest.mark.parametrize(("name", "first"), [case("ours", "Rotary"), case("llama", "LlamaRMSNorm")])
 @pytest.mark.parametrize(
     ("init", "message"),
@@ -93,9 +85,7 @@ def wraps(group: Any, name: str, init: Callable[[nn.Module], None] | None) -> No
         (None, "{first} has no reset_parameters() to initialize it: pass init="),
     ],
 )
-def test_what_has_no_values_is_named(cluster, name, first, init, message):
+def test_what_has_no_values_is_named(group, name, first, init, message):
     """On every rank."""
-    for failure in cluster.failures(wraps, 2, name, init):
-        assert failure is not None
-        assert failure[0] == "LayoutError"
-        assert message.format(first=first) in failure[1]
+    with pytest.raises(LayoutError, match=re.escape(message.format(first=first))):
+        ShardLite(on_meta(ARCHITECTURES[name].make), init=init, group=group)

@@ -1,4 +1,4 @@
-"""`memory_limit`: what cannot fit is refused on all ranks before memory is taken, with what would fit."""
+"""`memory_limit`: a model that cannot fit is refused on all ranks before memory is allocated, with a remedy."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
 
 
-def refused_body(group):
+def test_a_model_that_cannot_fit_is_refused_with_what_would(group):
     module = net()
     before = [param.data_ptr() for param in module.parameters()]
     with pytest.raises(LayoutError, match="memory_limit: a rank would hold") as error:
@@ -36,11 +36,7 @@ def refused_body(group):
         ShardLite(net(), group=group, memory_limit=1 << 30 if group.rank() else None)
 
 
-def test_a_model_that_cannot_fit_is_refused_with_what_would(cluster):
-    cluster.check(refused_body, 2)
-
-
-def exact_body(group):
+def test_what_fits_is_wrapped_and_holds_no_more(group):
     """Half of parameters, two moments and gradients each; at the end of a backward two buckets, and step counts."""
     states = 4 * 4 * NUMEL // 2 + 4 * 2 * BLOCKS
     model = ShardLite(net(), group=group, memory_limit=states + 5 * 4 * BLOCK)
@@ -58,11 +54,7 @@ def exact_body(group):
         ShardLite(net(), group=group, memory_limit=states)
 
 
-def test_what_fits_is_wrapped_and_holds_no_more(cluster):
-    cluster.check(exact_body, 2)
-
-
-def named_body(group):
+def test_the_optimizer_and_the_activations_may_be_named(group):
     """The same limit refuses the standard optimizer and takes the compact one; activations count."""
     compact = Precision(compute=torch.bfloat16, master="split24")
     nbytes = 5 * NUMEL
@@ -73,10 +65,6 @@ def named_body(group):
     limit = MemoryLimit(nbytes=nbytes, activations=nbytes, **small)
     with pytest.raises(LayoutError, match="activations"):
         ShardLite(net(), group=group, precision=compact, memory_limit=limit)
-
-
-def test_the_optimizer_and_the_activations_may_be_named(cluster):
-    cluster.check(named_body, 2)
 
 
 @pytest.mark.parametrize(

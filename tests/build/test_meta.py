@@ -1,4 +1,4 @@
-"""Models on the meta device: what they become, what is found missing, and how much memory it takes."""
+"""Models on the meta device: their values, errors about missing values, and memory."""
 
 import copy
 import gc
@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.telemetry.meter import Meter
+from tests.support.models.meta import Bare, on_meta
+from tests.support.models.small import run_all
 
 WIDTH = 12
 BATCH = torch.arange(6 * WIDTH, dtype=torch.float32).view(6, WIDTH).sin()
@@ -90,15 +92,7 @@ class Zoo(nn.Module):
         self.leave.weight = self.enter.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.statistics(self.enter(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x).square().mean()
-
-
-def on_meta(make: type[nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make()
+        return self.leave(run_all(self.blocks, self.statistics(self.enter(x)))).square().mean()
 
 
 def seeded(make: type[nn.Module]) -> nn.Module:
@@ -126,8 +120,12 @@ def train(model: ShardLite) -> list[float]:
     return losses
 
 
-def born_body(group, stage, compute):
-    """A model on meta gets the values of a plain construction, and trains as a model that was given these."""
+@pytest.mark.parametrize(
+    ("group", "compute"), [(2, None), (2, torch.bfloat16), (1, None), (3, None)], ids=str, indirect=["group"]
+)
+@pytest.mark.stages(1, 3)
+def test_a_model_on_meta_becomes_the_plain_one(group, stage, compute):
+    """A model on meta gets the values of a plain construction, and trains like a model with these values."""
     options = {"group": group, "stage": stage, "units": Block, "precision": Precision(compute=compute)}
     twin = seeded(Zoo)
     model = on_meta(Zoo)
@@ -145,13 +143,6 @@ def born_body(group, stage, compute):
     assert_same(model.full_state_dict(), plain.full_state_dict())
 
 
-@pytest.mark.parametrize(("ranks", "compute"), [(2, None), (2, torch.bfloat16), (1, None), (3, None)], ids=str)
-@pytest.mark.stages(1, 3)
-def test_a_model_on_meta_becomes_the_plain_one(cluster, stage, ranks, compute):
-    """On any number of ranks."""
-    cluster.check(born_body, ranks, stage, compute)
-
-
 class Layers(nn.Sequential):
     """Layers of PyTorch's own; `nn.LSTM` keeps its parameters in lists, and weak references to them."""
 
@@ -159,7 +150,7 @@ class Layers(nn.Sequential):
         super().__init__(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0), nn.LSTM(WIDTH, WIDTH, 2))
 
 
-def layers_body(group):
+def test_layers_of_pytorch(group):
     twin = seeded(Layers)
     model = on_meta(Layers)
     torch.manual_seed(7)
@@ -168,12 +159,8 @@ def layers_body(group):
     assert all(torch.equal(got, wanted) for got, wanted in zip(model(BATCH)[1], twin(BATCH)[1], strict=True))
 
 
-def test_layers_of_pytorch(cluster):
-    cluster.check(layers_body, 2)
-
-
 def own_init(module: nn.Module) -> None:
-    """Write in all the ways there are."""
+    """Write to parameters and buffers in all possible ways."""
     match module:
         case nn.Linear():
             module.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -228,8 +215,8 @@ def test_values_do_not_depend_on_the_units(cluster):
     assert_same(states[0], states[2])
 
 
-def parents_body(group):
-    """A block scales what its children were given, as GPT-2 does with what ends in the residual stream."""
+def test_a_module_may_write_to_its_children(group):
+    """A block scales the values of its children, as GPT-2 does with layers that write to the residual stream."""
 
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -247,11 +234,7 @@ def parents_body(group):
         assert (state[f"{i}.1.weight"] == 0.5).all()
 
 
-def test_a_module_may_write_to_its_children(cluster):
-    cluster.check(parents_body, 2)
-
-
-def apply_body(group):
+def test_init_draws_what_apply_draws(group):
     """The numbers are those of `apply` on a plain model."""
     twin = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
 
@@ -267,21 +250,13 @@ def apply_body(group):
     assert_same(model.full_state_dict(), twin.state_dict())
 
 
-def test_init_draws_what_apply_draws(cluster):
-    cluster.check(apply_body, 2)
-
-
 def must_not_run(module: nn.Module) -> None:
     raise AssertionError(f"{type(module).__name__} was initialized")
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 4))
-
-
-def received_body(group, stage, init):
+@pytest.mark.parametrize("init", [None, must_not_run])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_on_meta_receive_what_rank_0_has(group, stage, init):
     """Rank 0 has values, the others have none: no rank initializes."""
     twin = seeded(Zoo)
     model = copy.deepcopy(twin) if dist.get_rank(group) == 0 else on_meta(Zoo)
@@ -295,13 +270,7 @@ def received_body(group, stage, init):
     ShardLite(bare if dist.get_rank(group) == 0 else bare.to("meta"), group=group, init=init)
 
 
-@pytest.mark.parametrize("init", [None, must_not_run])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_on_meta_receive_what_rank_0_has(cluster, stage, init):
-    cluster.check(received_body, 2, stage, init)
-
-
-def mixed_body(group):
+def test_what_has_values_keeps_them(group):
     """What has values on rank 0 keeps them, whatever initializes the rest of its module."""
     twin = seeded(Zoo)
     model = copy.deepcopy(twin)
@@ -321,10 +290,6 @@ def mixed_body(group):
     assert torch.equal(model.module.blocks[2].rotation.speeds, twin.blocks[2].rotation.speeds)
 
 
-def test_what_has_values_keeps_them(cluster):
-    cluster.check(mixed_body, 2)
-
-
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 SIDE, DEPTH = 64, 32
@@ -338,7 +303,9 @@ class Deep(nn.Sequential):
         super().__init__(nn.Embedding(SIDE, SIDE), *(nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH)))
 
 
-def peak_body(group, real_on_0):
+@pytest.mark.parametrize("real_on_0", [False, True], ids=["meta", "rank 0 has it"])
+@pytest.mark.ranks(2, 4)
+def test_no_rank_ever_has_the_full_model(group, real_on_0):
     real = real_on_0 and dist.get_rank(group) == 0
     model = Deep() if real else on_meta(Deep)
     gc.collect()
@@ -346,17 +313,9 @@ def peak_body(group, real_on_0):
         before = meter.live
         model = ShardLite(model, group=group, units=nn.Linear)
         after = meter.live - before
-    return meter.peak - before, after, real
-
-
-@pytest.mark.parametrize("real_on_0", [False, True], ids=["meta", "rank 0 has it"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_no_rank_ever_has_the_full_model(cluster, ranks, real_on_0):
-    for rank, (peak, after, real) in enumerate(cluster.run(peak_body, ranks, real_on_0)):
-        if real:
-            continue
-        shards = FULL // ranks
+    if not real:
+        shards = FULL // group.size()
         assert shards <= after <= shards + SMALL
         # All hold one unit while it is sent. Rank 0 also has it as it was initialized, and the root around it, of
         # which only the embedding has values by then.
-        assert shards + UNIT <= peak <= shards + (1 if rank else 3) * UNIT + SMALL
+        assert shards + UNIT <= meter.peak - before <= shards + (1 if group.rank() else 3) * UNIT + SMALL

@@ -1,4 +1,4 @@
-"""The cutting of a model into units."""
+"""Partitioning a model into units."""
 
 import pytest
 from torch import nn
@@ -42,12 +42,7 @@ def test_automatic_units_of_encoder_and_decoder():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32), 2)
     model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-    assert unit_names(model) == [
-        "encoder.layers.0",
-        "encoder.layers.1",
-        "decoder.layers.0",
-        "decoder.layers.1",
-    ]
+    assert unit_names(model) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
 
 
 def test_automatic_units_of_sequences():

@@ -1,4 +1,4 @@
-"""A run that is saved and loaded: with as many ranks it goes on with the same bits, with others from the same state."""
+"""A loaded run continues with the same bits on as many ranks, and from the same state on other numbers of ranks."""
 
 import random
 from pathlib import Path
@@ -17,113 +17,32 @@ from shardlite.checkpoint import Checkpoint, latest
 from shardlite.checkpoint.reading import read_metadata
 from shardlite.optim.layout import OptimizerLayout
 from shardlite.telemetry import Meter
-from tests.support.checkpoints import assert_names, names_in, same_state
-from tests.support.twins.sharded import same_bits, slow
-
-WIDTH = 24
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 40)
-        self.outer = nn.Linear(40, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.outer(torch.tanh(self.inner(x)))
-
-
-class Net(nn.Module):
-    """Tied weights, a scalar, a frozen parameter, running statistics, and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(37, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.frozen = nn.Parameter(torch.randn(5, 7), requires_grad=False)
-        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
-        self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(WIDTH, 37, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.drop(self.norm(x.float()).to(x.dtype)))
-
-
-class Run:
-    """A model in training, with a schedule."""
-
-    def __init__(self, group: Any, state: str = "fp32", make: Any = None, seed: int = 0, **options: Any) -> None:
-        torch.manual_seed(seed)
-        precision = Precision(master="split24", compute=torch.bfloat16) if state == "int8" else Precision()
-        self.rank = dist.get_rank()
-        self.model = ShardLite(Net(), **{"group": group, "precision": precision, "units": Block, **options})
-        make = make or (lambda params: AdamW(params, lr=0.02, state=state))
-        names = dict(self.model.named_parameters())
-        decayed = [param for name, param in names.items() if "inner" in name]
-        others = [param for name, param in names.items() if "inner" not in name and param.requires_grad]
-        self.optimizer = make([{"params": decayed, "weight_decay": 0.2}, {"params": others}])
-        self.schedule = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        torch.manual_seed(100 + self.rank)  # of dropout
-
-    def train(self, steps: range) -> "Run":
-        for step in steps:
-            seed = torch.Generator().manual_seed(1000 * step + self.rank)
-            self.model(torch.randint(0, 37, (6,), generator=seed)).float().square().mean().backward()
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-        return self
-
-    def extra(self) -> dict[str, Any]:
-        return {"schedule": self.schedule, "rank": self.rank, "nested": {"data": [1, (2.5, "x")], "t": torch.ones(2)}}
-
-    def save(self, path: str | Path, **options: Any) -> Path:
-        return save(path, self.model, self.optimizer, self.extra(), **options)
-
-    def load(self, path: str | Path) -> dict[str, Any]:
-        return load(path, self.model, self.optimizer, self.extra())
-
-    def moments(self) -> dict[str, Any]:
-        """The state of the optimizer as this rank has it, by name."""
-        names = {param: name for name, param in self.model.named_parameters()}
-        saved = self.optimizer.state_dict()
-        order = [names[param] for group in self.optimizer.param_groups for param in group["params"]]
-        return {
-            f"{order[i]}.{key}": getattr(value, "to_local", lambda value=value: value)()
-            for i, entry in saved["state"].items()
-            for key, value in entry.items()
-        }
-
-    def assert_like(self, other: "Run") -> None:
-        ours, theirs = self.model.full_state_dict(), other.model.full_state_dict()
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            if self.rank == 0 or not name.startswith("norm."):  # the next forward gives all ranks the first one's
-                same_bits(name, value, theirs[name])
-        mine, its = self.moments(), other.moments()
-        assert mine.keys() == its.keys()
-        same_state(mine, its)
-        for one, another in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
-            assert {**one, "params": 0} == {**another, "params": 0}
-
+from tests.support.checkpoints import OPTIMIZERS, Net, Run, assert_names, names_in, same_state
+from tests.support.twins.sharded import same_bits, slow, take_step
 
 # ---- as many ranks ---------------------------------------------------------------------------------------------------
 
-OPTIMIZERS: dict[str, Any] = {
-    "ours": None,
-    "in_backward": lambda params: AdamW(params, lr=0.02, in_backward=True),
-    "fused": lambda params: optim.AdamW(params, lr=0.02, fused=True),
-    "foreach": lambda params: optim.Adam(params, lr=0.02),
-    "momentum": lambda params: optim.SGD(params, lr=0.02, momentum=0.9),
-}
 
-
-def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("group", "state", "optimizer", "options"),
+    [
+        (2, "fp32", "ours", {}),
+        (2, "bf16", "ours", {"stage": 1}),
+        (3, "int8", "ours", {"stage": 2}),
+        (2, "fp32", "in_backward", {}),
+        (2, "fp32", "momentum", {"stage": 0}),
+        (1, "fp32", "foreach", {}),
+        slow(2, "int8", "ours", {}),
+        slow(2, "int8", "ours", {"stage": 0}),
+        slow(2, "fp32", "fused", {"stage": 1}),
+        slow(4, "bf16", "ours", {}),
+        slow(3, "fp32", "foreach", {}),
+        slow(2, "fp32", "ours", {"precision": Precision(quantized_gather=True)}),
+    ],
+    indirect=["group"],
+)
+@pytest.mark.sample(2)
+def test_a_run_goes_on_with_the_same_bits(group, path, state, optimizer, options):
     """20 steps straight are 10 steps, a checkpoint, and 10 more."""
     straight = Run(group, state, OPTIMIZERS[optimizer], **options).train(range(10))
     place = straight.save(path, step=10)
@@ -139,29 +58,8 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
     resumed.train(range(10, 20)).assert_like(straight)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "state", "optimizer", "options"),
-    [
-        (2, "fp32", "ours", {}),
-        (2, "bf16", "ours", {"stage": 1}),
-        (3, "int8", "ours", {"stage": 2}),
-        (2, "fp32", "in_backward", {}),
-        (2, "fp32", "momentum", {"stage": 0}),
-        (1, "fp32", "foreach", {}),
-        slow(2, "int8", "ours", {}),
-        slow(2, "int8", "ours", {"stage": 0}),
-        slow(2, "fp32", "fused", {"stage": 1}),
-        slow(4, "bf16", "ours", {}),
-        slow(3, "fp32", "foreach", {}),
-        slow(2, "fp32", "ours", {"precision": Precision(quantized_gather=True)}),
-    ],
-)
-@pytest.mark.sample(2)
-def test_a_run_goes_on_with_the_same_bits(cluster, tmp_path, world_size, state, optimizer, options):
-    cluster.check(resumes_body, world_size, tmp_path, state, optimizer, options)
-
-
-def hybrid_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_replicas_are_saved_once_and_loaded_by_all(group: Any, path: Path) -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     straight = Run(mesh).train(range(2))
     straight.save(path)
@@ -169,10 +67,6 @@ def hybrid_body(group: Any, path: Path) -> None:
     resumed = Run(mesh, seed=1)
     assert resumed.load(path)["rank"] == dist.get_rank(group)
     resumed.train(range(2, 4)).assert_like(straight)
-
-
-def test_replicas_are_saved_once_and_loaded_by_all(cluster, tmp_path):
-    cluster.check(hybrid_body, 4, tmp_path)
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------
@@ -245,7 +139,7 @@ def test_a_state_goes_into_another_format_rounded_once(cluster, tmp_path, state)
     same_state(cluster.run(whole_moments_body, 1, tmp_path / state)[0], once)
 
 
-def averages_body(group: Any, path: Path) -> None:
+def test_averages_go_with_a_run(group: Any, path: Path) -> None:
     """Averages are each rank's own extra."""
     run = Run(group).train(range(1))
     average = EMA(run.model, decay=0.5)
@@ -261,15 +155,11 @@ def averages_body(group: Any, path: Path) -> None:
             same_bits(name, value, expected[name])
 
 
-def test_averages_go_with_a_run(cluster, tmp_path):
-    cluster.check(averages_body, 2, tmp_path)
-
-
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
-def folder_body(group: Any, path: Path) -> None:
-    run = Run(group)
+def test_steps_are_numbered_and_the_newest_are_kept(group: Any, path: Path) -> None:
+    run, path = Run(group), path / "run"
     assert latest(path) is None
     assert run.save(path).name == "step-00000000"
     assert run.save(path, step=7).name == "step-00000007"
@@ -299,10 +189,6 @@ def folder_body(group: Any, path: Path) -> None:
     assert {each.name for each in path.glob(".*")} <= {".lease"}
 
 
-def test_steps_are_numbered_and_the_newest_are_kept(cluster, tmp_path):
-    cluster.check(folder_body, 2, tmp_path / "run")
-
-
 def bytes_body(group: Any, path: Path) -> int:
     run = Run(group).train(range(1))
     place = run.save(path)
@@ -323,8 +209,8 @@ def test_each_rank_writes_what_it_holds_and_tied_weights_once(cluster, tmp_path)
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def mistakes_body(group: Any, path: Path) -> None:
-    run = Run(group).train(range(1))
+def test_mistakes_are_named_on_every_rank_and_change_nothing(group: Any, path: Path) -> None:
+    run, path = Run(group).train(range(1)), path / "run"
     with pytest.raises(CheckpointError, match=f"there is no checkpoint in {path}"):
         run.load(path)
     with pytest.raises(CheckpointError, match=r"'ranks.1.extra' holds something that is neither a tensor"):
@@ -355,7 +241,7 @@ def mistakes_body(group: Any, path: Path) -> None:
     ):
         load(path, run.model, run.optimizer, {"scheduler": run.schedule})
     with pytest.raises(
-        CheckpointError, match="is of another optimizer: it lacks options dampening, momentum, nesterov of SGD"
+        CheckpointError, match="another optimizer: it lacks options dampening, momentum, nesterov of SGD"
     ):
         load(path, run.model, optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9))
     amsgrad = optim.AdamW(run.model.parameters(), amsgrad=True)
@@ -363,18 +249,12 @@ def mistakes_body(group: Any, path: Path) -> None:
     run.model(torch.arange(6)).sum().backward()
     amsgrad.step()
     save(path, run.model, amsgrad)
-    with pytest.raises(
-        CheckpointError, match="is of another optimizer than AdamW: it has exp_avg, exp_avg_sq, max_exp"
-    ):
+    with pytest.raises(CheckpointError, match="another optimizer than AdamW: it has exp_avg, exp_avg_sq, max_exp"):
         load(path, run.model, regrouped)
 
     save(path, ShardLite(nn.Linear(4, 4), group=group))
     with pytest.raises(CheckpointError, match=r"'model.weight' has shape \[4, 4\], the model's has \[4, 5\]"):
         load(path, ShardLite(nn.Linear(5, 4), group=group))
-
-
-def test_mistakes_are_named_on_every_rank_and_change_nothing(cluster, tmp_path):
-    cluster.check(mistakes_body, 2, tmp_path / "run")
 
 
 class Views(nn.Module):
@@ -393,16 +273,16 @@ class Views(nn.Module):
         return x @ (self.weight * self.scale) + self.mask + self.empty.sum()
 
 
-def views_body(group: Any, path: Path, optimizer: str) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("optimizer", ["NAdam", "Adagrad", *map(slow, ("ASGD", "Rprop"))])
+def test_buffers_that_share_memory_empty_parameters_and_scalars(group: Any, path: Path, optimizer: str) -> None:
     def make(seed: int) -> tuple[ShardLite, optim.Optimizer]:
         torch.manual_seed(seed)
         model = ShardLite(Views(), group=group)
         return model, getattr(optim, optimizer)(model.parameters(), lr=0.05)
 
     def train(model: ShardLite, its: optim.Optimizer) -> dict[str, Tensor]:
-        model(torch.ones(4, 4)).square().sum().backward()
-        its.step()
-        its.zero_grad()
+        take_step(its, model(torch.ones(4, 4)).square().sum())
         return model.full_state_dict()
 
     straight = make(0)
@@ -412,11 +292,6 @@ def views_body(group: Any, path: Path, optimizer: str) -> None:
     load(path, *other)
     expected, got = train(*straight), train(*other)
     same_state(expected, got)
-
-
-@pytest.mark.parametrize("optimizer", ["NAdam", "Adagrad", *map(slow, ("ASGD", "Rprop"))])
-def test_buffers_that_share_memory_empty_parameters_and_scalars(cluster, tmp_path, optimizer):
-    cluster.check(views_body, 3, tmp_path, optimizer)
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
@@ -432,13 +307,13 @@ def deep(group: Any, state: str) -> tuple[ShardLite, AdamW]:
     model = ShardLite(layers, group=group, precision=precision)
     optimizer = AdamW(model.parameters(), state=state)
     model(torch.randn(2, SIDE).to(torch.bfloat16 if state == "int8" else None)).float().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     return model, optimizer
 
 
-def peaks_body(group: Any, path: Path, state: str) -> list[int]:
-    """Return how many bytes of tensors saving and loading take at most above those before."""
+@pytest.mark.parametrize("state", [slow("fp32"), "int8"])
+def test_saving_and_loading_take_memory_for_one_tensor(group: Any, path: Path, state: str) -> None:
+    """At most its two decoded moments, a copy for the file or from it, and the states of generators."""
     model, optimizer = deep(group, state)
     peaks = []
     for act in (save, load):
@@ -446,14 +321,7 @@ def peaks_body(group: Any, path: Path, state: str) -> list[int]:
             before = meter.live
             act(path, model, optimizer)
             peaks.append(meter.peak - before)
-    return peaks
-
-
-@pytest.mark.parametrize("state", [slow("fp32"), "int8"])
-def test_saving_and_loading_take_memory_for_one_tensor(cluster, tmp_path, state):
-    """At most its two decoded moments, a copy for the file or from it, and the states of generators."""
-    for peaks in cluster.run(peaks_body, 2, tmp_path, state):
-        assert max(peaks) <= 3 * TENSOR // 2 + 40_000 < DEPTH * TENSOR // 2
+    assert max(peaks) <= 3 * TENSOR // 2 + 40_000 < DEPTH * TENSOR // 2
 
 
 def bytes_read_body(group: Any, path: Path, again: bool) -> tuple[int, int]:
@@ -486,8 +354,8 @@ class Pieces(nn.Module):
         return torch.stack([*self.pieces]).mean(0) * x
 
 
-def pieces_body(group: Any, path: Path) -> None:
-    """What is compared for each parameter of a layout is compared a fixed number of times, however many there are."""
+def test_many_parameters_are_loaded_in_linear_time(group: Any, path: Path) -> None:
+    """The number of comparisons does not depend on the number of parameters."""
     looks: list[int] = []
     for count in (10, 100):
         torch.manual_seed(0)
@@ -501,7 +369,3 @@ def pieces_body(group: Any, path: Path) -> None:
             load(path / str(count), model, optimizer)
         looks.append(compared.call_count)
     assert looks[0] == looks[1] < 5
-
-
-def test_many_parameters_are_loaded_in_linear_time(cluster, tmp_path):
-    cluster.check(pieces_body, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""Saves in a thread: what is saved is the state at the call, whatever the training does meanwhile."""
+"""A save in a thread writes the state at the call, whatever the training does meanwhile."""
 
 import threading
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardlite import CheckpointError, async_save, load, save
 from shardlite.checkpoint import files, latest, saving
 from tests.support.checkpoints import assert_names, run_on, same_state, train
+from tests.support.internals import flats
 from tests.support.patience import seconds
 
 
@@ -31,13 +32,14 @@ def slow_disk() -> Iterator[threading.Event]:
         yield go
 
 
-def beside_body(group: Any, path: Path, state: str, stage: int) -> None:
+@pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
+def test_training_goes_on_while_the_state_of_the_call_is_written(group, path, state, stage):
     model, optimizer = run_on(group, state=state, stage=stage)
     train(model, optimizer, 2)
     with slow_disk() as go:
         saved = async_save(path, model, optimizer, {"step": 2}, step=2)
         train(model, optimizer, 2)  # while nothing of it is written
-        optimizer.load_state_dict(optimizer.state_dict())  # ranks talk here, as they do in the thread
+        optimizer.load_state_dict(optimizer.state_dict())  # ranks communicate here and in the thread
         assert not saved.done()
         assert latest(path) is None
         go.set()
@@ -49,12 +51,7 @@ def beside_body(group: Any, path: Path, state: str, stage: int) -> None:
     same_state(other.full_state_dict(), model.full_state_dict())
 
 
-@pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
-def test_training_goes_on_while_the_state_of_the_call_is_written(cluster, tmp_path, state, stage):
-    cluster.check(beside_body, 2, tmp_path, state, stage)
-
-
-def queue_body(group: Any, path: Path) -> None:
+def test_a_second_save_waits(group: Any, path: Path) -> None:
     """The next call waits for the save before; a save that is not waited for is there in the end."""
     model, optimizer = run_on(group)
     train(model, optimizer)
@@ -72,11 +69,7 @@ def queue_body(group: Any, path: Path) -> None:
     assert_names(group, path, "step-00000002", "step-00000003")
 
 
-def test_a_second_save_waits(cluster, tmp_path):
-    cluster.check(queue_body, 2, tmp_path)
-
-
-def failed_body(group: Any, path: Path) -> None:
+def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     train(model, optimizer)
     whole = async_save(path, model, optimizer).result()
@@ -100,12 +93,7 @@ def failed_body(group: Any, path: Path) -> None:
     assert save(path, model, optimizer).name == "step-00000001"
 
 
-def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(cluster, tmp_path):
-    cluster.check(failed_body, 2, tmp_path)
-
-
-def copied_body(group: Any, path: Path) -> tuple[int, int]:
-    """Return how many bytes are copied for a save, and how many this rank keeps."""
+def test_the_copy_is_in_the_form_in_which_the_state_is_kept(group: Any, path: Path) -> None:
     model, optimizer = run_on(group, state="int8")
     train(model, optimizer)
     part = saving._file_of(saving.Run(model, optimizer, {}), saving.Peers(model)).copied()
@@ -113,10 +101,5 @@ def copied_body(group: Any, path: Path) -> tuple[int, int]:
     for value in part.entries.values():
         for tensor in getattr(value, "_sources", ()):
             copied[id(tensor)] = tensor.nbytes
-    kept = sum(flat.local.numel() for unit in model._units for flat in unit.flats)
-    return sum(copied.values()), kept
-
-
-def test_the_copy_is_in_the_form_in_which_the_state_is_kept(cluster, tmp_path):
-    for copied, numel in cluster.run(copied_body, 2, tmp_path):
-        assert 0 < copied <= 5.2 * numel  # 3 bytes of a weight, 2 of its moments, and their scales
+    kept = sum(flat.local.numel() for flat in flats(model))
+    assert 0 < sum(copied.values()) <= 5.2 * kept  # 3 bytes of a weight, 2 of its moments, and their scales

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, and ranks that die while they save: errors name the file, and nothing is loaded in part."""
+"""Damaged checkpoints, and ranks that die while saving: errors name the file, and nothing is partly loaded."""
 
 import io
 import os
@@ -48,7 +48,8 @@ HARMS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
-def damaged_body(group: Any, path: Path, harm: str) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+def test_damage_is_found_before_anything_is_loaded(group: Any, path: Path, harm: str) -> None:
     model, optimizer = run_on(group)
     train(model, optimizer)
     whole = save(path, model, optimizer, step=0)
@@ -71,11 +72,6 @@ def damaged_body(group: Any, path: Path, harm: str) -> None:
 
 def _moments(optimizer: AdamW) -> list[Any]:
     return [entry[key] for entry in optimizer.state_dict()["state"].values() for key in ("exp_avg", "exp_avg_sq")]
-
-
-@pytest.mark.parametrize("harm", HARMS)
-def test_damage_is_found_before_anything_is_loaded(cluster, tmp_path, harm):
-    cluster.check(damaged_body, 2, tmp_path, harm)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
@@ -131,7 +127,7 @@ class Malice:
         return os.system, (f"touch {self.mark}",)
 
 
-def malicious_body(group: Any, path: Path) -> None:
+def test_loading_executes_no_code(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     place, mark = save(path, model, optimizer), path / "executed"
     on_first(group, (place / files.MANIFEST).unlink)
@@ -166,10 +162,6 @@ def write_foreign_metadata(place: Path, content: bytes) -> None:
     (place / files.METADATA).write_bytes(content.replace(b"ranks.0.generators", b"ranks.0.generatorz"))
 
 
-def test_loading_executes_no_code(cluster, tmp_path):
-    cluster.check(malicious_body, 2, tmp_path)
-
-
 def test_the_planner_loads_plain_objects_only():
     planner = SafeLoadPlanner(flatten_state_dict=False)
     planner.state_dict = {"a": None}
@@ -191,7 +183,7 @@ def test_the_planner_loads_plain_objects_only():
 # ---- failures while saving -------------------------------------------------------------------------------------------
 
 
-def full_body(group: Any, path: Path) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoint(group: Any, path: Path) -> None:
     """No rank can write more than a few kilobytes into a file, as on a full disk."""
     model, optimizer = run_on(group)
     train(model, optimizer)
@@ -220,10 +212,6 @@ def full_body(group: Any, path: Path) -> None:
     load(path, other, its)
     same_state(other.full_state_dict(), expected)
     assert save(path, model, optimizer).name == "step-00000001"
-
-
-def test_a_full_disk_leaves_the_earlier_checkpoint(cluster, tmp_path):
-    cluster.check(full_body, 2, tmp_path)
 
 
 def killed_body(group: Any, path: str, seed: int, everyone: bool) -> None:

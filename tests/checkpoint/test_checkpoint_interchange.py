@@ -1,4 +1,4 @@
-"""Checkpoints go to and from FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
+"""Exchange checkpoints with FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
 
 import json
 import os
@@ -29,7 +29,8 @@ from shardlite import AdamW, CheckpointError, LayoutError, ShardLite, load, save
 from shardlite.apps import cli
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, export_weights
 from tests.support.checkpoints import same_state
-from tests.support.twins.sharded import same_bits
+from tests.support.internals import bridge
+from tests.support.twins.sharded import same_bits, take_step
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -40,9 +41,7 @@ def net(seed: int = 0) -> nn.Sequential:
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
     for step in range(steps):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(x).square().mean())
 
 
 def ours(group: Any, seed: int = 0, **options: Any) -> tuple[ShardLite, AdamW]:
@@ -66,7 +65,7 @@ def assert_same_run(group: Any, model: ShardLite, optimizer: AdamW, other: nn.Mo
     expected = {name: whole(value.detach()) for name, value in other.named_parameters()}
     same_state(model.full_state_dict(), expected)
     shards = dict(model.named_parameters())
-    parts = model._bridge.shards.parts()
+    parts = bridge(model).shards.parts()
     for name, param in other.named_parameters():
         _, start, stop, _ = parts[shards[name]]
         assert float(optimizer.state[shards[name]]["step"]) == float(its.state[param]["step"])
@@ -81,7 +80,7 @@ def quietly(call: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
 
-def to_fsdp2_body(group: Any, path: Path) -> None:
+def test_fsdp2_loads_ours(group: Any, path: Path) -> None:
     model, optimizer = ours(group)
     train(model, optimizer)
     place = save(path, model, optimizer)
@@ -92,16 +91,8 @@ def to_fsdp2_body(group: Any, path: Path) -> None:
     assert_same_run(group, model, optimizer, other, its)
 
 
-def test_fsdp2_loads_ours(cluster, tmp_path):
-    cluster.check(to_fsdp2_body, 2, tmp_path)
-
-
 @pytest.mark.parametrize("keys", [("model", "optimizer"), ("model", "optim"), ("net", "opt")])
-def test_we_load_that_of_fsdp2(cluster, tmp_path, keys):
-    cluster.check(from_fsdp2_body, 2, tmp_path, keys)
-
-
-def from_fsdp2_body(group: Any, path: Path, keys: tuple[str, str]) -> None:
+def test_we_load_that_of_fsdp2(group: Any, path: Path, keys: tuple[str, str]) -> None:
     other, its = theirs()
     train(other, its)
     quietly(dcp.save, dict(zip(keys, get_state_dict(other, its), strict=True)), checkpoint_id=path)
@@ -113,7 +104,7 @@ def from_fsdp2_body(group: Any, path: Path, keys: tuple[str, str]) -> None:
     train(model, optimizer, 1)
 
 
-def unsharded_body(group: Any, path: Path) -> None:
+def test_an_unsharded_program(group: Any, path: Path) -> None:
     """One process without sharding saves and loads; all ranks do the same, each with files of its own."""
     mine = path / str(dist.get_rank(group))
     plain = net()
@@ -137,11 +128,8 @@ def unsharded_body(group: Any, path: Path) -> None:
         assert again.param_groups[0]["lr"] == 0.01
 
 
-def test_an_unsharded_program(cluster, tmp_path):
-    cluster.check(unsharded_body, 2, tmp_path)
-
-
-def plain_dcp_body(group: Any, path: Path, stage: int, state: str) -> None:
+@pytest.mark.parametrize(("stage", "state"), [(3, "fp32"), (3, "int8"), (1, "bf16"), (0, "fp32")])
+def test_plain_dcp(group: Any, path: Path, stage: int, state: str) -> None:
     """A program that knows only `state_dict()` and DCP, as one of FSDP2's would be written."""
     model, _ = ours(group, stage=stage)
     optimizer = AdamW(model.parameters(), state=state)
@@ -165,12 +153,7 @@ def plain_dcp_body(group: Any, path: Path, stage: int, state: str) -> None:
     same_state(other.full_state_dict(), model.full_state_dict())
 
 
-@pytest.mark.parametrize(("stage", "state"), [(3, "fp32"), (3, "int8"), (1, "bf16"), (0, "fp32")])
-def test_plain_dcp(cluster, tmp_path, stage, state):
-    cluster.check(plain_dcp_body, 2, tmp_path, stage, state)
-
-
-def siblings_body(group: Any, path: Path) -> None:
+def test_the_siblings_of_get_model_state_dict_work(group: Any, path: Path) -> None:
     """PyTorch's functions for state dicts of distributed models."""
     model, optimizer = ours(group)
     train(model, optimizer)
@@ -191,12 +174,8 @@ def siblings_body(group: Any, path: Path) -> None:
     same_state(other.full_state_dict(), whole_again)
 
 
-def test_the_siblings_of_get_model_state_dict_work(cluster, tmp_path):
-    cluster.check(siblings_body, 2, tmp_path)
-
-
-def two_models_body(group: Any, path: Path) -> None:
-    """Which of two models is meant, is not guessed."""
+def test_what_is_not_clear_is_an_error(group: Any, path: Path) -> None:
+    """Raise an error if a name may mean either of two models."""
     mine = path / str(dist.get_rank(group))
     quietly(dcp.save, {"net": net(1).state_dict(), "ema": net(2).state_dict()}, checkpoint_id=mine, no_dist=True)
     model, optimizer = ours(group)
@@ -210,10 +189,6 @@ def two_models_body(group: Any, path: Path) -> None:
     quietly(dcp.save, raw, checkpoint_id=path / "raw")
     with pytest.raises(CheckpointError, match="has an optimizer's parameters by number"):
         load(path / "raw", model, optimizer)
-
-
-def test_what_is_not_clear_is_an_error(cluster, tmp_path):
-    cluster.check(two_models_body, 2, tmp_path)
 
 
 # ---- safetensors -----------------------------------------------------------------------------------------------------
@@ -274,7 +249,7 @@ class Tied(nn.Module):
         self.scale = nn.Parameter(torch.tensor(3.0))
 
 
-def tied_body(group: Any, path: Path) -> None:
+def test_tied_weights_and_damaged_files(group: Any, path: Path) -> None:
     """Of tied weights one name is enough."""
     model = ShardLite(Tied(), group=group)
     expected = {"table.weight": torch.randn(9, 4), "scale": torch.tensor(2.0)}
@@ -291,10 +266,6 @@ def tied_body(group: Any, path: Path) -> None:
     dist.barrier(group)
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged: "):
         load(path / "0", model)
-
-
-def test_tied_weights_and_damaged_files(cluster, tmp_path):
-    cluster.check(tied_body, 2, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One job at a time saves into a folder: a second one is refused while the first lives, and takes over when it died."""
+"""One job at a time saves into a folder: a second job is refused while the first one lives."""
 
 import gc
 import os
@@ -214,7 +214,7 @@ def test_a_lease_that_was_lost_is_not_renewed(tmp_path):
 # ---- saves ----------------------------------------------------------------------------------------------------------
 
 
-def refused_body(group: Any, path: Path) -> None:
+def test_a_second_job_is_refused_on_all_ranks(group: Any, path: Path) -> None:
     """All ranks are told, nothing of the other job is touched, and afterwards the save succeeds."""
     model, optimizer = run_on(group)
     train(model, optimizer)
@@ -233,11 +233,7 @@ def refused_body(group: Any, path: Path) -> None:
     assert not theirs.exists()  # its job is gone
 
 
-def test_a_second_job_is_refused_on_all_ranks(cluster, tmp_path):
-    cluster.check(refused_body, 2, tmp_path / "run")
-
-
-def taken_over_body(group: Any, path: Path) -> None:
+def test_a_job_that_has_lost_its_lease_publishes_nothing(group: Any, path: Path) -> None:
     """The lease goes to another job while this one writes: it publishes nothing, and removes nothing."""
     model, optimizer = run_on(group)
     train(model, optimizer)
@@ -259,10 +255,6 @@ def taken_over_body(group: Any, path: Path) -> None:
         save(path, model, optimizer, step=4, keep=1)
     dist.barrier(group)
     assert list(files.checkpoints_in(path)) == [1, 2]
-
-
-def test_a_job_that_has_lost_its_lease_publishes_nothing(cluster, tmp_path):
-    cluster.check(taken_over_body, 2, tmp_path / "run")
 
 
 def saving_body(group: Any, path: str) -> str:

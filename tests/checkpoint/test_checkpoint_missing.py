@@ -1,4 +1,4 @@
-"""A checkpoint that lacks a file, or is of a newer format, is an error that names the file; links are left alone."""
+"""A checkpoint with a missing file or a newer format raises an error that names the file; links are not followed."""
 
 import json
 import logging
@@ -18,7 +18,8 @@ from shardlite.checkpoint import files, latest
 from tests.support.checkpoints import assert_names, names_in, on_first, run_on, same_state, train, tree
 
 
-def missing_body(group: Any, path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [files.METADATA, files.MANIFEST])
+def test_a_missing_file_is_named(group: Any, path: Path, name: str) -> None:
     model, optimizer = run_on(group)
     for step in (1, 2, 3):
         train(model, optimizer)
@@ -33,9 +34,7 @@ def missing_body(group: Any, path: Path, name: str) -> None:
             load(place, other, its)
     same_state(other.full_state_dict(), before)
     for call in (lambda: latest(path), lambda: next(inspect(path))):
-        with pytest.raises(
-            CheckpointError, match=f"{name} is missing.*the newest complete checkpoint is .*step-00000002"
-        ):
+        with pytest.raises(CheckpointError, match=f"{name} is missing.*newest complete checkpoint is .*step-00000002"):
             call()
     assert load(path, other, its, missing_ok=True).step == 2
     on_first(group, (path / "step-00000002" / name).unlink)
@@ -49,15 +48,10 @@ def missing_body(group: Any, path: Path, name: str) -> None:
         load(path, other, its, missing_ok=True)
     damaged = tree(newest)
     save(path, model, optimizer, keep=1)
-    assert names_in(path) == [f"step-0000000{step}" for step in range(1, 5)]  # what is damaged may be mended
+    assert names_in(path) == [f"step-0000000{step}" for step in range(1, 5)]  # damaged files may be repaired
     assert tree(newest) == damaged
     load(path, other, its)
     same_state(other.full_state_dict(), weights)
-
-
-@pytest.mark.parametrize("name", [files.METADATA, files.MANIFEST])
-def test_a_missing_file_is_named(cluster, tmp_path, name):
-    cluster.check(missing_body, 2, tmp_path, name)
 
 
 def no_folder_body(group: Any, root: Path) -> None:
@@ -94,7 +88,7 @@ def test_a_file_or_dangling_link_in_place_of_the_folder_is_named(cluster, tmp_pa
     cluster.check(no_folder_body, 2, tmp_path)
 
 
-def other_folders_body(group: Any, path: Path) -> None:
+def test_folders_that_save_has_not_written(group: Any, path: Path) -> None:
     """What DCP has written needs no manifest. A folder may be empty, as of a copy that was interrupted."""
     model, optimizer = run_on(group)
     dcp.save({"model": model.state_dict()}, checkpoint_id=path / "step-00000004", process_group=group)
@@ -105,11 +99,7 @@ def other_folders_body(group: Any, path: Path) -> None:
     assert save(path, model, optimizer).name == "step-00000006"
 
 
-def test_folders_that_save_has_not_written(cluster, tmp_path):
-    cluster.check(other_folders_body, 2, tmp_path)
-
-
-def newer_body(group: Any, path: Path) -> None:
+def test_a_newer_format_is_refused_with_both_numbers(group: Any, path: Path) -> None:
     model, optimizer = run_on(group)
     place = save(path, model, optimizer)
 
@@ -126,15 +116,12 @@ def newer_body(group: Any, path: Path) -> None:
         load(path, model, optimizer)
 
 
-def test_a_newer_format_is_refused_with_both_numbers(cluster, tmp_path):
-    cluster.check(newer_body, 2, tmp_path)
-
-
 # ---- links ----------------------------------------------------------------------------------------------------------
 
 
-def linked_body(group: Any, path: Path, far: Path) -> None:
+def test_links_are_never_followed_for_removal(group: Any, path: Path) -> None:
     """An old checkpoint was moved to another disk and linked; the folder that a link leads to is never touched."""
+    path, far = path / "run", path / "far"
     model, optimizer = run_on(group)
     for step in (0, 1):
         save(path, model, optimizer, step=step)
@@ -161,11 +148,7 @@ def linked_body(group: Any, path: Path, far: Path) -> None:
     assert tree(far) == content
 
 
-def test_links_are_never_followed_for_removal(cluster, tmp_path):
-    cluster.check(linked_body, 2, tmp_path / "run", tmp_path / "far")
-
-
-def stubborn_body(group: Any, path: Path) -> None:
+def test_a_save_that_failed_does_not_make_the_next_one_fail(group: Any, path: Path) -> None:
     """What cannot be removed costs only its place, and an error in the middle of a save is the same on all ranks."""
     model, optimizer = run_on(group)
     for step in (1, 2):
@@ -179,7 +162,3 @@ def stubborn_body(group: Any, path: Path) -> None:
             save(path, model, optimizer, step=5, keep=1)
     save(path, model, optimizer, step=6, keep=1)
     assert_names(group, path, "step-00000006")
-
-
-def test_a_save_that_failed_does_not_make_the_next_one_fail(cluster, tmp_path):
-    cluster.check(stubborn_body, 2, tmp_path)

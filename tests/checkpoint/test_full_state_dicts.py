@@ -1,4 +1,4 @@
-"""Whole tensors by `torch.distributed.checkpoint.state_dict`, out of wrapped models and into them."""
+"""Full state dicts by `torch.distributed.checkpoint.state_dict`, from wrapped models and into them."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlite import AdamW, CheckpointError, LayoutError, Precision, ShardLite
 from shardlite.params import ShardTensor
 from tests.support.checkpoints import same_state
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, take_step
 
 Make = Callable[..., optim.Optimizer]
 
@@ -70,9 +70,7 @@ def net(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 1) -> None:
     """Train on data that is the same on each rank, so that an unsharded model has the same bits."""
     for step in range(steps):
-        model(torch.randn(5, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.randn(5, 7, generator=torch.Generator().manual_seed(step))).square().mean())
 
 
 def trained(group: Any, make: Make, steps: int = 2, **options: Any) -> tuple[ShardLite, optim.Optimizer]:
@@ -112,7 +110,9 @@ def same(got: Any, expected: Any) -> None:
 # ---- out of a model --------------------------------------------------------------------------------------------------
 
 
-def whole_body(group: Any, kind: str, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 2), (2, 0), (3, 3)], indirect=["group"])
+@pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
+def test_whole_tensors_come_out(group: Any, kind: str, stage: int) -> None:
     """Whole tensors are those of an unsharded model that has had the same steps, in a file, too."""
     model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
     plain, its = trained(group, OPTIMIZERS[kind], stage=0)
@@ -127,13 +127,8 @@ def whole_body(group: Any, kind: str, stage: int) -> None:
             same(written(part), its_part)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0), (3, 3)])
-@pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
-def test_whole_tensors_come_out(cluster, kind, world_size, stage):
-    cluster.check(whole_body, world_size, kind, stage)
-
-
-def subgroup_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_a_model_over_some_of_the_ranks(group: Any) -> None:
     """With `cpu_offload` the first rank of the model has the state, also where that is not rank 0."""
     last = dist.new_group([1, 2])
     if dist.get_rank() not in (1, 2):
@@ -147,11 +142,8 @@ def subgroup_body(group: Any) -> None:
         model.full_state_dict(rank=0)
 
 
-def test_a_model_over_some_of_the_ranks(cluster):
-    cluster.check(subgroup_body, 4)
-
-
-def stored_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [3, 2, 0])
+def test_tensors_have_storages_of_their_own(group: Any, stage: int) -> None:
     """Each tensor of a state dict has a storage of its own, or tools that write files take them for tied ones."""
     model, _ = trained(group, OPTIMIZERS["ours"], stage=stage)
     states = [get_model_state_dict(model, options=StateDictOptions(**FULL))]
@@ -170,12 +162,7 @@ def stored_body(group: Any, stage: int) -> None:
             model.state_dict()["0.weight"].untyped_storage()
 
 
-@pytest.mark.parametrize("stage", [3, 2, 0])
-def test_tensors_have_storages_of_their_own(cluster, stage):
-    cluster.check(stored_body, 2, stage)
-
-
-def frozen_body(group: Any) -> None:
+def test_options_that_select(group: Any) -> None:
     model, _ = trained(group, OPTIMIZERS["ours"])
     got = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True, **FULL))
     assert model.full_state_dict().keys() - got.keys() == {"3.bias"}
@@ -183,11 +170,8 @@ def frozen_body(group: Any) -> None:
     assert type(offloaded["2.weight"]) is ShardTensor, "this rank's part, on the CPU"
 
 
-def test_options_that_select(cluster):
-    cluster.check(frozen_body, 2)
-
-
-def hybrid_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_hybrid_sharding(group: Any) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
     model, optimizer = trained(mesh, OPTIMIZERS["ours"])
     plain, its = trained(group, OPTIMIZERS["ours"], stage=0)
@@ -200,10 +184,6 @@ def hybrid_body(group: Any) -> None:
     for each in ((fresh, other), (plain, its)):
         train(*each)
     same(fresh.full_state_dict(), plain.full_state_dict())
-
-
-def test_hybrid_sharding(cluster):
-    cluster.check(hybrid_body, 4)
 
 
 # ---- into a model ----------------------------------------------------------------------------------------------------
@@ -239,7 +219,7 @@ def test_whole_tensors_go_into_split_weights(cluster, stage):
     cluster.check(into_body, 3, "ours", stage, False, "split24")
 
 
-def from_plain_body(group: Any) -> None:
+def test_a_plain_run_goes_on_sharded(group: Any) -> None:
     """The state of an unsharded run, which has seen the same data, goes on in shards."""
     plain = net()
     its = OPTIMIZERS["fused"](plain.parameters())
@@ -253,11 +233,9 @@ def from_plain_body(group: Any) -> None:
     same(model.full_state_dict(), dict(plain.state_dict()))
 
 
-def test_a_plain_run_goes_on_sharded(cluster):
-    cluster.check(from_plain_body, 2)
-
-
-def partial_body(group: Any, broadcast: bool, stage: int) -> None:
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("stage", [3, 0])
+def test_what_is_missing_stays(group: Any, broadcast: bool, stage: int) -> None:
     """With `strict=False` what is missing keeps its values, for a tied weight too that is given by its other name."""
     model, _ = trained(group, OPTIMIZERS["ours"], stage=stage)
     before = model.full_state_dict()
@@ -273,16 +251,11 @@ def partial_body(group: Any, broadcast: bool, stage: int) -> None:
         set_model_state_dict(model, given, options=StateDictOptions(broadcast_from_rank0=broadcast, **FULL))
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-@pytest.mark.parametrize("stage", [3, 0])
-def test_what_is_missing_stays(cluster, stage, broadcast):
-    cluster.check(partial_body, 2, broadcast, stage)
-
-
 # ---- around a model --------------------------------------------------------------------------------------------------
 
 
-def compiled_body(group: Any, before: bool) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_compiled_model(group: Any, before: bool) -> None:
     """The module is compiled before it is wrapped, or the wrapped model is."""
     if before:
         layers = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
@@ -299,12 +272,7 @@ def compiled_body(group: Any, before: bool) -> None:
     set_optimizer_state_dict(passed, optimizer, got[1], options=options)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_compiled_model(cluster, before):
-    cluster.check(compiled_body, 2, before)
-
-
-def refused_body(group: Any) -> None:
+def test_what_is_refused(group: Any) -> None:
     model, optimizer = trained(group, OPTIMIZERS["ours"])
     outer = nn.ModuleDict({"inside": model, "rest": nn.Linear(2, 2)})
     named = outer.state_dict()
@@ -328,8 +296,10 @@ def refused_body(group: Any) -> None:
         model.state_dict()["0.weight"].snapshot(torch.clone).full_tensor()
 
 
-def foreign_body(group: Any, kind: str, stage: int) -> None:
-    """A state of another model, or what is none, is an error on all ranks, and changes nothing."""
+@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("kind", ["ours", "fused"])
+def test_states_of_something_else_are_refused(group: Any, kind: str, stage: int) -> None:
+    """A state of another model, or no state at all, raises an error on all ranks and changes nothing."""
     model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
     options = StateDictOptions(**FULL)
     before = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
@@ -353,14 +323,8 @@ def foreign_body(group: Any, kind: str, stage: int) -> None:
             model.load_full_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("stage", [3, 0])
-@pytest.mark.parametrize("kind", ["ours", "fused"])
-def test_states_of_something_else_are_refused(cluster, kind, stage):
-    cluster.check(foreign_body, 2, kind, stage)
-
-
-def unsendable_body(group: Any) -> None:
-    """What the first rank cannot send is an error on all; what others pass is not even looked at."""
+def test_states_that_cannot_be_sent(group: Any) -> None:
+    """A state that the first rank cannot send raises an error on all ranks; other ranks' arguments are ignored."""
     model, optimizer = trained(group, OPTIMIZERS["ours"])
     options = StateDictOptions(broadcast_from_rank0=True, **FULL)
     saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**FULL))
@@ -369,11 +333,3 @@ def unsendable_body(group: Any) -> None:
     with pytest.raises((CheckpointError, LayoutError), match="holds something that is neither a tensor, a number"):
         set_optimizer_state_dict(model, optimizer, bad if first else {}, options=options)
     set_optimizer_state_dict(model, optimizer, saved if first else {"state": lambda: None}, options=options)
-
-
-def test_states_that_cannot_be_sent(cluster):
-    cluster.check(unsendable_body, 2)
-
-
-def test_what_is_refused(cluster):
-    cluster.check(refused_body, 2)

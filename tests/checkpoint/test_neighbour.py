@@ -1,4 +1,4 @@
-"""Copies in memory: a run that loses ranks, or a host, goes on where it was, with the same bits."""
+"""Snapshots in memory: a run that loses ranks or a host continues with the same bits."""
 
 import logging
 import os
@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,13 +16,14 @@ import pytest
 import torch.distributed as dist
 
 from shardlite import CheckpointError, CommError, load, save_in_memory
-from shardlite.checkpoint import latest, memory_copies, snapshot, snapshot_holder
+from shardlite.checkpoint import latest, memory_copies, snapshot
 from shardlite.checkpoint.memory_copies import Hosts, held_by, key_of, newest
-from shardlite.checkpoint.snapshot import Header, Snapshot, SnapshotMemory
-from shardlite.checkpoint.snapshot_holder import Agent, Holder, HolderError, parent_and_start
-from tests.apps.test_failover import assert_same_weights, ranks_of, started, train_straight
-from tests.checkpoint.test_checkpoint import OPTIMIZERS, Run
+from shardlite.checkpoint.snapshot import Snapshot, SnapshotMemory
+from shardlite.checkpoint.snapshot_holder import Agent, Holder, parent_and_start
+from tests.support.checkpoints import OPTIMIZERS, Run
+from tests.support.logs import logged
 from tests.support.patience import seconds, until
+from tests.support.ranks.restarts import assert_same_weights, ranks_of, started, train_straight
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="memory is held by processes that are found in /proc"
@@ -37,7 +37,7 @@ SOURCE = "copies in memory"
 
 @contextmanager
 def started_by(group: Any, *agents: Agent) -> Iterator[None]:
-    """Let this rank be started by its parent, or by its own one of `agents`. End what holds memory for them."""
+    """Let `Agent` find the parent of this rank, or its entry of `agents`; end their snapshot holders afterwards."""
     rank = dist.get_rank()
     parent = os.getppid()
     found = agents[rank] if agents else Agent(parent, parent_and_start(parent)[1])
@@ -65,23 +65,6 @@ def ancestors() -> list[Agent]:
     return [Agent(pid, parent_and_start(pid)[1]) for pid in (parent, grandparent)]
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect what is logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardlite")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
 def copied(run: Run, path: Any, step: int) -> bool:
     return save_in_memory(path, run.model, run.optimizer, run.extra(), step=step)
 
@@ -90,8 +73,19 @@ def loaded(run: Run, path: Any) -> Any:
     return load(path, run.model, run.optimizer, run.extra(), missing_ok=True)
 
 
-def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]) -> None:
-    with started_by(group), logged() as lines:
+@pytest.mark.parametrize(
+    ("state", "optimizer", "options"),
+    [
+        ("fp32", "ours", {}),
+        ("int8", "ours", {"stage": 2}),
+        ("fp32", "in_backward", {}),
+        ("fp32", "momentum", {"stage": 1}),
+        ("fp32", "fused", {"stage": 0}),
+    ],
+)
+@pytest.mark.sample(2)
+def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(group, path, state, optimizer, options):
+    with started_by(group), logged(logging.INFO) as lines:
         straight = Run(group, state, OPTIMIZERS[optimizer], **options)
         for step in range(6):
             straight.train(range(step, step + 1))
@@ -110,21 +104,6 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
         again.train(range(8, 10)).assert_like(straight)
         expected = [f"load: step {step}, from {SOURCE}" for step in (6, 8)] if dist.get_rank() == 0 else []
         assert [line for line in lines if line.startswith("load: ")] == expected
-
-
-@pytest.mark.parametrize(
-    ("state", "optimizer", "options"),
-    [
-        ("fp32", "ours", {}),
-        ("int8", "ours", {"stage": 2}),
-        ("fp32", "in_backward", {}),
-        ("fp32", "momentum", {"stage": 1}),
-        ("fp32", "fused", {"stage": 0}),
-    ],
-)
-@pytest.mark.sample(2)
-def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(cluster, tmp_path, state, optimizer, options):
-    cluster.check(resumes_body, 2, tmp_path, state, optimizer, options)
 
 
 def killed_body(group: Any, path: str, where: str) -> None:
@@ -175,9 +154,9 @@ def test_a_killed_rank_is_taken_up_at_the_last_step_that_all_have_copied(doomed,
     assert [(each.result, each.text) for each in again] == [(step, "")] * 3, again
 
 
-def newest_body(group: Any, path: Path) -> None:
+def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> None:
     """`load` takes what is newer, and memory if both are."""
-    with started_by(group), logged() as lines:
+    with started_by(group), logged(logging.INFO) as lines:
         run = Run(group).train(range(2))
         nothing = loaded(run, path)
         assert (nothing, nothing.step, nothing.source) == ({}, 0, "")
@@ -199,13 +178,9 @@ def newest_body(group: Any, path: Path) -> None:
         assert not [line for line in lines if "not used" in line]
 
 
-def test_load_takes_the_newest_of_memory_and_disk(cluster, tmp_path):
-    cluster.check(newest_body, 2, tmp_path)
-
-
-def left_body(group: Any, path: Path) -> None:
-    """What is not whole, or of another model, is left with a line that says why."""
-    with started_by(group), logged() as lines:
+def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -> None:
+    """Snapshots that are incomplete, or of another model, are skipped with a log line that gives the reason."""
+    with started_by(group), logged(logging.INFO) as lines:
         run = Run(group).train(range(2))
         place = str(run.save(path, step=2))
         run.train(range(2, 3))
@@ -229,21 +204,17 @@ def left_body(group: Any, path: Path) -> None:
             assert told == ["there is none of rank 1"] * 2
 
 
-def test_copies_that_do_not_fit_are_left_with_a_reason(cluster, tmp_path):
-    cluster.check(left_body, 2, tmp_path)
-
-
-def without_body(group: Any, path: Path) -> None:
-    """A line says once that there is no memory, no agent, or no holder any more. The training goes on."""
+def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
+    """A missing agent, memory or holder is logged once. The training continues."""
     run = Run(group).train(range(1))
-    with logged() as lines:
+    with logged(logging.INFO) as lines:
         for step in (1, 2):
             assert not copied(run, path, step)
         if dist.get_rank() == 0:
             assert lines == [
                 "there are no copies in memory: torchrun did not start this process, so nothing would restart it"
             ]
-    with started_by(group), logged() as lines:
+    with started_by(group), logged(logging.INFO) as lines:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(snapshot, "_available", lambda: 1000)
@@ -265,11 +236,7 @@ def without_body(group: Any, path: Path) -> None:
         run.train(range(1, 2))
 
 
-def test_a_run_goes_on_without_copies(cluster, tmp_path):
-    cluster.check(without_body, 2, tmp_path)
-
-
-def steady_body(group: Any, path: Path) -> None:
+def test_copies_take_no_memory_in_the_steady_state(group: Any, path: Path) -> None:
     """From the second copy on, no memory is taken."""
     with started_by(group):
         run = Run(group)
@@ -283,11 +250,8 @@ def steady_body(group: Any, path: Path) -> None:
         assert taken[2:] == taken[1:2] * 4, taken
 
 
-def test_copies_take_no_memory_in_the_steady_state(cluster, tmp_path):
-    cluster.check(steady_body, 2, tmp_path)
-
-
-def hosts_body(group: Any, path: Path) -> None:
+@pytest.mark.ranks(3)
+def test_a_host_that_is_lost_gets_its_copies_from_the_next_one(group: Any, path: Path) -> None:
     """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with what it holds."""
     one, other = ancestors()
     with started_by(group, one, one, other):
@@ -319,10 +283,6 @@ def hosts_body(group: Any, path: Path) -> None:
         assert not loaded(Run(group), path).source
 
 
-def test_a_host_that_is_lost_gets_its_copies_from_the_next_one(cluster, tmp_path):
-    cluster.check(hosts_body, 3, tmp_path)
-
-
 # ---- without ranks --------------------------------------------------------------------------------------------------
 
 
@@ -348,81 +308,6 @@ def test_each_rank_is_guarded_on_the_next_node():
     uneven = Hosts(["a", "b", "a", "a", "c"])
     assert [uneven.replica_of(rank) for rank in range(5)] == [1, 4, 1, 1, 0]
     assert [uneven.replicas_on(rank) for rank in range(5)] == [[4], [0, 2, 3], [], [], [1]]
-
-
-def test_a_version_is_there_when_it_is_whole():
-    memory = SnapshotMemory.allocate()
-    for step in (3, 4, 5):
-        before = set(memory.complete())
-        memory.overwrite_older(100).fill_(step)
-        assert set(memory.complete()) == set(sorted(before)[-1:])  # a rank that dies here leaves the newest
-        memory.mark_complete(Header(step, 2, 100, 80))
-    assert list(memory.complete().values()) == [Header(5, 2, 100, 80), Header(4, 2, 100, 80)]
-    other = SnapshotMemory(os.dup(memory.descriptor))
-    assert other.content(4).tolist() == [4] * 100
-    other.drop_all_but(4)
-    assert set(memory.complete()) == {4}
-    with pytest.raises(CheckpointError, match="memory of 4096 bytes is not that of a copy"):
-        SnapshotMemory(snapshot.make_memory(4096))
-
-
-# ---- processes that hold memory --------------------------------------------------------------------------------------
-
-LAUNCHER = """
-import importlib.util, os, signal, subprocess, sys
-spec = importlib.util.spec_from_file_location("holding", sys.argv[1])
-holding = sys.modules["holding"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(holding)
-if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
-    rank = [sys.executable, __file__, sys.argv[1]]
-    for attempt in range(2):
-        subprocess.run(rank, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"}, start_new_session=True)
-    print("waits", flush=True)
-    sys.stdin.read()
-else:
-    agent = holding.Agent.of_this_process()
-    found = agent.holders("a copy")
-    if not found:
-        memory = os.memfd_create("copy")
-        os.write(memory, b"whole")
-        print(agent.pid, agent.hold("a copy", memory).pid, flush=True)
-        os.killpg(0, signal.SIGKILL)
-    print(list(found), os.pread(found["a copy"].open(), 9, 0).decode(), found["a copy"].pid, flush=True)
-"""
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, None])
-def test_memory_outlives_ranks_and_ends_with_their_agent(tmp_path, monkeypatch, end):
-    """A killed rank finds it when it is started again; another user and another agent do not."""
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER)
-    command = [sys.executable, str(script), str(snapshot_holder.__file__)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
-        assert agent.stdin is not None
-        first, second, third = (agent.stdout.readline().strip() for _ in range(3))
-        pid, holder = map(int, first.split())
-        assert (pid, second, third) == (agent.pid, f"['a copy'] whole {holder}", "waits")
-        identity = Agent(agent.pid, parent_and_start(agent.pid)[1])
-        found = identity.holders("a copy")["a copy"]
-        assert not Agent(agent.pid, identity.start + 1).holders("")
-        with monkeypatch.context() as patch:
-            user = os.geteuid()
-            patch.setattr(os, "geteuid", lambda: user + 1)
-            assert not identity.holders("")
-        assert found.is_alive
-        agent.send_signal(end) if end else agent.stdin.close()
-        agent.wait()
-        until(lambda: not found.is_alive)
-    with pytest.raises(OSError, match=f"{holder}"):
-        found.open()
-
-
-def test_memory_is_not_held_for_an_agent_that_has_ended():
-    memory = SnapshotMemory.allocate()
-    with pytest.raises(HolderError, match=r"could not be started: .*is not the agent"):
-        Agent(os.getpid(), 1).hold("a copy", memory.descriptor)
 
 
 # ---- under torchrun -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Algorithms beside the ring: the order of additions that their schedules say, over every kind of transport."""
+"""Algorithms other than the ring add in the order of their schedules, over every transport."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How long messages are, without effect on a bit."""
+"""The length of messages, which changes no bit."""
 
 import pytest
 import torch

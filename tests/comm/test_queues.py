@@ -1,4 +1,4 @@
-"""Queues, and what is to run on a GPU as far as that can be shown without one."""
+"""Queues, and the parts of GPU code that can be tested without a GPU."""
 
 import threading
 import weakref
@@ -16,7 +16,7 @@ from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.patience import seconds
 from tests.support.simulated_cuda import Simulated
-from tests.support.twins.sharded import WIDE
+from tests.support.twins.sharded import WIDE, same_states, take_step
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
@@ -101,7 +101,7 @@ def test_a_stream_queue_is_behind_its_caller_and_its_caller_behind_it(cuda, bloc
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
-    """What is served to a rank that is behind must not wait for what this rank computes by now, which waits for it."""
+    """A gather for a late rank must not wait for this rank's later computation, which waits for that gather."""
     queue = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
     moment = queue.moment()
     cuda.run("compute on")
@@ -153,12 +153,12 @@ def trained(group, stage) -> dict[str, torch.Tensor]:
         x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + group.rank()))
         model(x).pow(2).mean().backward()
         model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model.full_state_dict()
 
 
-def other_transports_body(group):
+@pytest.mark.ranks(2, WIDE)
+def test_training_over_the_transports_for_gpus_gives_the_same_bits(group):
     """Train over the transports for GPUs, which carry CPU tensors over gloo as well."""
     connect = shardlite.comm.context.connect
     for stage in (0, 1, 2, 3):
@@ -169,13 +169,7 @@ def other_transports_body(group):
                 weights = trained(group, stage)
             finally:
                 shardlite.comm.context.connect = connect
-            for name, value in expected.items():
-                torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_training_over_the_transports_for_gpus_gives_the_same_bits(cluster, world_size):
-    cluster.check(other_transports_body, world_size)
+            same_states("state", weights, expected)
 
 
 class _Reports:

@@ -1,4 +1,4 @@
-"""What a rank sends in a ring collective: how many messages in which exchange, and how many bytes, by formula."""
+"""The messages and bytes of each exchange of a ring collective, by formula."""
 
 import pytest
 import torch

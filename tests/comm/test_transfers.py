@@ -1,4 +1,4 @@
-"""What one rank sends and receives: programs, ranks that run by themselves, schedules broken on purpose."""
+"""Transfers of one rank: programs, ranks that run independently, and schedules broken on purpose."""
 
 from dataclasses import replace
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The alarm of steps inside a backward on a GPU whose copies to the host arrive when the test says so."""
+"""The alarm of steps in the backward, on a GPU whose copies to the host arrive on demand."""
 
 from types import SimpleNamespace
 

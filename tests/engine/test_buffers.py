@@ -1,4 +1,4 @@
-"""Buffers that forwards change become rank 0's when the next forward begins, as in `DistributedDataParallel`."""
+"""Buffers changed by a forward are replaced by rank 0's at the next forward, as in `DistributedDataParallel`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardlite import LayoutError, ShardLite
 from shardlite.engine.module_buffers import LARGE
 from tests.support.models.residual import WIDTH, Block
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_states
 
 
 class Counting(nn.Module):
@@ -48,9 +48,9 @@ def rows(turn: Turn) -> Tensor:
     return torch.randn(6, WIDTH, generator=turn.generator())
 
 
-def like_ddp_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(2, 1), (3, 3)], indirect=["group"])
+def test_buffers_are_those_of_ddp(group: Any, stage: int) -> None:
     """Trained with accumulation and evaluated in between, the buffers have the bits of DDP's all along."""
-    torch.manual_seed(0)
     model = ShardLite(Counting(), group=group, stage=stage)
     torch.manual_seed(0)
     plain = Counting()
@@ -69,14 +69,7 @@ def like_ddp_body(group: Any, stage: int) -> None:
             else:
                 each(rows(Turn(step, rank, 0))).square().mean().backward()
                 each.zero_grad()
-        theirs = dict(ddp.module.named_buffers())
-        for name, buffer in model.named_buffers():
-            same_bits(f"step {step}, {mode}: {name}", buffer, theirs[name])
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 3)])
-def test_buffers_are_those_of_ddp(cluster, world_size, stage):
-    cluster.check(like_ddp_body, world_size, stage)
+        same_states(f"step {step}, {mode}", dict(model.named_buffers()), dict(ddp.module.named_buffers()))
 
 
 class Normed(nn.Module):
@@ -88,9 +81,9 @@ class Normed(nn.Module):
         return self.out(self.norm(self.block(x)))
 
 
-def twice_body(group: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+def test_two_forwards_before_a_backward(group: Any, stage: int) -> None:
     """Two forwards before one backward (GAN, BYOL): what autograd has saved of statistics may change in between."""
-    torch.manual_seed(0)
     model = ShardLite(Normed(), group=group, stage=stage, units=Block)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Normed(), process_group=group)
@@ -99,18 +92,11 @@ def twice_body(group: Any, stage: int) -> None:
             each.zero_grad()
             real, fake = (each(rows(Turn(step, dist.get_rank(group), micro))) for micro in range(2))
             (real.mean() - fake.square().mean()).backward()
-        theirs = dict(ddp.module.named_buffers())
-        for name, buffer in model.named_buffers():
-            same_bits(name, buffer, theirs[name])
+        same_states("buffer", dict(model.named_buffers()), dict(ddp.module.named_buffers()))
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.stages(0, 3)
-def test_two_forwards_before_a_backward(cluster, stage):
-    cluster.check(twice_body, 2, stage)
-
-
-def sent_body(group: Any) -> None:
+def test_only_what_has_changed_is_sent(group: Any) -> None:
     """What stays is not sent: once a forward has changed nothing, a number for each buffer is all that is."""
     model = ShardLite(Counting(), group=group)
 
@@ -132,11 +118,7 @@ def sent_body(group: Any) -> None:
         assert changing - numbers > 4 * WIDTH * 4
 
 
-def test_only_what_has_changed_is_sent(cluster):
-    cluster.check(sent_body, 2)
-
-
-def own_body(group: Any) -> None:
+def test_each_rank_may_have_its_own(group: Any) -> None:
     """On request, and in ignored modules, each rank has its own."""
     net = Counting()
     model = ShardLite(net, group=group, ignore=[net.norm])
@@ -154,11 +136,7 @@ def own_body(group: Any) -> None:
         assert changing - same == kept
 
 
-def test_each_rank_may_have_its_own(cluster):
-    cluster.check(own_body, 2)
-
-
-def refused_body(group: Any) -> None:
+def test_what_cannot_be_sent_is_refused_on_every_rank(group: Any) -> None:
     with pytest.raises(LayoutError, match=r'buffers must be "rank0" or "own", got \'all\''):
         ShardLite(Counting(), group=group, buffers="all")
     with pytest.raises(LayoutError, match="rank 0 has buffers 'rank0', rank 1 has buffers 'own'"):
@@ -168,7 +146,3 @@ def refused_body(group: Any) -> None:
     model.module.queue = torch.zeros(4 + dist.get_rank(group), WIDTH)
     with pytest.raises(LayoutError, match=r"buffer 'queue' does not have the same length on all ranks"):
         model(rows(Turn(0, 0, 0)))
-
-
-def test_what_cannot_be_sent_is_refused_on_every_rank(cluster):
-    cluster.check(refused_body, 2)

@@ -1,4 +1,4 @@
-"""Programs that change or choose the module's own parameters after wrapping: they work, or are told at once."""
+"""Programs that change or select the module's own parameters after wrapping work, or raise an error at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,11 @@ def by_assignment(param: nn.Parameter) -> None:
 WRITES = (by_init, by_fill, by_copy, by_assignment)
 
 
-def written_body(group: Any, write: Callable[[nn.Parameter], None], stage: int, compute: Any) -> None:
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.sample(2)
+def test_new_values_are_kept_or_refused(group, write, stage, compute):
     """Right after wrapping, between steps, and between a backward and its step."""
     pair = Pair(net, group, stage=stage, units=UNITS, precision=Precision(compute=compute))
     whole = dict(pair.model.module.named_parameters())
@@ -75,14 +79,6 @@ def written_body(group: Any, write: Callable[[nn.Parameter], None], stage: int, 
         assert all(kept)
 
 
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.sample(2)
-def test_new_values_are_kept_or_refused(cluster, write, stage, compute):
-    cluster.check(written_body, 2, write, stage, compute)
-
-
 # ---- steps by hand ---------------------------------------------------------------------------------------------------
 
 
@@ -108,9 +104,10 @@ def at_once(params: list[nn.Parameter]) -> None:
         torch._foreach_add_(params, [p.grad for p in params], alpha=-0.1)
 
 
-def stepped_body(group: Any, step: Callable[[list[nn.Parameter]], None], stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize("step", [by_data, by_add, without_data, at_once])
+def test_steps_of_whole_parameters_are_refused(group, step, stage):
     """At stage 0 they are what is stepped; elsewhere every rank is told, and has changed nothing."""
-    torch.manual_seed(0)
     model = ShardLite(net(), group=group, stage=stage, units=UNITS)
     rows(model, Turn(0, dist.get_rank(), 0)).backward()
     before = [shard.detach().clone() for shard in model.parameters()]
@@ -125,16 +122,12 @@ def stepped_body(group: Any, step: Callable[[list[nn.Parameter]], None], stage: 
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("step", [by_data, by_add, without_data, at_once])
-def test_steps_of_whole_parameters_are_refused(cluster, step, stage):
-    cluster.check(stepped_body, 2, step, stage)
-
-
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def groups_body(group: Any, make: Callable[..., optim.Optimizer], stage: int) -> None:
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("make", [AdamW, optim.SGD])
+def test_groups_chosen_by_identity(group: Any, make: Callable[..., optim.Optimizer], stage: int) -> None:
     """A group that is empty, since it was chosen among others than the optimizer gets."""
     model = ShardLite(net(), group=group, stage=stage, units=UNITS)
     decayed = {id(p) for p in model.module.parameters() if p.ndim > 1}
@@ -147,9 +140,3 @@ def groups_body(group: Any, make: Callable[..., optim.Optimizer], stage: int) ->
     with pytest.warns(ShardWarning, match="group 0 of .* has no parameters. Do not choose parameters by identity"):
         optimizer.step()
     optimizer.step()
-
-
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("make", [AdamW, optim.SGD])
-def test_groups_chosen_by_identity(cluster, make, stage):
-    cluster.check(groups_body, 2, make, stage)

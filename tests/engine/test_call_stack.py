@@ -1,4 +1,4 @@
-"""How deep the library is: the calls from a module's hook to the first message, and what a traceback shows."""
+"""The depth of the library: calls from a module's hook to the first message, and tracebacks."""
 
 import sys
 import traceback
@@ -19,6 +19,7 @@ from shardlite import CommError, Route, ShardLite
 from shardlite.grads.reduce import ReduceQueue
 from shardlite.weights.all_gather import Gather
 from tests.support.patience import seconds
+from tests.support.twins.sharded import take_step
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
 
@@ -121,9 +122,7 @@ def stack_body(group: Any, stage: int) -> dict[str, list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[str, list[str]] = {}
     for _ in range(2):  # in the first pass ranks negotiate
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, 4)).sum())
     hook = "engine/module_hooks.py: _enter"
     with (
         profiled_on_the_queue(Gather, "execute", seen, {"ring": "comm/shm/mailbox"}),
@@ -174,26 +173,18 @@ BEFORE_A_STEP = [
     "engine/optimizer_hooks.py: before_step",  # of the model
 ]
 
-TO_THE_KERNEL = [
-    "optim/adamw.py: step",
-    "optim/counts.py: update",
-]
+TO_THE_KERNEL = ["optim/adamw.py: step", "optim/counts.py: update"]
 
 
-def step_body(group: Any, stage: int) -> dict[str, list[str]]:
+@pytest.mark.stages(2, 3)
+def test_from_a_step_to_the_kernel_are_four_calls_in_three_files(group: Any, stage: int) -> None:
     model = ShardLite(net(), stage=stage, units=nn.Linear, group=group)
     optimizer = shardlite.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     seen: dict[str, list[str]] = {}
     with profiled(seen, {"before_step": "grads/skip_step", "adamw_cpu": ""}):
         optimizer.step()
-    return seen
-
-
-@pytest.mark.stages(2, 3)
-def test_from_a_step_to_the_kernel_are_four_calls_in_three_files(cluster, stage):
-    for seen in cluster.run(step_body, 2, stage):
-        assert seen == {"before_step": [*BEFORE_A_STEP, "grads/skip_step.py: before_step"], "adamw_cpu": TO_THE_KERNEL}
+    assert seen == {"before_step": [*BEFORE_A_STEP, "grads/skip_step.py: before_step"], "adamw_cpu": TO_THE_KERNEL}
     assert len(BEFORE_A_STEP + TO_THE_KERNEL) <= 4
     assert len(files(BEFORE_A_STEP + TO_THE_KERNEL)) <= 3
 
@@ -222,14 +213,11 @@ TO_THE_SUM = [
     "comm/executor.py: run_reduce",
     "comm/collectives.py: __call__",  # of the last hop, which launches the kernel
 ]
-TO_THE_SHARD = [
-    "engine/backward.py: _close",
-    "grads/backward_run.py: finalize",
-    "grads/reduce.py: store",
-]
+TO_THE_SHARD = ["engine/backward.py: _close", "grads/backward_run.py: finalize", "grads/reduce.py: store"]
 
 
-def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_from_a_gradients_hook_to_the_step_are_twenty_two_calls_in_ten_files(group: Any, stage: int) -> None:
     model = ShardLite(net(), stage=stage, units=nn.Linear, group=group, route=Route(transport="shared_memory"))
     stacks: dict[str, list[str]] = {}
     for _ in range(2):  # in the first backward the ranks agree on an order
@@ -242,18 +230,12 @@ def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:
         profiled(stacks, moments),
     ):
         loss.backward()
-    return stacks
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_from_a_gradients_hook_to_the_step_are_twenty_two_calls_in_ten_files(cluster, stage):
-    for seen in cluster.run(gradient_body, 2, stage):
-        assert seen == {
-            "add_gradient": TO_THE_BUCKET,
-            "submit": TO_THE_QUEUE_OF_REDUCTIONS,
-            "hop": TO_THE_SUM,
-            "store": TO_THE_SHARD,
-        }
+    assert stacks == {
+        "add_gradient": TO_THE_BUCKET,
+        "submit": TO_THE_QUEUE_OF_REDUCTIONS,
+        "hop": TO_THE_SUM,
+        "store": TO_THE_SHARD,
+    }
     calls = {*TO_THE_BUCKET, *TO_THE_QUEUE_OF_REDUCTIONS, *TO_THE_SUM, *TO_THE_SHARD}
     assert len(calls) + len(BEFORE_A_STEP) + len(TO_THE_KERNEL) <= 22
     assert len(files([*calls, *BEFORE_A_STEP, *TO_THE_KERNEL])) <= 10

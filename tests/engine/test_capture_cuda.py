@@ -1,4 +1,4 @@
-"""A whole step in a CUDA graph on a GPU: the bits of steps that are launched one by one.
+"""A whole step in a CUDA graph has the bits of steps without one.
 
 `tests/comm/streams/test_stream_races.py` captures steps on a simulated GPU, which refuses what CUDA refuses.
 """
@@ -10,10 +10,7 @@ from torch import nn
 from bench.support.ranks import only_rank
 from shardlite import AdamW, Precision, ShardLite
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WIDTH, WARM_UP, STEPS = 256, 4, 9
 

@@ -1,4 +1,4 @@
-"""`torch.compile` of a sharded model, by blocks and as a whole, beside a plain twin that is not compiled, to the bit.
+"""`torch.compile` of a sharded model, by blocks and as a whole, has the bits of a plain twin without compilation.
 
 The graph breaks where a unit begins and where it ends, since the gather must happen between.
 """
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import ShardLite
 from tests.support.models.small import VOCABULARY, LanguageModel
-from tests.support.twins.sharded import Pair, Turn, most_buffers
+from tests.support.twins.sharded import Pair, Turn, most_buffers, slow, take_step
 
 Model = Callable[..., Any]
 Graph = Callable[..., Any]
@@ -76,7 +76,7 @@ CASES = [("aot_eager", 2, 3), ("aot_eager", 2, 2), ("eager", 2, 3), ("aot_eager"
 
 def few(*fast: tuple[str, int, int]) -> pytest.MarkDecorator:
     """Compiling takes seconds, so not all cases are fast ones."""
-    cases = [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+    cases = [case if case in fast else slow(*case) for case in CASES]
     return pytest.mark.parametrize(("backend", "world_size", "stage"), cases)
 
 
@@ -96,14 +96,7 @@ def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, wo
         assert buffers == 1
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "world_size", "stage"),
-    [
-        pytest.param(True, 2, 3, marks=pytest.mark.slow),
-        pytest.param(False, 4, 3, marks=pytest.mark.slow),
-        pytest.param(False, 2, 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("reentrant", "world_size", "stage"), [slow(True, 2, 3), slow(False, 4, 3), slow(False, 2, 2)])
 def test_compiled_blocks_under_activation_checkpointing(cluster, reentrant, world_size, stage):
     """Reentrant checkpointing runs each block with gradients and without, in a graph for either."""
     for graphs, _ in cluster.run(compiles, world_size, False, "aot_eager", reentrant, stage):
@@ -152,9 +145,7 @@ def graphs_of(group: Any, stage: int | None, how: str, dynamic: bool) -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(samples: int) -> None:
-            model(torch.ones(samples, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.ones(samples, 8)).square().mean())
 
         for samples in (3, 4, 5, 6) if dynamic else (3, 3, 3):
             step(samples)
@@ -163,22 +154,18 @@ def graphs_of(group: Any, stage: int | None, how: str, dynamic: bool) -> int:
         return len(graphs)
 
 
-def as_many_as_ddp(group: Any, stage: int, how: str, dynamic: bool) -> None:
-    theirs = graphs_of(group, None, how, dynamic)
-    ours = graphs_of(group, stage, how, dynamic)
-    assert 0 < ours <= theirs <= 2, (ours, theirs)
-
-
 FAST = [(3, "after", True), (2, "after", False), (3, "by function", False)]
 
 
 @pytest.mark.parametrize(
     ("stage", "how", "dynamic"),
     [
-        case if case in FAST else pytest.param(*case, marks=pytest.mark.slow)
+        case if case in FAST else slow(*case)
         for case in product(range(4), ("after", "before", "by function"), (True, False))
     ],
 )
-def test_equal_blocks_take_as_many_graphs_as_under_ddp(cluster, stage, how, dynamic):
+def test_equal_blocks_take_as_many_graphs_as_under_ddp(group: Any, stage: int, how: str, dynamic: bool) -> None:
     """Dynamo guards on the keys of hooks: if those differed from block to block, each would be compiled again."""
-    cluster.check(as_many_as_ddp, 2, stage, how, dynamic)
+    theirs = graphs_of(group, None, how, dynamic)
+    ours = graphs_of(group, stage, how, dynamic)
+    assert 0 < ours <= theirs <= 2, (ours, theirs)

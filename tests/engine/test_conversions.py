@@ -1,4 +1,4 @@
-"""A wrapped model is not converted, from outside or from inside, at any stage; what changes nothing does nothing."""
+"""Conversions of a wrapped model are refused at every stage; a conversion without effect is allowed."""
 
 import copy
 import inspect
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states
 
 
 class Net(nn.Module):
@@ -49,8 +49,9 @@ def facts(model: ShardLite) -> dict[str, Any]:
     return {name: (tensor.dtype, tensor.device) for name, tensor in tensors.items()}
 
 
-def converted_body(group: Any, stage: int, after: str) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("after", ["wrapping", "step", "evaluation"])
+@pytest.mark.parametrize("stage", [3, 2, 0])
+def test_a_conversion_is_refused_and_changes_nothing(group: Any, stage: int, after: str) -> None:
     net = Net()
     model = ShardLite(net, group=group, stage=stage, ignore=[net.own])
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -69,19 +70,13 @@ def converted_body(group: Any, stage: int, after: str) -> None:
             assert facts(model) == before, f"{kind} of {type(module).__name__} has changed something"
         for convert in NOTHING.values():
             assert convert(module) is module
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, weights[name])
+    same_states("state", model.full_state_dict(), weights)
     net.own.to(torch.bfloat16)
     assert {net.own[0].weight.dtype, net.own[1].running_mean.dtype} == {torch.bfloat16}, "the program has ignored them"
 
 
-@pytest.mark.parametrize("after", ["wrapping", "step", "evaluation"])
-@pytest.mark.parametrize("stage", [3, 2, 0])
-def test_a_conversion_is_refused_and_changes_nothing(cluster, stage, after):
-    cluster.check(converted_body, 2, stage, after)
-
-
-def single_body(group: Any) -> None:
+@pytest.mark.ranks(1)
+def test_on_one_rank(group: Any) -> None:
     net = Net()
     model = ShardLite(net, group=group)
     copied = copy.deepcopy(net.layer)
@@ -91,11 +86,7 @@ def single_body(group: Any) -> None:
     assert model.to("cpu") is model
 
 
-def test_on_one_rank(cluster):
-    cluster.check(single_body, 1)
-
-
-def precise_body(group: Any) -> None:
+def test_other_dtypes_and_memory_formats(group: Any) -> None:
     """What counts is the dtype that the module's own parameters have. Memory formats cannot be changed either."""
     model = ShardLite(Net(), group=group, precision=Precision(compute=torch.bfloat16))
     assert model.module.layer.to(torch.bfloat16) is model.module.layer
@@ -106,11 +97,8 @@ def precise_body(group: Any) -> None:
         model.to(memory_format=torch.channels_last)
 
 
-def test_other_dtypes_and_memory_formats(cluster):
-    cluster.check(precise_body, 2)
-
-
-def signature_body(group: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+def test_the_signature_is_the_modules(group: Any, stage: int) -> None:
     """Trainers choose the inputs that they pass on by the signature of `forward`."""
     model = ShardLite(Net(), group=group, stage=stage)
     assert inspect.signature(model.forward) == inspect.signature(model.module.forward)
@@ -122,8 +110,3 @@ def signature_body(group: Any, stage: int) -> None:
     model.forward = lambda *args: forward(*args) + 1  # as Accelerate does
     with torch.no_grad():
         same_bits("replaced", model(x), forward(x) + 1)
-
-
-@pytest.mark.stages(1, 3)
-def test_the_signature_is_the_modules(cluster, stage):
-    cluster.check(signature_body, 2, stage)

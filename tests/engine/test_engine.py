@@ -1,4 +1,4 @@
-"""What programs do with autograd, threads and hooks of their own: it works, or an error says what to write."""
+"""User code with autograd, threads and hooks works, or raises an error with a remedy."""
 
 import threading
 from typing import Any
@@ -31,7 +31,8 @@ def rows(model: nn.Module) -> Tensor:
 # ---- torch.autograd.grad ---------------------------------------------------------------------------------------------
 
 
-def grad_body(group: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+def test_gradients_by_weights(group: Any, stage: int) -> None:
     """By the module's own parameters they are this rank's, whole; a backward follows as ever."""
     model, twin = wrapped(group, stage)
     ours = torch.autograd.grad(rows(model), list(model.module.parameters()))
@@ -46,15 +47,11 @@ def grad_body(group: Any, stage: int) -> None:
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.stages(1, 3)
-def test_gradients_by_weights(cluster, stage):
-    cluster.check(grad_body, 2, stage)
-
-
 # ---- hooks for accumulated gradients ---------------------------------------------------------------------------------
 
 
-def hooks_body(group: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+def test_hooks_for_accumulated_gradients(group: Any, stage: int) -> None:
     """Registered after wrapping they see this rank's gradient, before the reduction; on shards they are refused."""
     model, twin = wrapped(group, stage)
     seen: dict[str, Tensor] = {}
@@ -69,18 +66,12 @@ def hooks_body(group: Any, stage: int) -> None:
     for name, param in twin.named_parameters():
         same_bits(name, seen[name], param.grad)
     next(model.parameters()).register_post_accumulate_grad_hook(note("a shard"))
-    with pytest.raises(
-        LayoutError, match=r"the shard of parameter '0\.inner\.weight' has a hook, which would never run"
-    ):
+    with pytest.raises(LayoutError, match=r"of parameter '0\.inner\.weight' has a hook, which would never run"):
         rows(model)
 
 
 @pytest.mark.stages(1, 3)
-def test_hooks_for_accumulated_gradients(cluster, stage):
-    cluster.check(hooks_body, 2, stage)
-
-
-def stepping_body(group: Any, stage: int) -> None:
+def test_optimizers_in_hooks(group: Any, stage: int) -> None:
     """An optimizer for each parameter that steps in a hook (PyTorch's recipe) is told to be another."""
     model, _ = wrapped(group, stage)
     optimizers = {param: optim.SGD([param], lr=0.1) for param in model.module.parameters()}
@@ -95,15 +86,11 @@ def stepping_body(group: Any, stage: int) -> None:
         rows(model).backward()
 
 
-@pytest.mark.stages(1, 3)
-def test_optimizers_in_hooks(cluster, stage):
-    cluster.check(stepping_body, 2, stage)
-
-
 # ---- sparse gradients ------------------------------------------------------------------------------------------------
 
 
-def sparse_body(group: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+def test_sparse_adam(group: Any, stage: int) -> None:
     model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
     optimizer = optim.SparseAdam([next(model.parameters())])
     model(torch.arange(4)).sum().backward()
@@ -115,12 +102,8 @@ def sparse_body(group: Any, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.stages(1, 3)
-def test_sparse_adam(cluster, stage):
-    cluster.check(sparse_body, 2, stage)
-
-
-def alone_body(group: Any) -> None:
+@pytest.mark.ranks(1)
+def test_sparse_adam_of_a_single_rank(group: Any) -> None:
     """One rank has PyTorch's own gradients."""
     model = ShardLite(nn.Embedding(WORDS, WIDTH, sparse=True), group=group)
     optimizer = optim.SparseAdam(list(model.parameters()), lr=0.1)
@@ -130,10 +113,6 @@ def alone_body(group: Any) -> None:
     changed = (next(model.parameters()) != before).any(1)
     assert changed[:4].all()
     assert not changed[4:].any()
-
-
-def test_sparse_adam_of_a_single_rank(cluster):
-    cluster.check(alone_body, 1)
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -155,7 +134,9 @@ class Meeting(nn.Module):
         return x
 
 
-def threads_body(group: Any, stage: int, whole: bool) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.stages(0, 3)
+def test_two_threads(group: Any, stage: int, whole: bool) -> None:
     """While one thread is in a forward another is refused, and the first goes on; one after the other they may run."""
     model = ShardLite(Meeting(), group=group, stage=stage, units=Block)
     module, x = model.module, torch.ones(2, WIDTH)
@@ -173,9 +154,3 @@ def threads_body(group: Any, stage: int, whole: bool) -> None:
     same_bits("the first thread's", outputs[0].detach(), expected)
     outputs[0].sum().backward()
     same_bits("later", model(x).detach(), expected)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.stages(0, 3)
-def test_two_threads(cluster, stage, whole):
-    cluster.check(threads_body, 2, stage, whole)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, net
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states, take_step
 
 Record = Callable[[nn.Module, Tensor], Any]
 
@@ -49,13 +49,14 @@ def trained(group: Any, stage: int) -> ShardLite:
     model = ShardLite(net(), group=group, stage=stage)
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     return model
 
 
-def records(group: Any, record: Record, stage: int) -> None:
-    """Body of a rank: what was recorded computes what the model does, and a file of it has the weights."""
+@pytest.mark.stages(2, 3)
+@pytest.mark.parametrize("record", [export, export_to_file, trace, trace_to_file])
+def test_graphs_are_recorded_inside_gathered(group: Any, record: Record, stage: int) -> None:
+    """What was recorded computes what the model does, and a file of it has the weights."""
     model, x = trained(group, stage), torch.randn(2, WIDTH)
     with model.gathered(writeback=False), torch.no_grad():
         recorded = record(model.module, x)
@@ -65,12 +66,6 @@ def records(group: Any, record: Record, stage: int) -> None:
         if record in (export_to_file, trace_to_file):
             same_bits("outside", recorded(x), output)
     model(x).sum().backward()  # nothing is left of the recording
-
-
-@pytest.mark.stages(2, 3)
-@pytest.mark.parametrize("record", [export, export_to_file, trace, trace_to_file])
-def test_graphs_are_recorded_inside_gathered(cluster, record, stage):
-    cluster.check(records, 2, record, stage)
 
 
 def export_strictly(module: nn.Module, x: Tensor) -> Any:
@@ -87,9 +82,7 @@ def of_module(model: ShardLite) -> nn.Module:
 
 def refused(group: Any, record: Record, of: Callable[[ShardLite], nn.Module], stage: int) -> None:
     model, x = trained(group, stage), torch.randn(2, WIDTH)
-    with pytest.raises(
-        Exception, match=r"(inside|in) `(with model\.)?gathered\(\)"
-    ):  # strict: PyTorch's, which quotes us
+    with pytest.raises(Exception, match=r"in(side)? `(with model\.)?gathered\(\)"):  # strict: PyTorch's quotes ours
         record(of(model), x)
     expected = model(x)
     expected.sum().backward()
@@ -110,18 +103,13 @@ def test_strict_export_says_how(cluster):
     cluster.check(refused, 2, export_strictly, of_module, 3)
 
 
-def reads_state_dict(group: Any, stage: int) -> None:
-    """Body of a rank: exporters and `save_pretrained` read the module's own state dict."""
+@pytest.mark.stages(0, 3)
+def test_the_module_has_a_state_dict_inside_gathered(group: Any, stage: int) -> None:
+    """Exporters and `save_pretrained` read the module's own state dict."""
     model = trained(group, stage)
     with model.gathered(writeback=False):
         inside = {name: value.clone() for name, value in model.module.state_dict().items()}
-    for name, value in model.full_state_dict().items():
-        same_bits(name, inside[name], value)
+    same_states("state", inside, model.full_state_dict())
     if stage == 3:
         with model.gathered("0.inner.weight"), pytest.raises(LayoutError, match=r"or be inside `gathered"):
             model.module.state_dict()
-
-
-@pytest.mark.stages(0, 3)
-def test_the_module_has_a_state_dict_inside_gathered(cluster, stage):
-    cluster.check(reads_state_dict, 2, stage)

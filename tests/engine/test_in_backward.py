@@ -1,4 +1,4 @@
-"""`AdamW(in_backward=True)`: the bits of the ordinary step, and no gradient that is kept.
+"""`AdamW(in_backward=True)` has the bits of the ordinary step and keeps no gradient.
 
 Legend: `W` ranks.
 """
@@ -15,19 +15,20 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 from shardlite import EMA, Precision, ShardLite
 from shardlite.comm.traffic import Sent
-from tests.comm.test_races import UNITS, WIDTH, block_sizes, late_messages, pressed_allocator, short_messages
-from tests.comm.test_races import on_rows as on_wide_rows
-from tests.grads.test_unused import Model as Experts
-from tests.grads.test_unused import loss as on_routes
+from tests.support.internals import units
+from tests.support.models.branching import Branching, layer_drop, loss_on, one_rank_alone, other_orders
+from tests.support.models.experts import Model as Experts
+from tests.support.models.experts import loss as on_routes
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.residual import Nested
 from tests.support.models.residual import on_rows as on_residual_rows
 from tests.support.models.small import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.support.models.small import Context as CalledTwice
+from tests.support.transports.pressure import WIDTH, under_pressure
+from tests.support.transports.pressure import on_rows as on_wide_rows
 from tests.support.twins.duos import Duo, alike
 from tests.support.twins.plain import decayed_by_ndim
-from tests.support.twins.sharded import Turn, same_bits, some_stages
-from tests.weights.test_participation import Branching, layer_drop, loss_on, one_rank_alone, other_orders
+from tests.support.twins.sharded import Turn, same_bits, same_states, slow, some_stages
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 BF16 = Precision(compute=torch.bfloat16)
@@ -106,7 +107,7 @@ def test_it_has_the_bits_of_the_ordinary_step(cluster, number):
 
 
 def named_case(group: Any, number: int) -> None:
-    """Body of a rank: options may hold functions, which cannot be sent."""
+    """Options may hold functions, which cannot be sent."""
     name, _, options = CASES[number]
     steps = 8 if name == "experts" else 3
     modes = [("local", "local", "step") if step % 3 == 1 else ("step",) for step in range(steps)]
@@ -122,80 +123,60 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_options(group: Any, name: str) -> None:
-    """Body of a rank."""
-    alike(LanguageModel, on_tokens, group, stages=(3,), **OPTIONS[name])
-    alike(Branching, loss_on(other_orders), group, stages=(3,), modes=[("step",)] * 4, **OPTIONS[name])
-
-
 SLOW = {"far-prefetch", "no-prefetch", "quantized"}  # the last is like "quantized-split"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
-def test_with_options_of_stage_3(cluster, name):
-    cluster.check(with_options, 2, name)
+def test_with_options_of_stage_3(group: Any, name: str) -> None:
+    alike(LanguageModel, on_tokens, group, stages=(3,), **OPTIONS[name])
+    alike(Branching, loss_on(other_orders), group, stages=(3,), modes=[("step",)] * 4, **OPTIONS[name])
 
 
-def takes_branches(group: Any, route: Any) -> None:
-    """Body of a rank: ranks skip units, call them in other orders, or do nothing but the head."""
+@pytest.mark.ranks(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
+def test_ranks_may_take_different_branches(group: Any, route: Any) -> None:
+    """Ranks skip units, call them in other orders, or do nothing but the head."""
     modes = [("step",), ("step",), ("local", "step"), ("step",)]
     alike(Branching, loss_on(route), group, modes=modes)
     alike(lambda: Branching(reentrant=False), loss_on(route), group, stages=(3,), modes=modes, precision=SPLIT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
-def test_ranks_may_take_different_branches(cluster, route):
-    cluster.check(takes_branches, 3, route)
-
-
-def in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
-    """Body of a rank."""
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), *(slow(s) for s in ((4, 1), (1, 4)))])
+def test_in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", shape)
     alike(LanguageModel, on_tokens, mesh, stages=(1,))
     alike(LanguageModel, on_tokens, mesh, stages=(3,), precision=SPLIT)
     alike(Experts, on_routes, mesh, stages=(0, 2), modes=[("step",)] * 4)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
-def test_in_a_hybrid(cluster, shape):
-    cluster.check(in_a_hybrid, 4, shape)
-
-
-def survives(group: Any, stage: int, precision: Precision, state: str) -> None:
-    """Body of a rank: large units, late messages, and an allocator that hands out used memory."""
-    world_size = torch.distributed.get_world_size(group)
-
-    def make() -> nn.Module:
-        return nn.Sequential(*(Residual(WIDTH, 2 * WIDTH) for _ in range(UNITS)))
-
-    with late_messages(seed=stage), short_messages(1 << 19):
-        duo = Duo(make, group, stage=stage, units=Residual, precision=precision, optimizer={"state": state})
-        with pressed_allocator(duo.inside.model.module, block_sizes(world_size)):
-            duo.step(on_wide_rows)
-            duo.step(on_wide_rows, ("local", "step"))
-            with torch.no_grad():
-                duo.inside.model(torch.randn(1, WIDTH))
-            duo.step(on_wide_rows)
-
-
 @pytest.mark.parametrize(
-    ("stage", "world_size", "precision", "state"),
-    [
-        pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow),
-        (3, 2, SPLIT, "fp32"),
-    ],
+    ("stage", "group", "precision", "state"),
+    [slow(1, 3, SPLIT, "int8"), (3, 2, SPLIT, "fp32")],
     ids=str,
+    indirect=["group"],
 )
-def test_large_units_survive_late_messages(cluster, stage, world_size, precision, state):
-    cluster.check(survives, world_size, stage, precision, state)
+def test_large_units_survive_late_messages(group: Any, stage: int, precision: Precision, state: str) -> None:
+    """Large units, late messages, and an allocator that hands out used memory."""
+
+    def make(module: Callable[[], nn.Module]) -> Duo:
+        return Duo(module, group, stage=stage, units=Residual, precision=precision, optimizer={"state": state})
+
+    with under_pressure(make, torch.distributed.get_world_size(group), seed=stage, hidden=2 * WIDTH) as duo:
+        duo.step(on_wide_rows)
+        duo.step(on_wide_rows, ("local", "step"))
+        with torch.no_grad():
+            duo.inside.model(torch.randn(1, WIDTH))
+        duo.step(on_wide_rows)
 
 
 # ---- what changes from step to step ---------------------------------------------------------------------------------
 
 
-def freezes(group: Any) -> None:
-    """Body of a rank: other parameters are frozen in each step."""
+@pytest.mark.ranks(1, 2, slow(3))
+def test_freezing_between_steps(group: Any) -> None:
+    """Other parameters are frozen in each step."""
     kept = [
         lambda n: False,
         lambda n: "qkv" in n,
@@ -211,13 +192,10 @@ def freezes(group: Any) -> None:
             duo.step(on_tokens, ("local", "step"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_freezing_between_steps(cluster, world_size):
-    cluster.check(freezes, world_size)
-
-
-def joins(group: Any, stage: int) -> None:
-    """Body of a rank: batches are uneven, and a mean is that of the ranks that have one."""
+@pytest.mark.ranks(3)
+@pytest.mark.stages(1, 3)
+def test_uneven_batches(group: Any, stage: int) -> None:
+    """Batches are uneven, and a mean is that of the ranks that have one."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     batches = [torch.randn(4, 7, generator=Turn(i, duo.rank, 0).generator()) for i in range([3, 1, 2][duo.rank])]
     for side in duo.sides:
@@ -227,29 +205,21 @@ def joins(group: Any, stage: int) -> None:
     duo.compare()
 
 
-@pytest.mark.stages(1, 3)
-def test_uneven_batches(cluster, stage):
-    cluster.check(joins, 3, stage)
-
-
-def ignores(group: Any) -> None:
-    """Body of a rank: one optimizer steps shards, and what each rank trains for itself."""
+@pytest.mark.ranks(1, 2)
+def test_ignored_parameters_are_stepped_and_accumulated_too(group: Any) -> None:
+    """One optimizer steps shards, and what each rank trains for itself."""
     for stage in (0, 3):
         duo = Duo(lambda: MLP([7, 33, 9, 5]), group, stage=stage, ignored=lambda module: [module[2]])
         for modes in [("step",), ("local", "local", "step"), ("step",)]:
             duo.step(on_rows, modes)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ignored_parameters_are_stepped_and_accumulated_too(cluster, world_size):
-    cluster.check(ignores, world_size)
-
-
 # ---- what is there, and when ----------------------------------------------------------------------------------------
 
 
-def keeps_nothing(group: Any, stage: int, precision: Precision) -> None:
-    """Body of a rank."""
+@pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
+@pytest.mark.stages(1, 3)
+def test_the_same_reductions_are_made_and_no_gradient_is_kept(group: Any, stage: int, precision: Precision) -> None:
     duo = Duo(LanguageModel, group, stage=stage, precision=precision)
     duo.step(on_tokens)
     model = duo.inside.model
@@ -261,7 +231,7 @@ def keeps_nothing(group: Any, stage: int, precision: Precision) -> None:
     for unit in model.unit_names:
         ordinary, inside = (_since(side.model, earlier, unit) for side, earlier in zip(duo.sides, before, strict=True))
         assert inside["reduce"] == ordinary["reduce"]
-        assert inside["used"][0] == sum(len(each.trainable) for each in model._units if each.name == unit)
+        assert inside["used"][0] == sum(len(each.trainable) for each in units(model) if each.name == unit)
         assert "used" not in ordinary
     held = model.memory().get("gradients")
     assert held is None or held.now == 0
@@ -285,14 +255,10 @@ def _since(model: ShardLite, before: dict[str, dict[str, Sent]], unit: str) -> d
     }
 
 
-@pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
 @pytest.mark.stages(1, 3)
-def test_the_same_reductions_are_made_and_no_gradient_is_kept(cluster, stage, precision):
-    cluster.check(keeps_nothing, 2, stage, precision)
-
-
-def sees_new_weights(group: Any, stage: int) -> None:
-    """Body of a rank: between the backward and `step()` everything has the new weights already."""
+@pytest.mark.ranks(1, 2)
+def test_the_backward_leaves_new_weights(group: Any, stage: int) -> None:
+    """Between the backward and `step()` everything has the new weights already."""
     duo = Duo(LanguageModel, group, stage=stage)
     ema = [EMA(side.model, 0.5) for side in duo.sides]
     tokens = torch.arange(6).view(1, 6)
@@ -300,30 +266,22 @@ def sees_new_weights(group: Any, stage: int) -> None:
         duo.backward(on_tokens)
         duo.ordinary.optimizer.step()
         full = [side.model.full_state_dict() for side in duo.sides]
-        for name, value in full[0].items():
-            same_bits(name, full[1][name], value)
+        same_states("state", full[1], full[0])
         with torch.no_grad():
             same_bits("logits", *(side.model(tokens) for side in reversed(duo.sides)))
         duo.inside.optimizer.step()
         for each in ema:
             each.update()
         averaged = [each.full_state_dict() for each in ema]
-        for name, value in averaged[0].items():
-            same_bits(f"average of {name}", averaged[1][name], value)
+        same_states("average", averaged[1], averaged[0])
         for side in duo.sides:
             side.model.zero_grad()
         duo.compare()
         duo.steps += 1
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_backward_leaves_new_weights(cluster, world_size, stage):
-    cluster.check(sees_new_weights, world_size, stage)
-
-
-def resumes(group: Any) -> None:
-    """Body of a rank: states go from one kind to the other."""
+def test_states_can_be_exchanged_with_the_ordinary_one(group: Any) -> None:
+    """States go from one kind to the other."""
     duo = Duo(LanguageModel, group, precision=SPLIT, optimizer={"state": "int8"})
     duo.step(on_tokens)
     states = [side.optimizer.state_dict() for side in duo.sides]
@@ -331,7 +289,3 @@ def resumes(group: Any) -> None:
         side.optimizer.load_state_dict(state)
     duo.step(on_tokens)
     duo.step(on_tokens, ("local", "step"))
-
-
-def test_states_can_be_exchanged_with_the_ordinary_one(cluster):
-    cluster.check(resumes, 2)

@@ -1,4 +1,4 @@
-"""`AdamW(in_backward=True)`: what it cannot do is an error, never a hang and never a wrong number.
+"""Unsupported uses of `AdamW(in_backward=True)` raise an error, and never hang or give wrong numbers.
 
 Legend: `W` ranks.
 """
@@ -14,15 +14,15 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, NonFiniteError, PhaseError, Precision, ShardLite
-from tests.engine.test_recovery import AnyError, Trapped, loss_of
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.models.small import Context as CalledTwice
+from tests.support.models.trapped import AnyError, Trapped, loss_of
 from tests.support.twins.duos import Duo
-from tests.support.twins.sharded import Turn, accumulating, same_bits
+from tests.support.twins.sharded import Turn, accumulating, same_bits, same_states, slow, take_step
 
 EVERY_STAGE = pytest.mark.parametrize(
-    ("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=lambda x: str(x)
+    ("group", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=str, indirect=["group"]
 )
 WIDTH = 12
 
@@ -39,8 +39,10 @@ def loss(model: nn.Module, seed: int = 0) -> Tensor:
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
-def forgets_the_step(group: Any, stage: int) -> None:
-    """Body of a rank: a second backward is refused, changes nothing, and after `step()` training goes on."""
+@EVERY_STAGE
+@pytest.mark.sample(3)
+def test_a_backward_before_the_step_is_refused(group: Any, stage: int) -> None:
+    """A second backward is refused, changes nothing, and after `step()` training goes on."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     duo.step(on_rows)
     model, optimizer = duo.inside.model, duo.inside.optimizer
@@ -49,8 +51,7 @@ def forgets_the_step(group: Any, stage: int) -> None:
         message = r"has taken a step in an earlier backward: call step\(\)"
         with accumulating(model, "local" if local else "step"), pytest.raises(PhaseError, match=message):
             loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         duo.ordinary.finish()
         duo.compare()
         duo.steps += 1
@@ -58,13 +59,9 @@ def forgets_the_step(group: Any, stage: int) -> None:
 
 
 @EVERY_STAGE
-@pytest.mark.sample(3)
-def test_a_backward_before_the_step_is_refused(cluster, world_size, stage):
-    cluster.check(forgets_the_step, world_size, stage)
-
-
-def goes_twice(group: Any, stage: int) -> None:
-    """Body of a rank: two losses of one forward, one loss twice, with a step between, and inside `no_sync()`."""
+@pytest.mark.sample(2)
+def test_a_graph_that_is_retained(group: Any, stage: int) -> None:
+    """Two losses of one forward, one loss twice, with a step between, and inside `no_sync()`."""
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     model, optimizer = duo.inside.model, duo.inside.optimizer
     out = model(torch.ones(2, 7))
@@ -75,8 +72,7 @@ def goes_twice(group: Any, stage: int) -> None:
             out.square().sum().backward()
         optimizer.step()
         model.zero_grad()
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, before[name])
+    same_states("state", model.full_state_dict(), before)
 
     def two_losses(model: Callable[..., Any], turn: Turn) -> Tensor:
         out = model(torch.randn(2, 7, generator=turn.generator()))
@@ -90,14 +86,9 @@ def goes_twice(group: Any, stage: int) -> None:
     fresh.step(two_losses)
 
 
-@EVERY_STAGE
-@pytest.mark.sample(2)
-def test_a_graph_that_is_retained(cluster, world_size, stage):
-    cluster.check(goes_twice, world_size, stage)
-
-
-def changes_too_late(group: Any) -> None:
-    """Body of a rank: a learning rate for the step that was taken already."""
+@pytest.mark.ranks(1, 2)
+def test_hyper_parameters_that_come_too_late(group: Any) -> None:
+    """A learning rate for the step that was taken already."""
     for lr in (0.1, torch.tensor(0.1)):
         model = wrapped(group)
         optimizer = AdamW(model.parameters(), lr=lr, in_backward=True)
@@ -114,16 +105,12 @@ def changes_too_late(group: Any) -> None:
         assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_hyper_parameters_that_come_too_late(cluster, world_size):
-    cluster.check(changes_too_late, world_size)
-
-
 # ---- what it does not go with ---------------------------------------------------------------------------------------
 
 
-def refuses(group: Any, stage: int) -> None:
-    """Body of a rank."""
+@EVERY_STAGE
+@pytest.mark.sample(2)
+def test_what_wants_gradients_afterwards_is_refused(group: Any, stage: int) -> None:
     model = wrapped(group, stage=stage)
     optimizer = AdamW(model.parameters(), in_backward=True)
     scaler = torch.amp.GradScaler("cpu")
@@ -143,14 +130,8 @@ def refuses(group: Any, stage: int) -> None:
     optimizer.step()
 
 
-@EVERY_STAGE
-@pytest.mark.sample(2)
-def test_what_wants_gradients_afterwards_is_refused(cluster, world_size, stage):
-    cluster.check(refuses, world_size, stage)
-
-
-def refuses_optimizers(group: Any) -> None:
-    """Body of a rank: one that lacks parameters, two, and one whose gradients are there already."""
+def test_optimizers_that_do_not_fit_are_refused(group: Any) -> None:
+    """One that lacks parameters, two, and one whose gradients are there already."""
     model = wrapped(group)
     params = list(model.parameters())
     some = AdamW(params[:-1], in_backward=True)
@@ -170,12 +151,9 @@ def refuses_optimizers(group: Any) -> None:
     whole.step()
 
 
-def test_optimizers_that_do_not_fit_are_refused(cluster):
-    cluster.check(refuses_optimizers, 2)
-
-
-def replaces(group: Any) -> None:
-    """Body of a rank: one that was dropped steps no more, and one that was not is found out."""
+@pytest.mark.ranks(1, 2)
+def test_an_optimizer_that_was_dropped_steps_no_more(group: Any) -> None:
+    """One that was dropped steps no more, and one that was not is found out."""
     model = wrapped(group)
     first = AdamW(model.parameters(), in_backward=True)
     loss(model).backward()
@@ -193,13 +171,9 @@ def replaces(group: Any) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_that_was_dropped_steps_no_more(cluster, world_size):
-    cluster.check(replaces, world_size)
-
-
-def copies(group: Any) -> None:
-    """Body of a rank: a copy of an optimizer of plain parameters steps in the backward, too."""
+@pytest.mark.ranks(1)
+def test_a_copied_optimizer(group: Any) -> None:
+    """A copy of an optimizer of plain parameters steps in the backward, too."""
     layer = nn.Linear(3, 2)
     optimizer = AdamW(layer.parameters(), in_backward=True)
     twin, theirs = copy.deepcopy((layer, optimizer))
@@ -208,10 +182,6 @@ def copies(group: Any) -> None:
         assert each.weight.grad is None
         its.step()
     same_bits("weight", twin.weight.detach(), layer.weight.detach())
-
-
-def test_a_copied_optimizer(cluster):
-    cluster.check(copies, 1)
 
 
 # ---- weights that are used again ------------------------------------------------------------------------------------
@@ -245,12 +215,8 @@ class UsedAgain(nn.Module):
         return x
 
 
-class UsedTogether(nn.Module):
+class UsedTogether(Stopping):
     """Both uses are in one module. [B, D] -> [B, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(torch.tanh(x @ self.weight.detach()) @ self.weight)
@@ -260,8 +226,11 @@ def on_wide(model: Callable[..., Any], turn: Turn) -> Tensor:
     return model(torch.randn(3, WIDTH, generator=turn.generator())).square().mean()
 
 
-def never_wrong(group: Any, kind: str, stage: int) -> None:
-    """Body of a rank: the bits of the ordinary step, or an error in the backward."""
+@pytest.mark.parametrize("kind", ["calls", "recomputed", "one-call"])
+@pytest.mark.ranks(2, slow(3))
+@pytest.mark.stages(0, 3)
+def test_a_weight_that_is_used_after_its_gradient_was_complete(group: Any, kind: str, stage: int) -> None:
+    """The bits of the ordinary step, or an error in the backward."""
     makes: dict[str, Callable[[], nn.Module]] = {
         "calls": UsedAgain,
         "recomputed": lambda: UsedAgain(recomputed=True),
@@ -279,15 +248,10 @@ def never_wrong(group: Any, kind: str, stage: int) -> None:
                 duo.inside.backward(on_wide, [Turn(0, duo.rank, 0)], ("step",))
 
 
-@pytest.mark.parametrize("kind", ["calls", "recomputed", "one-call"])
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.stages(0, 3)
-def test_a_weight_that_is_used_after_its_gradient_was_complete(cluster, kind, world_size, stage):
-    cluster.check(never_wrong, world_size, kind, stage)
-
-
-def differentiates_twice(group: Any, stage: int) -> None:
-    """Body of a rank: a gradient penalty with `create_graph`, whose inner gradients are those of inputs."""
+@EVERY_STAGE
+@pytest.mark.sample(3)
+def test_gradients_of_gradients(group: Any, stage: int) -> None:
+    """A gradient penalty with `create_graph`, whose inner gradients are those of inputs."""
 
     def penalised(model: Callable[..., Any], turn: Turn) -> Tensor:
         x = torch.randn(3, 7, generator=turn.generator(), requires_grad=True)
@@ -300,23 +264,14 @@ def differentiates_twice(group: Any, stage: int) -> None:
         duo.step(penalised)
 
 
-@EVERY_STAGE
-@pytest.mark.sample(3)
-def test_gradients_of_gradients(cluster, world_size, stage):
-    cluster.check(differentiates_twice, world_size, stage)
-
-
-def alone_and_reentrant(group: Any) -> None:
-    """Body of a rank: on one rank a reentrant backward brings parts of a gradient, which must not be stepped by."""
+@pytest.mark.ranks(1)
+def test_parts_of_a_gradient_on_one_rank_are_found_out(group: Any) -> None:
+    """On one rank a reentrant backward brings parts of a gradient, which must not be stepped by."""
     model = ShardLite(CalledTwice(reentrant=True), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|earlier backward"):
         model(torch.randn(2, 6, requires_grad=True)).sum().backward()
     del optimizer
-
-
-def test_parts_of_a_gradient_on_one_rank_are_found_out(cluster):
-    cluster.check(alone_and_reentrant, 1)
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
@@ -371,8 +326,7 @@ def breaks_off(group: Any, stage: int, places: tuple[int, ...]) -> dict[str, Ten
 def test_an_exception_in_the_backward_leaves_each_unit_old_or_new(cluster, world_size, stage, places):
     first, *others = cluster.run(breaks_off, world_size, stage, places)
     for each in others:
-        for name, value in each.items():
-            same_bits(name, value, first[name])
+        same_states("state", each, first)
 
 
 def one_fails(group: Any, stage: int) -> None:
@@ -393,8 +347,9 @@ def test_an_exception_on_one_rank_is_an_error_on_all(doomed, stage, tmp_path):
     assert first.kind in ("CommError", "DesyncError"), first.text
 
 
-def finds_nan(group: Any, stage: int) -> None:
-    """Body of a rank: the last rank's gradients are NaN. All raise at the step, which no rank may leave out alone."""
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), (3, 1), (2, 2), (3, 3)], indirect=["group"])
+def test_not_a_number_on_one_rank_is_an_error_on_all(group: Any, stage: int) -> None:
+    """The last rank's gradients are NaN. All raise at the step, which no rank may leave out alone."""
     model = wrapped(group, stage=stage)
     optimizer = AdamW(model.parameters(), in_backward=True)
     loss(model).backward()
@@ -406,13 +361,8 @@ def finds_nan(group: Any, stage: int) -> None:
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (2, 2), (3, 3)])
-def test_not_a_number_on_one_rank_is_an_error_on_all(cluster, world_size, stage):
-    cluster.check(finds_nan, world_size, stage)
-
-
-def recovers_while_accumulating(group: Any) -> None:
-    """Body of a rank: an exception in `no_sync()` has stepped nothing."""
+def test_an_exception_while_gradients_are_accumulated(group: Any) -> None:
+    """An exception in `no_sync()` has stepped nothing."""
     duo = Duo(lambda: LanguageModel(), group)
     duo.step(on_tokens)
     for side in duo.sides:
@@ -426,7 +376,3 @@ def recovers_while_accumulating(group: Any) -> None:
 
 def _fail(_: Tensor) -> None:
     raise AnyError("in a hook")
-
-
-def test_an_exception_while_gradients_are_accumulated(cluster):
-    cluster.check(recovers_while_accumulating, 2)

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: all finish together, and means are those of the ranks that have one."""
+"""Ranks with different numbers of batches finish together; means are over the ranks that have a batch."""
 
 import copy
 from functools import partial
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, LayoutError, ShardLite
 from tests.support.models.small import Residual
 from tests.support.twins.plain import PaddedAdamW, Twin, ring_mean
-from tests.support.twins.sharded import WIDE, local_parts, same_bits
+from tests.support.twins.sharded import WIDE, local_parts, same_bits, same_states, take_step
 
 WIDTH = 10
 BATCHES = [3, 5, 1, 4]
@@ -48,13 +48,14 @@ def twin_steps(twin: Twin, world_size: int) -> list[tuple[int, Tensor, dict[str,
 
         twin.backward(run)
         norm = twin.clip_grad_norm(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         steps.append((len(active), norm, {name: master.detach().clone() for name, master in twin.masters.items()}))
     return steps
 
 
-def join_body(group, stage):
+@pytest.mark.ranks(2, WIDE)
+@pytest.mark.stages(2, 3)
+def test_ranks_with_different_numbers_of_batches_finish_together(group, stage):
     rank, world_size = group.rank(), group.size()
     module = net()
     expected = twin_steps(Twin(copy.deepcopy(module), world_size), world_size)
@@ -68,24 +69,16 @@ def join_body(group, stage):
             assert x is own[step]
         loss_of(model, x).backward()
         norm = model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         same_bits(f"step {step}: norm", norm, expected[step][1])
         parts = local_parts(model, expected[step][2])
-        for name, shard in model.named_parameters():
-            same_bits(f"step {step}: {name}", shard.detach(), parts[name])
+        same_states(f"step {step}", dict(model.named_parameters()), parts)
     assert not model.joined
     assert company.count(False) == len(own)
-    return len(company)
+    assert len(company) == max(BATCHES[:1] if world_size == 2 else BATCHES)
 
 
-@pytest.mark.parametrize("world_size", [2, WIDE])
-@pytest.mark.stages(2, 3)
-def test_ranks_with_different_numbers_of_batches_finish_together(cluster, stage, world_size):
-    assert cluster.run(join_body, world_size, stage) == [max(BATCHES[:1] if world_size == 2 else BATCHES)] * world_size
-
-
-def accumulation_body(group):
+def test_accumulated_gradients_keep_the_weights_of_their_steps(group):
     """The third batch of two is accumulated with a fourth that only one rank has; each mean is over who had a batch."""
     rank = group.rank()
     model = ShardLite(net(), group=group)
@@ -105,11 +98,7 @@ def accumulation_body(group):
     assert next(loop, None) is None
 
 
-def test_accumulated_gradients_keep_the_weights_of_their_steps(cluster):
-    cluster.check(accumulation_body, 2)
-
-
-def two_models_body(group):
+def test_several_models_are_trained_in_one_loop(group):
     """Of a second model in the loop a rank without a batch counts no more, either; after the loop all count again."""
     rank = group.rank()
     first, second = ShardLite(net(), group=group), ShardLite(net(), group=group, stage=2)
@@ -131,11 +120,8 @@ def two_models_body(group):
         torch.testing.assert_close(shard.grad, parts[name], rtol=1e-5, atol=1e-7)
 
 
-def test_several_models_are_trained_in_one_loop(cluster):
-    cluster.check(two_models_body, 2)
-
-
-def evaluation_body(group):
+@pytest.mark.ranks(4)
+def test_evaluation_joins_too(group):
     """What the loop adds up itself it adds up where there is a batch."""
     model = ShardLite(net(), group=group)
     own = batches_of(group.rank(), 4)
@@ -144,21 +130,12 @@ def evaluation_body(group):
         for x in model.join(own):
             model(x)
             seen += 0 if model.joined else 1
-    return seen
+    assert seen == BATCHES[group.rank()]
 
 
-def test_evaluation_joins_too(cluster):
-    assert cluster.run(evaluation_body, 4) == BATCHES
-
-
-def none_body(group):
+def test_a_rank_without_a_batch_is_an_error_on_all_ranks(group):
     model = ShardLite(net(), group=group)
     assert list(model.join([])) == [], "no rank has a batch, so there is no step"
-    next(model.join([1] if group.rank() else []))
-
-
-def test_a_rank_without_a_batch_is_an_error_on_all_ranks(cluster):
-    for kind, message in cluster.failures(none_body, 2):
-        assert kind == "LayoutError"
-        assert "join(): rank 0 of 2 ranks got no batch" in message
-        assert "sampler=DistributedSampler(dataset)" in message
+    expected = r"(?s)join\(\): rank 0 of 2 ranks got no batch.*sampler=DistributedSampler\(dataset\)"
+    with pytest.raises(LayoutError, match=expected):
+        next(model.join([1] if group.rank() else []))

@@ -1,4 +1,4 @@
-"""Optimizers of sharded models: when they may be built, which ones, with which groups and schedulers.
+"""Optimizers of sharded models: construction, kinds, groups and schedulers.
 
 Every rank trains a twin of its own (see `plain.py`) on the batches of all ranks, and compares to the bit.
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from shardlite import AdamW, LayoutError, ShardLite
+from tests.support.models.small import named
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import WIDE, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, same_bits, some_stages, take_step
 
 STAGES = (0, 1, 2, 3)
 Make = Callable[..., optim.Optimizer]
@@ -31,24 +32,16 @@ MOMENTUM: tuple[Make, Make] = (lambda p: optim.SGD(p, lr=0.05, momentum=0.9),) *
 """For shards, and for the twin."""
 
 
-class Net(nn.Module):
-    """[B, 16] -> [B, width], or where sizes are multiples of 32 from [B, 32]: then padding changes nothing, and even
-    kernels that round the last elements of a tensor otherwise step whole parameters and shards alike.
+def net(hidden: int = 33, width: int = 5) -> nn.Sequential:
+    """[B, 16] -> [B, width]; if `hidden` is a multiple of 32 from [B, 32].
+
+    In the latter case padding changes nothing, and even kernels that round the last elements of a tensor otherwise
+    step whole parameters and shards alike.
     """
-
-    def __init__(self, hidden: int = 33, width: int = 5):
-        super().__init__()
-        self.norm = nn.LayerNorm(16 if hidden % 32 else 32)
-        self.first = nn.Linear(self.norm.normalized_shape[0], hidden)
-        self.last = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(self.norm(x))))
-
-
-def net(*sizes: int) -> Net:
     torch.manual_seed(4)
-    return Net(*sizes)
+    wide = 16 if hidden % 32 else 32
+    first, last = nn.Linear(wide, hidden), nn.Linear(hidden, width)
+    return named(norm=nn.LayerNorm(wide), first=first, tanh=nn.Tanh(), last=last)
 
 
 def loss(model: Callable[[Tensor], Tensor], width: int, step: int, rank: int) -> Tensor:
@@ -83,8 +76,7 @@ class Trained:
             before = {name: master.detach().clone() for name, master in self.twin.masters.items()}
             self.backward(step)
             for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
             for scheduler in schedulers:
                 scheduler.step()
             self.check(f"step {step}")
@@ -108,7 +100,8 @@ def two_groups(params: Named) -> list[dict[str, Any]]:
     return split_by(params, lambda name, _: "last" in name, lr=0.05)
 
 
-def adopted_body(group: Any) -> None:
+@pytest.mark.ranks(1, 2, WIDE)
+def test_our_optimizer_is_adopted_with_its_groups_and_scheduler(group: Any) -> None:
     """Groups, and a scheduler that was attached before, go on."""
     for stage in some_stages(0, 3):
         module = net()
@@ -123,12 +116,8 @@ def adopted_body(group: Any) -> None:
         assert [each["lr"] for each in optimizer.param_groups] == [0.02 / 16, 0.05 / 16]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, WIDE])
-def test_our_optimizer_is_adopted_with_its_groups_and_scheduler(cluster, world_size):
-    cluster.check(adopted_body, world_size)
-
-
-def midway_body(group: Any) -> None:
+@pytest.mark.ranks(1, 2, WIDE)
+def test_a_model_can_be_wrapped_in_the_middle_of_training(group: Any) -> None:
     """The moments of steps that were made before wrapping are cut like the weights.
 
     Before, all ranks train on the same batch, and the mean of 2^n equal gradients is each of them.
@@ -142,8 +131,7 @@ def midway_body(group: Any) -> None:
             twin.backward(lambda *_, t=twin, s=step: loss(t, 32, s, 0).backward())
             loss(module, 32, step, 0).backward()
             for each in (optimizer, theirs):
-                each.step()
-                each.zero_grad()
+                take_step(each)
         trained = Trained(module, group, twin, stage=stage)
         trained.check("when it was wrapped")
         trained.train(range(3, 6), (optimizer, theirs))
@@ -152,12 +140,7 @@ def midway_body(group: Any) -> None:
             assert optimizer.state[shard]["exp_avg"].shape == shard.shape
 
 
-@pytest.mark.parametrize("world_size", [1, 2, WIDE])
-def test_a_model_can_be_wrapped_in_the_middle_of_training(cluster, world_size):
-    cluster.check(midway_body, world_size)
-
-
-def outside_body(group: Any) -> None:
+def test_an_adopted_optimizer_may_hold_more_than_the_model(group: Any) -> None:
     """What is not of the model stays in the optimizer, and each rank trains its own."""
     for stage in (0, 3):
         module, other = net(), nn.Parameter(torch.arange(32.0))
@@ -170,15 +153,10 @@ def outside_body(group: Any) -> None:
             for each in (other, twin_other):
                 (each.square().sum() * (1 + trained.rank)).backward()
             for each in (optimizer, theirs):
-                each.step()
-                each.zero_grad()
+                take_step(each)
             trained.check(f"step {step}")
             same_bits("outside of the model", other.detach(), twin_other.detach())
         assert optimizer.param_groups[0]["params"][0] is other
-
-
-def test_an_adopted_optimizer_may_hold_more_than_the_model(cluster):
-    cluster.check(outside_body, 2)
 
 
 FOREIGN: list[Make] = [
@@ -189,7 +167,8 @@ FOREIGN: list[Make] = [
 ]
 
 
-def late_body(group: Any, stepped: bool) -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+def test_another_optimizer_is_refused_at_its_first_step(group: Any, stepped: bool) -> None:
     """Another optimizer would train nothing: its first step says so, whatever it has stepped before."""
     for stage, make in zip(STAGES, FOREIGN, strict=True):
         first = ShardLite(net(), group=group)
@@ -212,11 +191,6 @@ def late_body(group: Any, stepped: bool) -> None:
             same_bits("a weight", shard.detach(), expected)
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_another_optimizer_is_refused_at_its_first_step(cluster, stepped):
-    cluster.check(late_body, 2, stepped)
-
-
 AROUND = {
     "DataParallel": nn.DataParallel,
     "Sequential": lambda model: nn.Sequential(model, nn.Tanh()),
@@ -224,7 +198,9 @@ AROUND = {
 }
 
 
-def around_body(group: Any, around: str, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize("around", AROUND)
+def test_an_optimizer_over_a_module_around_the_model_is_refused(group: Any, around: str, stage: int) -> None:
     """`parameters()` of such a module are the wrapped module's own."""
     model = ShardLite(net(), stage=stage, group=group)
     outer = AROUND[around](model)
@@ -235,12 +211,6 @@ def around_body(group: Any, around: str, stage: int) -> None:
     for each in (optimizer, later):
         with pytest.raises(LayoutError, match=r"holds the unsharded .*build it from.* not from a module in or around"):
             each.step()
-
-
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("around", AROUND)
-def test_an_optimizer_over_a_module_around_the_model_is_refused(cluster, around, stage):
-    cluster.check(around_body, 2, around, stage)
 
 
 # ---- optimizers that are not elementwise ----------------------------------------------------------------------------
@@ -258,7 +228,7 @@ WHOLE: list[Make] = [
 ]
 
 
-def whole_body(group: Any) -> None:
+def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(group: Any) -> None:
     """At stage 0 every rank has whole parameters, so there they train like the twin."""
     for stage in some_stages(0, 3):
         for make in WHOLE:
@@ -274,10 +244,6 @@ def whole_body(group: Any) -> None:
             trained.check(name)
 
 
-def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(cluster):
-    cluster.check(whole_body, 2)
-
-
 # ---- groups, schedulers, zero_grad ----------------------------------------------------------------------------------
 
 
@@ -289,7 +255,9 @@ def by_name(params: Named) -> list[dict[str, Any]]:
     return split_by(params, lambda name, _: name.endswith("bias") or "norm" in name, names=True)
 
 
-def groups_body(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("rule", [by_dimension, by_name])
+@pytest.mark.ranks(2, WIDE)
+def test_groups_by_dimension_and_by_name(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> None:
     """Rules that look at dimensions and names choose the same for shards, however few of them a rank has."""
     for stage in (0, 3):
         for ours, theirs in (OURS, FOREACH):
@@ -301,12 +269,6 @@ def groups_body(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> No
             assert optimizers[0].param_groups[0].get("param_names") == optimizers[1].param_groups[0].get("param_names")
 
 
-@pytest.mark.parametrize("rule", [by_dimension, by_name])
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_groups_by_dimension_and_by_name(cluster, world_size, rule):
-    cluster.check(groups_body, world_size, rule)
-
-
 SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
     "lambda": lambda o: LambdaLR(o, [lambda t: 0.5**t, lambda t: 1 / (1 + t)]),
     "one-cycle": lambda o: OneCycleLR(o, max_lr=[0.1, 0.05], total_steps=6, cycle_momentum=True),
@@ -314,7 +276,9 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
 }
 
 
-def schedules_body(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.ranks(2, WIDE)
+def test_schedulers(group: Any, name: str) -> None:
     """A scheduler that needs a loss gets one that all ranks know."""
     losses = (5.0, 3.0, 2.9, 2.8, 1.0)
     for ours, theirs in (OURS, MOMENTUM):
@@ -328,8 +292,7 @@ def schedules_body(group: Any, name: str) -> None:
         for step, value in enumerate(losses):
             trained.backward(step)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 scheduler.step(*[value] if name == "plateau" else [])
             trained.check(f"{name}, step {step}")
             rates.append([float(each["lr"]) for each in optimizers[0].param_groups])
@@ -337,13 +300,8 @@ def schedules_body(group: Any, name: str) -> None:
         assert len({tuple(each) for each in rates}) > 2
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_schedulers(cluster, world_size, name):
-    cluster.check(schedules_body, world_size, name)
-
-
-def zero_grad_body(group: Any, ours: bool) -> None:
+@pytest.mark.parametrize(("group", "ours"), [(2, True), (2, False), (4, True)], indirect=["group"])
+def test_zero_grad_in_both_ways(group: Any, ours: bool) -> None:
     """Gradients that are set to zero are added to; those that are dropped are made anew."""
     for stage in some_stages(0, 3):
         for set_to_none in (True, False):
@@ -364,8 +322,3 @@ def zero_grad_body(group: Any, ours: bool) -> None:
 
 def sides(trained: Trained) -> tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]:
     return trained.model.parameters(), trained.twin.masters.values()
-
-
-@pytest.mark.parametrize(("world_size", "ours"), [(2, True), (2, False), (4, True)])
-def test_zero_grad_in_both_ways(cluster, world_size, ours):
-    cluster.check(zero_grad_body, world_size, ours)

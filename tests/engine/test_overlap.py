@@ -1,4 +1,4 @@
-"""Gathers and reductions run beside computation: what a slow link takes is hidden, and `traffic()` tells how much is.
+"""Gathers and reductions overlap with computation, and `traffic()` reports the hidden time.
 
 A block stands for long computation: it does not end before the gather of the next block has come, in a backward that of
 the block before. If gathers did not run meanwhile it would never end; then it gives up, and the test fails.
@@ -19,8 +19,10 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import context
 from shardlite.params import Weights
 from shardlite.telemetry import clock
+from tests.support.internals import backward_run, units
 from tests.support.patience import seconds, until
 from tests.support.transports.delays import Delayed
+from tests.support.twins.sharded import take_step
 
 WIDTH, BLOCKS = 16, 5
 DELAY = 0.004  # seconds before each message
@@ -68,9 +70,7 @@ def slow_links(**how: Any) -> Iterator[None]:
 
 
 def step(model, optimizer):
-    model(torch.ones(2, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.ones(2, WIDTH)).square().mean())
 
 
 def in_flight_or_there(unit):
@@ -78,19 +78,19 @@ def in_flight_or_there(unit):
     return unit.phase is not Weights.SHARDED and (unit.work is None or unit.work.done())
 
 
-def gated(group):
+def test_the_next_gather_comes_while_a_block_computes(group):
     """Every block waits for its neighbour's gather; the first one's backward for reductions."""
     with slow_links():
         model = ShardLite(deep(), group=group, prefetch=1)
     optimizer = AdamW(model.parameters())
     step(model, optimizer)  # the order is recorded
-    units = {unit.name: unit for unit in model._units}
+    by_name = {unit.name: unit for unit in units(model)}
     blocks = list(model.module)
     passed = []
 
     def after(other):
         def wait():
-            until(lambda: in_flight_or_there(units[str(other)]))
+            until(lambda: in_flight_or_there(by_name[str(other)]))
             passed.append(other)
 
         return wait
@@ -101,15 +101,10 @@ def gated(group):
         if i > 0:
             block.back = after(i - 1)
     step(model, optimizer)
-    return passed
+    assert passed == [1, 2, 3, 4, 3, 2, 1, 0]
 
 
-def test_the_next_gather_comes_while_a_block_computes(cluster):
-    expected = [1, 2, 3, 4, 3, 2, 1, 0]
-    assert cluster.run(gated, 2) == [expected] * 2
-
-
-def reduced_meanwhile(group):
+def test_gradients_are_reduced_while_the_backward_goes_on(group):
     """The backward of the first block does not end before the last one's gradients are reduced."""
     with slow_links():
         model = ShardLite(deep(), group=group, stage=2)
@@ -118,16 +113,12 @@ def reduced_meanwhile(group):
     passed = []
 
     def wait():
-        until(lambda: (started := model._backward._run.started) and started[0].work.done())
+        until(lambda: (started := backward_run(model).started) and started[0].work.done())
         passed.append("the last block")
 
     model.module[0].back = wait
     step(model, optimizer)
-    return passed
-
-
-def test_gradients_are_reduced_while_the_backward_goes_on(cluster):
-    assert cluster.run(reduced_meanwhile, 2) == [["the last block"]] * 2
+    assert passed == ["the last block"]
 
 
 class PlayedTime:
@@ -158,12 +149,12 @@ def times(group, prefetch):
     played = PlayedTime()
     with slow_links(sleep=played.sleep):
         model = ShardLite(deep(), group=group, prefetch=prefetch)
-    units = {unit.name: unit for unit in model._units}
+    by_name = {unit.name: unit for unit in units(model)}
     with torch.no_grad(), mock.patch.object(clock, "time", played):
         model(torch.ones(2, WIDTH))
         played.in_sight = prefetch == 0
         for i, block in enumerate(list(model.module)[: -1 if prefetch else 0]):
-            block.there = partial(until, partial(in_flight_or_there, units[str(i + 1)]))
+            block.there = partial(until, partial(in_flight_or_there, by_name[str(i + 1)]))
         before = model.traffic()
         for _ in range(3):
             change(model)

@@ -1,4 +1,4 @@
-"""What ShardLite changes in PyTorch: nothing before the first wrapping, then what the page of patches lists."""
+"""ShardLite patches PyTorch only from the first wrapping on, and only as its page of patches lists."""
 
 import sys
 from importlib import import_module
@@ -14,7 +14,7 @@ from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pr
 
 from shardlite import LayoutError, ShardLite
 from shardlite.engine import install_patches, patches
-from tests.project.test_docs import ROOT, cells
+from tests.support.markdown import ROOT, cells
 from tests.support.ranks.scripts import run_process
 
 
@@ -55,9 +55,8 @@ def test_patches_are_applied_once():
     assert replaced == (Optimizer.state_dict, nn.Module._apply, get_total_norm.__closure__[0].cell_contents)
 
 
-def by_name_body(group: Any) -> None:
+def test_functions_that_were_imported_by_name_know_shards(group: Any) -> None:
     """This file has imported PyTorch's functions by name, as a program does before it wraps a model."""
-    torch.manual_seed(0)
     model = ShardLite(nn.Linear(8, 8), group=group)
     model(torch.ones(2, 8) * (1 + dist.get_rank(group))).square().mean().backward()
     grads = [shard.grad for shard in model.parameters()]
@@ -72,10 +71,6 @@ def by_name_body(group: Any) -> None:
     assert all(each == norm for each in norms)
     with pytest.raises(LayoutError, match="unsharded parameter"):
         clip_grads_with_norm_(model.module.parameters(), 1.0, norm)
-
-
-def test_functions_that_were_imported_by_name_know_shards(cluster):
-    cluster.check(by_name_body, 2)
 
 
 WRAPPED = "from shardlite import ShardLite; from shardlite.engine import install_patches; install_patches()"

@@ -1,61 +1,13 @@
-"""After an exception on all ranks the model goes on as if that step had not been: to the bit like its twin."""
+"""After an exception on all ranks the failed step leaves no trace: training continues with the twin's bits."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.models.small import LanguageModel, Residual
+from tests.support.models.small import LanguageModel
+from tests.support.models.trapped import AnyError, Trapped, loss_of
 from tests.support.twins.sharded import WIDE, Pair, Turn, accumulating
-
-WIDTH = 12
-
-
-class AnyError(Exception):
-    """Something that no library knows."""
-
-
-class Trap(nn.Module):
-    """Passes its input on; raises `error` in its forward or its backward if it is armed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error: BaseException | None = None
-        self.backwards = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.error is not None and not self.backwards:
-            raise self.error
-        if self.error is not None:
-            x = x.clone() if not x.requires_grad else x * 1
-            x.register_hook(self._raise)
-        return x
-
-    def _raise(self, _: Tensor) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class Trapped(nn.Module):
-    """Residual blocks with a trap before each."""
-
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        self.start = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Residual(WIDTH, 2 * WIDTH + 1) for _ in range(blocks)])
-        self.traps = nn.ModuleList([Trap() for _ in range(blocks)])
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.start(x)
-        for block, trap in zip(self.blocks, self.traps, strict=True):
-            x = block(trap(x))
-        return self.head(x)
-
-
-def loss_of(model, turn: Turn) -> Tensor:
-    x = torch.randn(3, WIDTH, generator=turn.generator())
-    return functional.cross_entropy(model(x), torch.tensor([0, 1, 2]))
 
 
 def recovery_body(group, stage, error, backwards, places, mode="step"):
@@ -121,7 +73,7 @@ FIRST = {"full-state": lambda model: model.full_state_dict(), "load": load, "gat
 
 
 def first_thing_body(group, error, backwards, first):
-    """Rank 0 fails early, and does something else while rank 1 has not failed yet: it waits for rank 0."""
+    """Rank 0 fails early and calls something else, while rank 1 still waits for it."""
     pair = Pair(Trapped, group)
     pair.step(loss_of)
     trap = pair.model.module.traps[3 if (pair.rank == 0) == backwards else 0]
@@ -147,7 +99,7 @@ def test_whatever_comes_first_ends_what_was_left(cluster, first, backwards, erro
     cluster.check(first_thing_body, 2, ERRORS[error], backwards, first)
 
 
-def hook_body(group):
+def test_hooks_of_the_user_may_raise(group):
     """A user's own hooks raise: before a block, after it, and when a gradient has come."""
     pair = Pair(Trapped, group)
     pair.step(loss_of)
@@ -169,11 +121,8 @@ def hook_body(group):
         pair.step(loss_of)
 
 
-def test_hooks_of_the_user_may_raise(cluster):
-    cluster.check(hook_body, 2)
-
-
-def checkpointed_body(group, reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_may_raise(group, reentrant):
     """A recomputation fails, in the middle of a backward."""
 
     def make() -> nn.Module:
@@ -193,8 +142,3 @@ def checkpointed_body(group, reentrant):
     pair.model.module.blocks[1].attend = attend
     pair.step(loss)
     pair.step(loss)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_may_raise(cluster, reentrant):
-    cluster.check(checkpointed_body, 2, reentrant)

@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler`: the ranks agree on what to skip and on the scale, and make the steps of a plain twin.
+"""With `torch.amp.GradScaler` ranks agree on the scale and on skipped steps, and take the steps of a plain twin.
 
 Every rank trains a twin of its own (see `plain.py`) with a scaler of its own on the batches of all ranks.
 """
@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, Precision, ShardLite
+from tests.support.models.small import named
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import same_bits, some_stages, without_warnings
 
@@ -41,29 +42,9 @@ SCALES = [2.0**9, 2.0**10, 2.0**9, 2.0**9, 2.0**8, 2.0**7, 2.0**7, 2.0**8]
 """After each step: halved after a bad one, doubled after two good ones in a row."""
 
 
-class Net(nn.Module):
-    """Two linear layers, [B, 16] -> [B, widths[2]]. PyTorch's fused kernels round the last `numel % 16` elements of a
-    tensor otherwise: with multiples of 16 a shard has the bits of the whole.
-    """
-
-    def __init__(self, hidden: int, width: int):
-        super().__init__()
-        self.first = nn.Linear(16, hidden)
-        self.last = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
-class Tiny(nn.Module):
+def tiny() -> nn.Module:
     """Two slots of 32 elements: of four ranks two have nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x)
+    return named(last=nn.Linear(16, 1))
 
 
 @dataclass(frozen=True)
@@ -82,8 +63,10 @@ class Way:
         return Precision(compute=torch.float16, output=torch.float32) if self.half else Precision()
 
     def net(self) -> nn.Module:
+        """Return two layers. PyTorch's fused kernels round the last `numel % 16` elements otherwise, so avoid these."""
+        hidden, width = (32, 16) if self.optimizer == "fused" else (33, 5)
         torch.manual_seed(1)
-        return Net(32, 16) if self.optimizer == "fused" else Net(33, 5)
+        return named(first=nn.Linear(16, hidden), tanh=nn.Tanh(), last=nn.Linear(hidden, width))
 
 
 @contextmanager
@@ -144,11 +127,6 @@ def agrees_body(group: Any, way: Way, stage: int) -> None:
     assert made <= {len(SCALES) - len(BAD)}
 
 
-def all_stages(group: Any, way: Way) -> None:
-    for stage in some_stages(2, 3):
-        agrees_body(group, way, stage)
-
-
 WAYS = [Way(name, unscale, half) for name in OPTIMIZERS for unscale in (True, False) for half in (False, True)]
 PAIRWISE = [place for place in range(len(WAYS)) if (place // 4 + place // 2 + place) % 2]
 """The places of ways in which each two choices meet."""
@@ -159,8 +137,9 @@ PAIRWISE = [place for place in range(len(WAYS)) if (place // 4 + place // 2 + pl
     [pytest.param(way, marks=() if place in PAIRWISE else pytest.mark.slow) for place, way in enumerate(WAYS)],
     ids=str,
 )
-def test_all_ranks_make_the_steps_of_the_twin(cluster, way):
-    cluster.check(all_stages, 2, way)
+def test_all_ranks_make_the_steps_of_the_twin(group: Any, way: Way) -> None:
+    for stage in some_stages(2, 3):
+        agrees_body(group, way, stage)
 
 
 @pytest.mark.parametrize("way", WAYS[1::5], ids=str)
@@ -175,7 +154,7 @@ def tiny_body(group: Any, half: bool) -> list[Any]:
     for i, (name, (make, _)) in enumerate(OPTIMIZERS.items()):
         way = Way(name, i % 2 == 0, half)
         torch.manual_seed(1)
-        model = ShardLite(Tiny(), stage=1 + i % 3, group=group, precision=way.precision)
+        model = ShardLite(tiny(), stage=1 + i % 3, group=group, precision=way.precision)
         assert (sum(shard.numel() for shard in model.parameters()) == 0) == (rank >= 2)
         optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=2.0**9, growth_interval=2)
         for step in range(len(SCALES)):
@@ -193,10 +172,11 @@ def test_ranks_with_nothing_keep_the_same_scale_and_count_the_same_steps(cluster
     assert histories[0][7][1] == [5, 5]
 
 
-def overflow_body(group: Any) -> list[float]:
-    """A scale that is too large for fp16 on one rank is found and lowered by all. Return the scales."""
+@pytest.mark.ranks(4)
+def test_a_scale_that_overflows_on_one_rank(group: Any) -> None:
+    """All ranks lower it: 65504 / 30 is 2183, so 2^11 is the first scale that fits."""
     rank = dist.get_rank(group)
-    model = ShardLite(Tiny(), group=group, precision=Precision(compute=torch.float16))
+    model = ShardLite(tiny(), group=group, precision=Precision(compute=torch.float16))
     optimizer = OPTIMIZERS["ours"][0](model.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**14)
     scales = []
@@ -204,19 +184,13 @@ def overflow_body(group: Any) -> list[float]:
         scaler.scale(model(torch.full((1, 16), 30.0 if rank == 1 else 0.5)).float().sum()).backward()
         finish(Way("ours", False, True), scaler, optimizer, lambda: None)
         scales.append(scaler.get_scale())
-    return scales
-
-
-def test_a_scale_that_overflows_on_one_rank(cluster):
-    """65504 / 30 is 2183: 2^11 is the first scale that fits."""
-    for scales in cluster.run(overflow_body, 4):
-        assert scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**11]
+    assert scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**11]
 
 
 @without_warnings
-def disabled_body(group: Any) -> None:
+def test_a_scaler_that_is_switched_off(group: Any) -> None:
     """A scaler that is switched off leaves skipping to us."""
-    model = ShardLite(Tiny(), group=group)
+    model = ShardLite(tiny(), group=group)
     optimizer, scaler = OPTIMIZERS["ours"][0](model.parameters()), GradScaler("cpu", enabled=False)
     before = [shard.detach().clone() for shard in model.parameters()]
     scaler.scale(model(torch.full((1, 16), math.nan if dist.get_rank(group) else 1.0)).sum()).backward()
@@ -226,14 +200,10 @@ def disabled_body(group: Any) -> None:
         same_bits("a weight", shard.detach(), expected)
 
 
-def test_a_scaler_that_is_switched_off(cluster):
-    cluster.check(disabled_body, 2)
-
-
-def other_body(group: Any) -> None:
+def test_an_optimizer_of_something_else(group: Any) -> None:
     """An optimizer of something else decides for itself, though the ranks have one scaler for both."""
     rank = dist.get_rank(group)
-    model, plain = ShardLite(Tiny(), group=group), nn.Linear(16, 1)
+    model, plain = ShardLite(tiny(), group=group), nn.Linear(16, 1)
     optimizers = OPTIMIZERS["sgd"][0](model.parameters()), OPTIMIZERS["sgd"][0](plain.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**9)
     before = plain.weight.detach().clone()
@@ -244,7 +214,3 @@ def other_body(group: Any) -> None:
     scaler.update()
     assert not torch.equal(plain.weight, before)
     assert scaler.get_scale() == 2.0**8
-
-
-def test_an_optimizer_of_something_else(cluster):
-    cluster.check(other_body, 2)

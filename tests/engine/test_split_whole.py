@@ -1,4 +1,4 @@
-"""Whole weights of a model that keeps them split: state dicts, `gathered()`, averages, and other kinds of parameters.
+"""Full weights of a model with split weights: state dicts, `gathered()`, averages, and other kinds of parameters.
 
 Legend: `W` ranks.
 """
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EMA, AdamW, PhaseError, ShardLite
+from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
-from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages
+from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages, take_step
 from tests.support.twins.split import SPLIT, cut, parts, trained
 
 # ---- whole weights --------------------------------------------------------------------------------------------------
@@ -28,14 +29,12 @@ def loads(group: Any, stage: int, saved: dict[str, Tensor]) -> dict[str, Tensor]
     model = ShardLite(LanguageModel(), group=group, stage=stage, precision=SPLIT)
     model(torch.zeros(1, 2, dtype=torch.int64))  # full weights that are old soon
     model.load_full_state_dict(saved)
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, saved[name])
+    same_states("state", model.full_state_dict(), saved)
     generator = torch.Generator().manual_seed(3)
     precise = {name: torch.randn(value.shape, generator=generator) for name, value in saved.items()}
     precise["head.weight"] = precise["embed.weight"]
     model.load_full_state_dict(precise)
-    for name, value in model.full_state_dict().items():
-        same_bits(name, value, cut(precise[name]))
+    same_states("rounded", model.full_state_dict(), {name: cut(value) for name, value in precise.items()})
     with torch.no_grad(), model.gathered(writeback=False):
         for name, param in model.module.named_parameters():
             same_bits(f"{name}, gathered", param.detach(), parts(precise[name])[0])
@@ -46,8 +45,7 @@ def loads(group: Any, stage: int, saved: dict[str, Tensor]) -> dict[str, Tensor]
 def test_state_dicts_have_all_24_bits_at_any_world_size(cluster, stage):
     saved, *others = cluster.run(saves, 2, stage)
     for other in others:
-        for name, value in other.items():
-            same_bits(name, value, saved[name])
+        same_states("state", other, saved)
     for value in saved.values():
         same_bits("24 bits", value, cut(value))
     assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
@@ -55,25 +53,24 @@ def test_state_dicts_have_all_24_bits_at_any_world_size(cluster, stage):
         cluster.run(loads, world_size, 3 - stage, saved)
 
 
-def writes(group: Any, stage: int) -> None:
-    """Body of a rank: what was written counts exactly, all else keeps its digits; an exception undoes it."""
+@pytest.mark.stages(0, 3)
+@pytest.mark.ranks(1, 3)
+def test_writing_into_gathered_weights(group: Any, stage: int) -> None:
+    """What was written counts exactly, all else keeps its digits; an exception undoes it."""
     model, optimizer = trained(group, stage=stage)
     expected = model.full_state_dict()
     names = [name for name, _ in model.module.named_parameters()]
     with model.gathered():
         pass
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, only read", value, expected[name])
+    same_states("only read", model.full_state_dict(), expected)
     with pytest.raises(KeyError), model.gathered(), torch.no_grad():
         _spoil(model.module)
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, undone", value, expected[name])
+    same_states("undone", model.full_state_dict(), expected)
     with model.gathered(*names[2:6]), torch.no_grad():
         for name in names[2:6]:
             model.module.get_parameter(name).view(-1)[1::3] = 7.1
             expected[name].view(-1)[1::3] = torch.tensor(7.1).bfloat16().float()
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, written", value, expected[name])
+    same_states("written", model.full_state_dict(), expected)
     with model.gathered(writeback=False), torch.no_grad():
         for name, param in model.module.named_parameters():
             same_bits(f"{name}, gathered", param.detach(), parts(expected[name])[0])
@@ -88,20 +85,13 @@ def _spoil(module: nn.Module) -> None:
 
 
 @pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_writing_into_gathered_weights(cluster, world_size, stage):
-    cluster.check(writes, world_size, stage)
-
-
-def averages(group: Any, stage: int) -> None:
-    """Body of a rank: averages are in fp32; what an exchange loses of them is half a unit of the 24th bit at most."""
+def test_moving_averages(group: Any, stage: int) -> None:
+    """Averages are in fp32; what an exchange loses of them is half a unit of the 24th bit at most."""
     model, optimizer = trained(group, stage=stage)
     ema = EMA(model, 0.75)
     expected = {name: value.clone() for name, value in model.full_state_dict().items()}
     for step in range(3):
-        on_tokens(model, Turn(step, torch.distributed.get_rank(), 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_tokens(model, Turn(step, torch.distributed.get_rank(), 0)))
         ema.update()
         for name, value in model.full_state_dict().items():
             expected[name].lerp_(value, 0.25)
@@ -115,19 +105,16 @@ def averages(group: Any, stage: int) -> None:
     for name, value in _named_averages(model, ema):
         same_bits(f"average of {name}, exchanged", value, _own_part(model, name, averaged[name]))
     with ema.swapped():
-        for name, value in model.full_state_dict().items():
-            same_bits(f"{name}, swapped", value, averaged[name])
+        same_states("swapped", model.full_state_dict(), averaged)
         with pytest.raises(PhaseError):
             optimizer.step()
     with pytest.raises(KeyError), ema.swapped():
         raise KeyError
-    for name, value in model.full_state_dict().items():
-        same_bits(f"{name}, back", value, own[name])
+    same_states("back", model.full_state_dict(), own)
     saved = ema.state_dict()
     other = EMA(model, 0.75)
     other.load_state_dict(saved)
-    for name, value in other.full_state_dict().items():
-        same_bits(f"{name}, loaded", value, averaged[name])
+    same_states("loaded", other.full_state_dict(), averaged)
 
 
 def _named_averages(model: ShardLite, ema: EMA) -> Iterator[tuple[str, Tensor]]:
@@ -137,13 +124,7 @@ def _named_averages(model: ShardLite, ema: EMA) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_part(model: ShardLite, name: str, whole: Tensor) -> Tensor:
-    flats = (flat for unit in model._units for flat in unit.flats)
-    return next(f.part_of(i, whole) for f in flats for i, slot in enumerate(f.layout.slots) if slot.name == name)
-
-
-@pytest.mark.stages(0, 3)
-def test_moving_averages(cluster, stage):
-    cluster.check(averages, 2, stage)
+    return next(f.part_of(i, whole) for f in flats(model) for i, slot in enumerate(f.layout.slots) if slot.name == name)
 
 
 # ---- kinds of parameters --------------------------------------------------------------------------------------------
@@ -170,8 +151,10 @@ class Kinds(nn.Module):
         return x[:, self.codes] + self.nothing.sum()
 
 
-def keeps_kinds(group: Any, stage: int) -> None:
-    """Body of a rank: those are split that are trained; the others are kept as they were."""
+@pytest.mark.stages(2, 3)
+@pytest.mark.ranks(1, 2)
+def test_parameters_of_all_dtypes_in_one_model(group: Any, stage: int) -> None:
+    """Those are split that are trained; the others are kept as they were."""
     module = _seeded(lambda: nn.Sequential(Kinds(), Kinds()))
     before = {name: param.detach().clone() for name, param in module.named_parameters()}
     model = ShardLite(module, group=group, stage=stage, units=Kinds, precision=SPLIT)
@@ -182,9 +165,7 @@ def keeps_kinds(group: Any, stage: int) -> None:
         same_bits(name, full[name], expected)
     assert model.get_parameter("0.fixed").dtype == torch.bfloat16  # as it is used
     for _ in range(2):
-        on_rows(model, Turn(0, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_rows(model, Turn(0, 0, 0)))
     after = model.full_state_dict()
     for name, value in after.items():
         trained_ = "fixed" not in name and "codes" not in name and value.numel() > 0
@@ -198,14 +179,8 @@ def keeps_kinds(group: Any, stage: int) -> None:
     assert changed == {"0.fixed"}
 
 
-@pytest.mark.stages(2, 3)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_of_all_dtypes_in_one_model(cluster, world_size, stage):
-    cluster.check(keeps_kinds, world_size, stage)
-
-
-def from_meta(group: Any) -> None:
-    """Body of a rank: the same weights are born on the meta device."""
+def test_meta_device(group: Any) -> None:
+    """The same weights are born on the meta device."""
     for stage in some_stages(2, 3):
         torch.manual_seed(5)
         born = ShardLite(MLP([7, 33, 5]), group=group, stage=stage, precision=SPLIT).full_state_dict()
@@ -213,9 +188,4 @@ def from_meta(group: Any) -> None:
             module = MLP([7, 33, 5])
         torch.manual_seed(5)
         model = ShardLite(module, group=group, stage=stage, precision=SPLIT, device="cpu")
-        for name, value in model.full_state_dict().items():
-            same_bits(name, value, born[name])
-
-
-def test_meta_device(cluster):
-    cluster.check(from_meta, 2)
+        same_states("state", model.full_state_dict(), born)

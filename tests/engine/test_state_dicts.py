@@ -1,4 +1,4 @@
-"""A state of an optimizer is of the shards that it was saved from: any other is refused, on every rank."""
+"""An optimizer state loads only into the shards that it was saved from; every rank refuses another."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ from torch import nn, optim
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.params import ShardTensor
 from tests.support.models.residual import WIDTH, Block, net
-from tests.support.twins.sharded import Turn, same_bits, slow
+from tests.support.twins.sharded import Turn, same_bits, slow, take_step
 
 Make = Callable[..., optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -38,12 +38,12 @@ def loss(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def train(model: ShardLite, optimizer: optim.Optimizer, step: int) -> None:
-    loss(model, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss(model, step))
 
 
-def resumes_body(group: Any, kind: str, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_state_of_the_same_shards_is_taken_over(group: Any, kind: str, stage: int) -> None:
     """From a state of its own, which went through a file, the next step has the same bits."""
     make = OPTIMIZERS[kind]
     first, optimizer = trained(group, make, 2, stage=stage)
@@ -54,12 +54,6 @@ def resumes_body(group: Any, kind: str, stage: int) -> None:
         train(*each, 2)
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         same_bits(name, b.detach(), a.detach())
-
-
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_state_of_the_same_shards_is_taken_over(cluster, kind, stage):
-    cluster.check(resumes_body, 2, kind, stage)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -124,7 +118,12 @@ def elements(value: Any) -> Any:
     return value.to_local() if isinstance(value, ShardTensor) else value
 
 
-def refused_body(group: Any, take: Any, kind: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)]
+)
+@pytest.mark.parametrize("take", FOREIGN)
+@pytest.mark.sample(3)
+def test_any_other_is_refused_on_every_rank(group: Any, take: Any, kind: str, stage: int) -> None:
     """Both ranks raise, nothing has changed, and training goes on."""
     make = OPTIMIZERS[kind]
     foreign, words = take(group, make, stage)
@@ -141,17 +140,7 @@ def refused_body(group: Any, take: Any, kind: str, stage: int) -> None:
     train(model, optimizer, 5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)],
-)
-@pytest.mark.parametrize("take", FOREIGN)
-@pytest.mark.sample(3)
-def test_any_other_is_refused_on_every_rank(cluster, take, kind, stage):
-    cluster.check(refused_body, 2, take, kind, stage)
-
-
-def beside_body(group: Any) -> None:
+def test_parameters_beside_the_model(group: Any) -> None:
     """An optimizer may hold parameters of no wrapped model, too; one that holds no others says nothing."""
     model, other = trained(group, OPTIMIZERS["ours"], 0)[0], nn.Parameter(torch.ones(3))
     optimizer = optim.SGD([*model.parameters(), other], lr=0.1)
@@ -161,16 +150,8 @@ def beside_body(group: Any) -> None:
     assert "shardlite" not in optim.SGD([other], lr=0.1).state_dict()
 
 
-def test_parameters_beside_the_model(cluster):
-    cluster.check(beside_body, 2)
-
-
-def outlived_body(group: Any) -> None:
+def test_an_optimizer_outlives_its_model(group: Any) -> None:
     """An optimizer whose wrapped model is dropped still knows what its state is of."""
     optimizer = trained(group, OPTIMIZERS["ours"], stage=3)[1]
     gc.collect()
     assert optimizer.state_dict()["shardlite"]["of"].startswith(f"rank {group.rank()} of 2")
-
-
-def test_an_optimizer_outlives_its_model(cluster):
-    cluster.check(outlived_body, 2)

@@ -1,4 +1,4 @@
-"""What takes a shard for the whole parameter is warned of once, on every rank, or is an error on all."""
+"""Code that takes a shard for the whole parameter gets one warning on every rank, or an error on all ranks."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from shardlite.engine.watch import EVERY, STEPS, SeenShard
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 WIDTH = 40
 
@@ -93,7 +93,9 @@ USES: dict[str, Callable[[Params], object]] = {
 }
 
 
-def warned_body(group: Any, name: str, stage: int) -> None:
+@pytest.mark.parametrize(("name", "stage"), [(name, 1 + place % 3) for place, name in enumerate(USES)])
+@pytest.mark.sample(2)
+def test_uses_of_parts_are_warned_of_once(group: Any, name: str, stage: int) -> None:
     model, loss = model_and_loss(group, stage=stage)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -107,13 +109,8 @@ def warned_body(group: Any, name: str, stage: int) -> None:
         assert word in message
 
 
-@pytest.mark.parametrize(("name", "stage"), [(name, 1 + place % 3) for place, name in enumerate(USES)])
-@pytest.mark.sample(2)
-def test_uses_of_parts_are_warned_of_once(cluster, name, stage):
-    cluster.check(warned_body, 2, name, stage)
-
-
-def penalty_body(group: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+def test_penalties_in_the_loss_are_right(group: Any, stage: int) -> None:
     """A penalty in the loss is right: its gradient reaches the shards."""
     model, loss = model_and_loss(group, stage=stage)
     before = [p.detach().clone() for p in model.parameters()]
@@ -126,21 +123,12 @@ def penalty_body(group: Any, stage: int) -> None:
     assert heard(penalised) == []
 
 
-@pytest.mark.stages(1, 3)
-def test_penalties_in_the_loss_are_right(cluster, stage):
-    cluster.check(penalty_body, 2, stage)
-
-
-def whole_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0)], indirect=["group"])
+def test_whole_parameters_are_not(group: Any, stage: int) -> None:
     """Whole parameters are not watched."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
     assert heard(lambda: [use(list(model.parameters())) for use in USES.values()]) == []
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
-def test_whole_parameters_are_not(cluster, world_size, stage):
-    cluster.check(whole_body, world_size, stage)
 
 
 LONELY: dict[str, Callable[[Params], object]] = {
@@ -150,7 +138,9 @@ LONELY: dict[str, Callable[[Params], object]] = {
 }
 
 
-def alone_body(group: Any, name: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [3, *map(slow, (1, 2))])
+@pytest.mark.parametrize("name", LONELY)
+def test_what_one_rank_cannot_do_no_rank_does(group: Any, name: str, stage: int) -> None:
     """What would fail on the rank that has nothing of a parameter fails on all, in the same words."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
@@ -158,7 +148,8 @@ def alone_body(group: Any, name: str, stage: int) -> None:
         LONELY[name]([dict(model.named_parameters())["0.bias"]])
 
 
-def seldom_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [3, 2])
+def test_norms_that_are_logged_now_and_then(group: Any, stage: int) -> None:
     """Norms that a program logs every 50 steps are said to be those of parts, too; other steps have ordinary shards."""
     model, loss = model_and_loss(group, stage=stage)
     optimizer = optim.SGD(model.parameters(), lr=0.01)
@@ -171,25 +162,13 @@ def seldom_body(group: Any, stage: int) -> None:
                 kinds.add(step)
             if logs and step == steps - 1:
                 norms_by_hand(list(model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
     assert heard(lambda: train(EVERY - 2, logs=False)) == []
     assert kinds == set(range(STEPS))
     (said,) = heard(lambda: train(2, logs=True))
     assert "covers only this rank's part" in said
     assert heard(lambda: train(2 * EVERY, logs=True)) == [], "it is said once"
-
-
-@pytest.mark.parametrize("stage", [3, 2])
-def test_norms_that_are_logged_now_and_then(cluster, stage):
-    cluster.check(seldom_body, 2, stage)
-
-
-@pytest.mark.parametrize("stage", [3, *map(slow, (1, 2))])
-@pytest.mark.parametrize("name", LONELY)
-def test_what_one_rank_cannot_do_no_rank_does(cluster, name, stage):
-    cluster.check(alone_body, 2, name, stage)
 
 
 OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (
@@ -209,7 +188,7 @@ OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (
 )
 
 
-def elementwise_body(group: Any) -> None:
+def test_elementwise_optimizers_are_not_warned_of(group: Any) -> None:
     """Elementwise optimizers get no warning, and the watch is invisible to them."""
     for make in OPTIMIZERS:
         model, loss = model_and_loss(group)
@@ -224,11 +203,7 @@ def elementwise_body(group: Any) -> None:
             assert all(type(value) is Tensor for value in optimizer.state[shard].values() if torch.is_tensor(value))
 
 
-def test_elementwise_optimizers_are_not_warned_of(cluster):
-    cluster.check(elementwise_body, 2)
-
-
-def average_body(group: Any) -> None:
+def test_moving_averages_over_whole_copies_are_refused(group: Any) -> None:
     """A moving average over a copy from before wrapping is refused in the words that every rank gets."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
@@ -245,11 +220,7 @@ def average_body(group: Any) -> None:
             update(step)
 
 
-def test_moving_averages_over_whole_copies_are_refused(cluster):
-    cluster.check(average_body, 2)
-
-
-def state_body(group: Any) -> None:
+def test_copies_of_gradients_are_ordinary_in_the_end(group: Any) -> None:
     """What an optimizer has kept of gradients is ordinary after the first steps, too."""
     model, loss = model_and_loss(group)
     kept = []
@@ -261,11 +232,7 @@ def state_body(group: Any) -> None:
     assert all(type(each) is Tensor for each in [each for step in kept for each in step])
 
 
-def test_copies_of_gradients_are_ordinary_in_the_end(cluster):
-    cluster.check(state_body, 2)
-
-
-def saved_body(group: Any) -> None:
+def test_copies_and_files_are_ordinary(group: Any) -> None:
     """Copies and files have ordinary tensors in them."""
     model, loss = model_and_loss(group)
     loss().backward()
@@ -284,11 +251,7 @@ def saved_body(group: Any) -> None:
     assert heard(lambda: (copied.norm(), gradient.norm())) == []
 
 
-def test_copies_and_files_are_ordinary(cluster):
-    cluster.check(saved_body, 2)
-
-
-def compiled_body(group: Any) -> None:
+def test_a_compiled_optimizer(group: Any) -> None:
     model, loss = model_and_loss(group)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     warnings.filterwarnings("ignore", message="`torch.jit")  # the compiler's own
@@ -301,7 +264,3 @@ def compiled_body(group: Any) -> None:
         for p, was, grad in zip(model.parameters(), before, grads, strict=True):
             torch.testing.assert_close(p.detach(), was - 0.1 * grad)
         optimizer.zero_grad()
-
-
-def test_a_compiled_optimizer(cluster):
-    cluster.check(compiled_body, 2)

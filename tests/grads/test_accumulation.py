@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import ShardLite
+from tests.support.internals import context, units
 from tests.support.models.residual import net, square
 from tests.support.models.small import WIDTH, Branches, Branching, LanguageModel, Residual
 from tests.support.twins.sharded import Pair, Turn, accumulating, local_parts
@@ -40,23 +41,20 @@ CASES = {
 }
 
 
-def follows(group: Any, name: str, stage: int) -> None:
-    """Body of a rank: a step of each mixture, clipped."""
+@pytest.mark.parametrize(("name", "group"), [("language", 2), ("recomputed", 3), ("branches", 3)], indirect=["group"])
+@pytest.mark.stages(1, 3)
+@pytest.mark.sample(2)
+def test_any_mixture_gives_the_bits_of_its_twin(group: Any, name: str, stage: int) -> None:
+    """A step of each mixture, clipped."""
     make, loss, units = CASES[name]
     pair = Pair(make, group, stage=stage, units=units)
     for modes in MIXTURES:
         pair.step(loss, modes, clip=0.01)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("language", 2), ("recomputed", 3), ("branches", 3)])
 @pytest.mark.stages(1, 3)
-@pytest.mark.sample(2)
-def test_any_mixture_gives_the_bits_of_its_twin(cluster, name, world_size, stage):
-    cluster.check(follows, world_size, name, stage)
-
-
-def ends_clean(group: Any, stage: int) -> None:
-    """Body of a rank: `zero_grad()` drops what was accumulated in either way, and an exception ends a context."""
+def test_what_was_accumulated_can_be_dropped(group: Any, stage: int) -> None:
+    """`zero_grad()` drops what was accumulated in either way, and an exception ends a context."""
     pair = Pair(net, group, stage=stage)
     pair.step(lambda model, turn: model(torch.randn(2, 16, generator=turn.generator())).square().mean())
     for mode in ("local", "sharded"):
@@ -68,16 +66,13 @@ def ends_clean(group: Any, stage: int) -> None:
         pair.step(lambda model, turn: model(torch.randn(2, 16, generator=turn.generator())).square().mean())
 
 
-@pytest.mark.stages(1, 3)
-def test_what_was_accumulated_can_be_dropped(cluster, stage):
-    cluster.check(ends_clean, 2, stage)
-
-
 # ---- against one large batch ----------------------------------------------------------------------------------------
 
 
-def adds_up(group: Any, stage: int, modes: tuple[str, ...], rows: int = 4) -> None:
-    """Body of a rank: in fp64, accumulated gradients are those of one batch of all rows of all ranks.
+@pytest.mark.parametrize("modes", [("local", "local", "step"), ("sharded", "local", "sharded", "step")])
+@pytest.mark.parametrize(("stage", "group"), [(0, 3), (1, 2), (2, 4), (3, 3)], indirect=["group"])
+def test_micro_batches_add_up_to_one_large_batch(group: Any, stage: int, modes: tuple[str, ...]) -> None:
+    """In fp64, accumulated gradients are those of one batch of all rows of all ranks.
 
     The model is linear and so is the loss, `sum(y * t) / n` over `n` rows. Each element of a gradient is a sum of `n`
     products, in either way of computing. A product meets at most 2 roundings in scaling `t` by `1/n`, 1 of its own and
@@ -86,6 +81,7 @@ def adds_up(group: Any, stage: int, modes: tuple[str, ...], rows: int = 4) -> No
     with `u = 2**-53` (Higham 2002, Accuracy and Stability of Numerical Algorithms, 3.1 and 4.2).
     """
     rank, world_size, micros = torch.distributed.get_rank(group), torch.distributed.get_world_size(group), len(modes)
+    rows = 4
     x = torch.randn(world_size, micros, rows, 7, dtype=torch.float64)
     t = torch.randn(world_size, micros, rows, 5, dtype=torch.float64)
     count = world_size * micros * rows
@@ -112,23 +108,19 @@ def gradients(module: nn.Module, x: Tensor, t: Tensor, count: int) -> dict[str, 
     return dict(zip(names, torch.autograd.grad(loss, params), strict=True))
 
 
-@pytest.mark.parametrize("modes", [("local", "local", "step"), ("sharded", "local", "sharded", "step")])
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 3), (1, 2), (2, 4), (3, 3)])
-def test_micro_batches_add_up_to_one_large_batch(cluster, stage, world_size, modes):
-    cluster.check(adds_up, world_size, stage, modes)
-
-
 # ---- what it costs --------------------------------------------------------------------------------------------------
 
 
 def sent(model: ShardLite, purpose: str) -> dict[str, int]:
     """Return how many bytes this rank has sent so far, by unit."""
-    tallies = model._context.traffic.by_unit()
+    tallies = context(model).traffic.by_unit()
     return {unit: tallies[unit][purpose].nbytes if purpose in tallies.get(unit, {}) else 0 for unit in model.unit_names}
 
 
-def sends(group: Any, stage: int) -> None:
-    """Body of a rank: a reduction sends `(W-1)*S` elements, at stage 0 twice; local accumulation sends none."""
+@pytest.mark.ranks(2, 3)
+@pytest.mark.stages(1, 3)
+def test_only_a_reduction_sends_gradients(group: Any, stage: int) -> None:
+    """A reduction sends `(W-1)*S` elements, at stage 0 twice; local accumulation sends none."""
     model = ShardLite(net(), stage=stage, group=group)
     world_size = torch.distributed.get_world_size(group)
     padded = -(-(256 + 32) // (32 * world_size)) * 32  # a unit has a weight of 256 elements and a bias of 16
@@ -144,17 +136,11 @@ def sends(group: Any, stage: int) -> None:
             assert sent(model, "gather") == dict.fromkeys(model.unit_names, 4 * (world_size - 1) * padded)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.stages(1, 3)
-def test_only_a_reduction_sends_gradients(cluster, stage, world_size):
-    cluster.check(sends, world_size, stage)
-
-
-def most_bucket_bytes(group: Any, stage: int) -> dict[str, int]:
-    """Body of a rank: return the peak of the buckets while accumulating in either way, in buckets of one block."""
+@pytest.mark.stages(0, 3)
+def test_sharded_accumulation_needs_few_buckets(group: Any, stage: int) -> None:
     module = nn.Sequential(*(Residual(WIDTH, 64) for _ in range(12)))
     model = ShardLite(module, stage=stage, units=Residual, group=group)
-    block = 4 * model._units[0].flats[0].layout.full_numel
+    block = 4 * units(model)[0].flats[0].layout.full_numel
     peaks = {}
     for mode in ("local", "sharded"):
         model.ledger.reset_peak()
@@ -163,13 +149,7 @@ def most_bucket_bytes(group: Any, stage: int) -> dict[str, int]:
                 model(torch.randn(3, WIDTH)).square().mean().backward()
         peaks[mode] = model.ledger.peak()["gradient buckets"] / block
         model.zero_grad()
-    return peaks
-
-
-@pytest.mark.stages(0, 3)
-def test_sharded_accumulation_needs_few_buckets(cluster, stage):
-    for peaks in cluster.run(most_bucket_bytes, 2, stage):
-        assert peaks["local"] == 12  # the whole model's gradients
-        # One is filled and two are on their way at most, and at stages 0 and 1 no copy is made of a bucket: it becomes
-        # the gradients.
-        assert peaks["sharded"] <= 3
+    assert peaks["local"] == 12  # the whole model's gradients
+    # One is filled and two are on their way at most, and at stages 0 and 1 no copy is made of a bucket: it becomes
+    # the gradients.
+    assert peaks["sharded"] <= 3

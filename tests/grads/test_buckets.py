@@ -1,4 +1,4 @@
-"""How many buckets exist at once: two beside the root's in the recorded order, more only where ranks diverge.
+"""The number of buckets at once: the root's and two more in the recorded order, more only if ranks diverge.
 
 Where shards are stepped in the backward there is one.
 
@@ -20,7 +20,10 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.grads.bucket import Bucket
 from shardlite.params import Gradients
+from tests.support.internals import reducer
+from tests.support.models.residual import Chain
 from tests.support.patience import seconds
+from tests.support.twins.sharded import take_step
 
 WIDTH = 16
 BLOCKS = 6
@@ -41,22 +44,6 @@ class Block(nn.Module):
             return x
         x = self.between(x)
         return torch.tanh(x + self.experts[0](x) + (self.experts[1](x) if self.both else 0))
-
-
-class Model(nn.Module):
-    """The root has the first weights and the last ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.last = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x).sum()
 
 
 @contextmanager
@@ -103,7 +90,7 @@ def counted(model: ShardLite) -> Iterator[list[int]]:
 
     def counting(self: Bucket) -> None:
         fill(self)
-        buckets = model._reducer.buckets.values()
+        buckets = reducer(model).buckets.values()
         if not self.unit.is_root:
             counts.append(sum(b.phase is not Gradients.EMPTY for b in buckets if not b.unit.is_root))
 
@@ -116,7 +103,9 @@ def counted(model: ShardLite) -> Iterator[list[int]]:
 
 def wrap(group: Any, **options: Any) -> ShardLite:
     torch.manual_seed(0)
-    return ShardLite(Model(), units=Block, group=group, **options)
+    blocks = [Block() for _ in range(BLOCKS)]
+    module = Chain(blocks, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), end=torch.sum)  # the root is first and last
+    return ShardLite(module, units=Block, group=group, **options)
 
 
 RECIPES: dict[str, Callable[[ShardLite], tuple[Any, Any]]] = {
@@ -126,7 +115,10 @@ RECIPES: dict[str, Callable[[ShardLite], tuple[Any, Any]]] = {
 }
 
 
-def ordinary_body(group: Any, stage: int, recipe: str) -> list[list[int]]:
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.sample(2)
+def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(group, stage, recipe):
     model = wrap(group, stage=stage)
     optimizer, first = RECIPES[recipe](model)
     passes = []
@@ -136,20 +128,11 @@ def ordinary_body(group: Any, stage: int, recipe: str) -> list[list[int]]:
                 model(torch.ones(2, WIDTH)).backward()
             passes.append(counts)
             if step or recipe != "no_sync(sharded=True)":
-                optimizer.step()
-                optimizer.zero_grad()
-    return passes
+                take_step(optimizer)
+    assert passes == [[1, 1, 1, 1, 1, 1] if recipe == "in_backward" else [1, 2, 2, 2, 2, 2]] * 4
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.sample(2)
-def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(cluster, stage, recipe):
-    for passes in cluster.run(ordinary_body, 2, stage, recipe):
-        assert passes == [[1, 1, 1, 1, 1, 1] if recipe == "in_backward" else [1, 2, 2, 2, 2, 2]] * 4
-
-
-def accumulated_body(group: Any) -> list[list[int]]:
+def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(group: Any) -> None:
     model = wrap(group, stage=0)
     passes = []
     with reductions_that_wait():
@@ -157,12 +140,7 @@ def accumulated_body(group: Any) -> list[list[int]]:
             with counted(model) as counts, model.no_sync() if step == 1 else nullcontext():
                 model(torch.ones(2, WIDTH)).backward()
             passes.append(counts)
-    return passes
-
-
-def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(cluster):
-    for passes in cluster.run(accumulated_body, 2):
-        assert passes == [[1, 2, 2, 2, 2, 2], [1, 2, 3, 4, 5, 6], [], [1, 2, 2, 2, 2, 2]]
+    assert passes == [[1, 2, 2, 2, 2, 2], [1, 2, 3, 4, 5, 6], [], [1, 2, 2, 2, 2, 2]]
 
 
 def divergent_body(
@@ -179,8 +157,7 @@ def divergent_body(
             with counted(model) as counts:
                 model(torch.ones(2, WIDTH)).backward()
             most.append(max(counts, default=0))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return most
 
 
@@ -209,7 +186,8 @@ class Together(torch.autograd.Function):
         return grad, None
 
 
-def collective_body(group: Any, stage: int) -> list[int]:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_the_program_waits_for_does_not_wait_for_buckets(group: Any, stage: int) -> None:
     """Rank 1 leaves out an expert of each block, so its units are complete at the end only; all communicate between."""
     model = wrap(group, stage=stage)
     most = []
@@ -221,15 +199,8 @@ def collective_body(group: Any, stage: int) -> list[int]:
             with counted(model) as counts:
                 model(torch.ones(2, WIDTH)).backward()
             most.append(max(counts))
-    return most
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_that_the_program_waits_for_does_not_wait_for_buckets(cluster, stage):
-    first, second = cluster.run(collective_body, 2, stage)
-    assert second == [2, BLOCKS, BLOCKS, 2]
-    assert [first[0], first[3]] == [2, 2]
-    assert 2 < first[1] <= BLOCKS
+    assert [most[0], most[3]] == [2, 2]
+    assert most[1:3] == [BLOCKS, BLOCKS] if group.rank() else 2 < most[1] <= BLOCKS
 
 
 def test_four_ranks_that_diverge_in_different_ways_wait_for_each_other_no_more_than_they_can(cluster):

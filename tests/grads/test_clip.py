@@ -1,4 +1,4 @@
-"""Norms of gradients are those of all ranks, to the same bits at every stage and from every function."""
+"""Gradient norms are over all ranks, with the same bits at every stage and from every function."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from shardlite import LayoutError, ShardLite
 from tests.support.models.small import LanguageModel, MixedDtypes, frozen
-from tests.support.twins.sharded import WIDE, Turn, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, Turn, same_bits, same_states, some_stages
 
 STAGES = (0, 1, 2, 3)
 NORMS = (1.0, 2.0, 3.5, math.inf)
@@ -90,7 +90,9 @@ def test_norms_are_right_and_the_same_at_all_stages(cluster, world_size, name):
     assert len(set(tables[0])) == len(NORMS)
 
 
-def factor_body(group: Any, name: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_scaled_by_torchs_factor(group: Any, name: str) -> None:
     for stage in some_stages(2, 3):
         model, clipped = (made(name, group, stage) for _ in range(2))
         norm = clipped.clip_grad_norm_(0.25)
@@ -100,16 +102,10 @@ def factor_body(group: Any, name: str) -> None:
             same_bits(f"stage {stage}: {key}", grad, grads_of(model)[key] * factor.to(grad.dtype))
         before = grads_of(model)
         same_bits("the norm", model.clip_grad_norm_(norm.item() * 2), norm)
-        for key, grad in grads_of(model).items():
-            same_bits(f"stage {stage}: {key} was small enough", grad, before[key])
+        same_states(f"stage {stage}, small enough", grads_of(model), before)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_scaled_by_torchs_factor(cluster, name):
-    cluster.check(factor_body, 4, name)
-
-
-def doubles_body(group: Any) -> None:
+def test_the_norm_of_double_gradients_is_taken_in_double(group: Any) -> None:
     """Norms of fp64 gradients are fp64: these would overflow."""
     for stage in (0, 3):
         model = ShardLite(nn.Linear(4, 4, dtype=torch.float64), stage=stage, group=group)
@@ -120,11 +116,8 @@ def doubles_body(group: Any) -> None:
         assert all((shard.grad.abs() <= 1).all() for shard in model.parameters())
 
 
-def test_the_norm_of_double_gradients_is_taken_in_double(cluster):
-    cluster.check(doubles_body, 2)
-
-
-def refused_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_norms_that_cannot_be_put_together_are_refused(group: Any) -> None:
     model = made("tiny", group, 3)
     before = grads_of(model)
     for norm_type in (0, 0.0, -1.0, -math.inf, math.nan):
@@ -132,18 +125,14 @@ def refused_body(group: Any) -> None:
             model.clip_grad_norm_(1e-3, norm_type)
         with pytest.raises(LayoutError, match="must be a positive number or inf, got"):
             clip_grad_norm_(model.parameters(), 1e-3, norm_type)
-    for name, grad in grads_of(model).items():
-        same_bits(name, grad, before[name])
-
-
-def test_norms_that_cannot_be_put_together_are_refused(cluster):
-    cluster.check(refused_body, 4)
+    same_states("state", grads_of(model), before)
 
 
 # ---- torch.nn.utils -------------------------------------------------------------------------------------------------
 
 
-def torchs_body(group: Any, name: str) -> None:
+@pytest.mark.parametrize(("group", "name"), [(1, "tiny"), (2, "tied"), (4, "tiny")], indirect=["group"])
+def test_torchs_functions_give_the_same(group: Any, name: str) -> None:
     for stage in some_stages(2, 3):
         for norm_type in NORMS:
             ours, theirs = (made(name, group, stage) for _ in range(2))
@@ -157,16 +146,11 @@ def torchs_body(group: Any, name: str) -> None:
                 clip_grad_norm_(theirs.parameters(), 0.25, norm_type, error_if_nonfinite=True, foreach=foreach),
                 expected,
             )
-            for key, grad in grads_of(theirs).items():
-                same_bits(f"stage {stage}, {norm_type}-norm: {key}", grad, grads_of(ours)[key])
+            same_states(f"stage {stage}, {norm_type}-norm", grads_of(theirs), grads_of(ours))
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(1, "tiny"), (2, "tied"), (4, "tiny")])
-def test_torchs_functions_give_the_same(cluster, world_size, name):
-    cluster.check(torchs_body, world_size, name)
-
-
-def subset_body(group: Any) -> None:
+@pytest.mark.ranks(2, WIDE)
+def test_torchs_function_on_some_of_the_parameters(group: Any) -> None:
     """Clip some parameters only, of which many ranks have nothing."""
     whole = whole_grads("tied", group)
     for norm_type in NORMS:
@@ -186,12 +170,8 @@ def subset_body(group: Any) -> None:
         assert_close_to_exact(norms[0], [whole[name] for name in chosen], norm_type)
 
 
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_torchs_function_on_some_of_the_parameters(cluster, world_size):
-    cluster.check(subset_body, world_size)
-
-
-def nonfinite_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_error_if_nonfinite(group: Any) -> None:
     """A NaN on one rank raises on all, and nothing is scaled."""
     for stage in (0, 3):
         torch.manual_seed(2)
@@ -206,11 +186,7 @@ def nonfinite_body(group: Any) -> None:
         assert clip_grad_norm_(model.parameters(), 1e-3).isnan()
 
 
-def test_error_if_nonfinite(cluster):
-    cluster.check(nonfinite_body, 4)
-
-
-def mixed_body(group: Any) -> None:
+def test_gradients_of_something_else_cannot_be_mixed_in(group: Any) -> None:
     """What is not one model has no norm: it would be counted once per rank, or in two ways."""
     model, other, plain = made("tiny", group, 3), made("tiny", group, 3), nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
@@ -224,11 +200,7 @@ def mixed_body(group: Any) -> None:
             same_bits("untouched", param.grad, grad)
 
 
-def test_gradients_of_something_else_cannot_be_mixed_in(cluster):
-    cluster.check(mixed_body, 2)
-
-
-def ignored_body(group: Any) -> None:
+def test_ignored_parameters_are_left_out(group: Any) -> None:
     """Ignored parameters are no part of the norm."""
     module = nn.Sequential(nn.Linear(7, 2), nn.Linear(2, 2))
     model = ShardLite(module, ignore=[module[1]], group=group)
@@ -241,11 +213,7 @@ def ignored_body(group: Any) -> None:
     same_bits("ignored", module[1].weight.grad, before)
 
 
-def test_ignored_parameters_are_left_out(cluster):
-    cluster.check(ignored_body, 2)
-
-
-def plain_body(group: Any) -> None:
+def test_other_models_are_clipped_as_ever(group: Any) -> None:
     """A model that is not wrapped has the norms and gradients that it had before there was ShardLite."""
     model = made("tied", group, 3)
     before = grads_of(model)
@@ -268,9 +236,4 @@ def plain_body(group: Any) -> None:
     one = next(iter(plain.parameters()))
     same_bits("one tensor", nn.utils.get_total_norm(one.grad), one.grad.norm())
     assert clip_grad_norm_([], 1.0).item() == 0
-    for name, grad in grads_of(model).items():
-        same_bits(name, grad, before[name])
-
-
-def test_other_models_are_clipped_as_ever(cluster):
-    cluster.check(plain_body, 2)
+    same_states("state", grads_of(model), before)

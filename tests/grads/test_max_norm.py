@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.twins.sharded import WIDE, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, same_bits, same_states, some_stages
 
 LIMIT = 0.5
 
@@ -44,24 +44,20 @@ def trained(group: Any, stage: int, *, by_hand: bool, part: str = "") -> tuple[d
     return model.full_state_dict(), norms
 
 
-def clipping_body(group: Any, part: str) -> None:
+@pytest.mark.ranks(1, 2, WIDE)
+@pytest.mark.parametrize("part", ["", "2."])
+def test_steps_are_those_of_clipping_by_hand(group: Any, part: str) -> None:
+    """Of all parameters, and of one layer by the norm of that layer."""
     for stage in some_stages(1, 3):
         mine, norms = trained(group, stage, by_hand=False, part=part)
         theirs, expected = trained(group, stage, by_hand=True, part=part)
         assert torch.equal(torch.stack(norms), torch.stack(expected))
         assert min(norms) < LIMIT < max(norms)
-        for name, value in mine.items():
-            same_bits(name, value, theirs[name])
+        same_states("state", mine, theirs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, WIDE])
-@pytest.mark.parametrize("part", ["", "2."])
-def test_steps_are_those_of_clipping_by_hand(cluster, world_size, part):
-    """Of all parameters, and of one layer by the norm of that layer."""
-    cluster.check(clipping_body, world_size, part)
-
-
-def scaled_body(group: Any) -> None:
+def test_with_a_gradient_scaler(group: Any) -> None:
+    """The scale is a power of two, so it changes no bit of gradients or of their norm."""
     weights = []
     for by_hand in (True, False):
         model = ShardLite(make(), group=group)
@@ -76,25 +72,15 @@ def scaled_body(group: Any) -> None:
             scaler.update()
             optimizer.zero_grad()
         weights.append(model.full_state_dict())
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=0)
+    same_states("state", weights[1], weights[0])
 
 
-def test_with_a_gradient_scaler(cluster):
-    """The scale is a power of two, so it changes no bit of gradients or of their norm."""
-    cluster.check(scaled_body, 2)
-
-
-def refused_body(group: Any) -> None:
+def test_a_norm_of_different_things_is_refused(group: Any) -> None:
     model, other = ShardLite(make(), group=group), nn.Linear(3, 3)
     optimizer = AdamW([*model.parameters(), *other.parameters()], max_norm=LIMIT)
     loss(model, 1).backward()
     with pytest.raises(LayoutError, match="clips by the norm of one wrapped model, but holds parameters outside"):
         optimizer.step()
-
-
-def test_a_norm_of_different_things_is_refused(cluster):
-    cluster.check(refused_body, 2)
 
 
 def test_plain_parameters():

@@ -1,11 +1,11 @@
-"""A step is left out on all ranks if any rank has a NaN or an infinity, and nothing remembers it but the count."""
+"""If any rank has a NaN or an infinity, all ranks skip the step, and only the count of skipped steps changes."""
 
 import gc
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
 from shardlite.grads.skip_step import LIMIT
-from tests.support.twins.sharded import WIDE, same_bits, some_stages, without_warnings
+from tests.support.twins.sharded import WIDE, accumulating, same_states, slow, some_stages, take_step, without_warnings
 
 WORLDS = (1, 2, WIDE)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -75,8 +75,7 @@ def stepped(
     model: ShardLite, optimizer: optim.Optimizer, group: Any, poison: Poison | None = None, seed: int = 0
 ) -> None:
     backward(model, group, seed, poison)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 @contextmanager
@@ -105,12 +104,6 @@ def state_of(model: ShardLite, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     return state
 
 
-def assert_same(what: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys(), what
-    for name in got:
-        same_bits(f"{what}: {name}", got[name], expected[name])
-
-
 @without_warnings
 def skips_body(group: Any, stages: Sequence[int], make: Callable[[], nn.Module]) -> list[int]:
     """Return how often the steps of each optimizer and stage say that they were made on this rank."""
@@ -128,9 +121,9 @@ def skips_body(group: Any, stages: Sequence[int], make: Callable[[], nn.Module])
                 if poison is None:
                     backward(clean, group, seed)
                     optimizers[1].step()
-                    assert_same(f"{what}, step {seed}", state_of(model, optimizers[0]), state_of(clean, optimizers[1]))
+                    same_states(f"{what}, step {seed}", state_of(model, optimizers[0]), state_of(clean, optimizers[1]))
                 else:
-                    assert_same(f"{what}, left out", state_of(model, optimizers[0]), before)
+                    same_states(f"{what}, left out", state_of(model, optimizers[0]), before)
                     everywhere: list[bool] = [False] * dist.get_world_size(group)
                     dist.all_gather_object(everywhere, bad_here(model), group=group)
                     assert any(everywhere), "gradients are gone or not as they were"
@@ -155,8 +148,9 @@ def test_a_rank_with_nothing_skips_like_the_others(cluster):
     assert all(set(steps) == {2} and len(steps) == 2 * 3 * 2 for steps in tables)
 
 
+@pytest.mark.ranks(4)
 @without_warnings
-def replicas_body(group: Any) -> None:
+def test_all_replicas_skip(group: Any) -> None:
     """Bad on one rank of one of the two groups that have a model each."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for poison in POISONS:
@@ -165,50 +159,39 @@ def replicas_body(group: Any) -> None:
         for seed, bad in ((0, None), (1, poison)):
             before = state_of(model, optimizer)
             stepped(model, optimizer, group, bad, seed)
-        assert_same(f"{poison}", state_of(model, optimizer), before)
+        same_states(f"{poison}", state_of(model, optimizer), before)
         assert model.skipped_steps == 1
-
-
-def test_all_replicas_skip(cluster):
-    cluster.check(replicas_body, 4)
 
 
 # ---- accumulation ---------------------------------------------------------------------------------------------------
 
 
-def mode_of(model: ShardLite, mode: str) -> AbstractContextManager[None]:
-    return nullcontext() if mode == "step" else model.no_sync(sharded=mode == "sharded")
-
-
+@pytest.mark.ranks(*WORLDS)
 @without_warnings
-def accumulates_body(group: Any, stages: Sequence[int]) -> None:
+def test_what_was_accumulated_counts(group: Any) -> None:
     """A NaN that came in an earlier micro-batch is in the sum."""
-    for stage in stages:
+    for stage in some_stages(1, 3):
         for mode, poison in zip(("local", "sharded", "step"), POISONS, strict=False):
             model, clean = (wrap(net(), group, stage=stage) for _ in range(2))
             optimizers = [OPTIMIZERS["ours"](each.parameters()) for each in (model, clean)]
             before = state_of(model, optimizers[0])
             for step, bad in enumerate((poison, None)):
                 for each, optimizer in list(zip((model, clean), optimizers, strict=True))[: 2 if bad is None else 1]:
-                    with mode_of(each, mode):
+                    with accumulating(each, mode):
                         backward(each, group, 2 * step, bad)
                     stepped(each, optimizer, group, seed=2 * step + 1)
                 if bad is not None:
-                    assert_same(f"stage {stage}, {mode}", state_of(model, optimizers[0]), before)
-            assert_same(f"stage {stage}, {mode}", *map(state_of, (model, clean), optimizers))
+                    same_states(f"stage {stage}, {mode}", state_of(model, optimizers[0]), before)
+            same_states(f"stage {stage}, {mode}", *map(state_of, (model, clean), optimizers))
             assert model.skipped_steps == 1
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_what_was_accumulated_counts(cluster, world_size):
-    cluster.check(accumulates_body, world_size, some_stages(1, 3))
 
 
 # ---- counting -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), (4, 3)], indirect=["group"])
 @without_warnings
-def limit_body(group: Any, stage: int) -> None:
+def test_too_many_in_a_row_are_an_error_on_all_ranks(group: Any, stage: int) -> None:
     model = wrap(tiny(), group, stage=stage)
     optimizer = OPTIMIZERS["ours"](model.parameters())
     step = partial(stepped, model, optimizer, group)
@@ -221,22 +204,18 @@ def limit_body(group: Any, stage: int) -> None:
     before = state_of(model, optimizer)
     with pytest.raises(NonFiniteError, match="20 steps in a row were skipped"):
         step(POISONS[1])
-    assert_same("after the error", state_of(model, optimizer), before)
+    same_states("after the error", state_of(model, optimizer), before)
     assert model.skipped_steps == 3 * (LIMIT - 1) + 1
     optimizer.zero_grad()
     step()
     assert all(int(each["step"]) == 3 for each in optimizer.state.values())
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (4, 3)])
-def test_too_many_in_a_row_are_an_error_on_all_ranks(cluster, world_size, stage):
-    cluster.check(limit_body, world_size, stage)
-
-
+@pytest.mark.ranks(*WORLDS)
 @without_warnings
-def two_optimizers_body(group: Any, stage: int) -> None:
+def test_two_optimizers_leave_out_one_step_together(group: Any) -> None:
     """Each drops its gradients before the other's step."""
-    model = wrap(net(), group, stage=stage)
+    model = wrap(net(), group)
     params = dict(model.named_parameters())
     weights, biases = ([p for name, p in params.items() if name.endswith(kind)] for kind in ("weight", "bias"))
     optimizers = OPTIMIZERS["ours"](weights), OPTIMIZERS["sgd"](biases)
@@ -244,23 +223,17 @@ def two_optimizers_body(group: Any, stage: int) -> None:
         before = {name: param.detach().clone() for name, param in params.items()}
         backward(model, group, seed, Poison(math.nan, rank=0, parameter="4.weight") if seed else None)
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         after = {name: param.detach() for name, param in params.items()}
         if seed:
-            assert_same("left out", after, before)
+            same_states("left out", after, before)
         else:
             assert all(p.numel() == 0 or not torch.equal(before[name], p) for name, p in after.items())
         assert model.skipped_steps == seed
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_two_optimizers_leave_out_one_step_together(cluster, world_size):
-    cluster.check(two_optimizers_body, world_size, 3)
-
-
 @without_warnings
-def foreign_body(group: Any) -> None:
+def test_parameters_outside_the_model_are_left_alone_too(group: Any) -> None:
     """An optimizer makes a step or does not, whatever else it holds."""
     model, other = wrap(net(), group), nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS["ours"]([*model.parameters(), other])
@@ -272,15 +245,12 @@ def foreign_body(group: Any) -> None:
         optimizer.zero_grad()
 
 
-def test_parameters_outside_the_model_are_left_alone_too(cluster):
-    cluster.check(foreign_body, 2)
-
-
 # ---- steps that end otherwise ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 3), (2, 0)], indirect=["group"])
 @without_warnings
-def closure_body(group: Any, stage: int) -> None:
+def test_steps_with_a_closure(group: Any, stage: int) -> None:
     """A step that computes its gradients itself is judged by those."""
     for kind, optimizer_of in OPTIMIZERS.items():
         model, clean = (wrap(net(), group, stage=stage) for _ in range(2))
@@ -301,18 +271,13 @@ def closure_body(group: Any, stage: int) -> None:
             if poison is None:
                 step(1, seed)
             else:
-                assert_same(f"{kind}: left out", state_of(model, optimizers[0]), before)
-        assert_same(kind, *map(state_of, (model, clean), optimizers))
+                same_states(f"{kind}: left out", state_of(model, optimizers[0]), before)
+        same_states(kind, *map(state_of, (model, clean), optimizers))
         assert model.skipped_steps == 2
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (2, 0)])
-def test_steps_with_a_closure(cluster, world_size, stage):
-    cluster.check(closure_body, world_size, stage)
-
-
 @without_warnings
-def interrupted_body(group: Any) -> None:
+def test_a_step_that_fails_while_it_is_left_out(group: Any) -> None:
     """Gradients that were put aside for a step that then failed do not come back later."""
     model, clean = (wrap(net(), group) for _ in range(2))
     optimizers = [OPTIMIZERS["ours"](each.parameters()) for each in (model, clean)]
@@ -325,34 +290,26 @@ def interrupted_body(group: Any) -> None:
     for each, optimizer in zip((model, clean), optimizers, strict=True):
         backward(each, group, 1)
         optimizer.step()
-    assert_same("the next step", *map(state_of, (model, clean), optimizers))
-
-
-def test_a_step_that_fails_while_it_is_left_out(cluster):
-    cluster.check(interrupted_body, 2)
+    same_states("the next step", *map(state_of, (model, clean), optimizers))
 
 
 # ---- one rank, where nothing is reduced -----------------------------------------------------------------------------
 
 
+@pytest.mark.ranks(1)
 @without_warnings
-def sparse_body(group: Any) -> None:
+def test_sparse_gradients_of_a_single_rank(group: Any) -> None:
     model = ShardLite(nn.Embedding(5, 3, sparse=True), group=group)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for value, changes in ((math.nan, False), (1.0, True)):
         before = state_of(model, optimizer)["weight"]
-        (model(torch.tensor([1, 3])).sum() * value).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.tensor([1, 3])).sum() * value)
         assert torch.equal(state_of(model, optimizer)["weight"], before) is not changes
 
 
-def test_sparse_gradients_of_a_single_rank(cluster):
-    cluster.check(sparse_body, 1)
-
-
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def unfrozen_body(group: Any) -> None:
+def test_a_gradient_of_a_parameter_that_was_unfrozen(group: Any) -> None:
     """A parameter that is trainable later is looked at too, even if no other one is."""
     module = net()
     module[4].requires_grad_(False)
@@ -365,13 +322,9 @@ def unfrozen_body(group: Any) -> None:
     assert model.skipped_steps == 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gradient_of_a_parameter_that_was_unfrozen(cluster, world_size):
-    cluster.check(unfrozen_body, world_size)
-
-
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def freed_body(group: Any) -> None:
+def test_looking_at_gradients_keeps_nothing_alive(group: Any) -> None:
     model = wrap(net(), group)
     optimizer = OPTIMIZERS["ours"](model.parameters())
     backward(model, group, 0, POISONS[0])
@@ -382,15 +335,11 @@ def freed_body(group: Any) -> None:
     assert not [shard for shard in gone if shard() is not None]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_looking_at_gradients_keeps_nothing_alive(cluster, world_size):
-    cluster.check(freed_body, world_size)
-
-
 # ---- the warning of the first ---------------------------------------------------------------------------------------
 
 
-def first_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), slow(4, 1)], indirect=["group"])
+def test_the_first_step_that_is_left_out_is_warned_of(group: Any, stage: int) -> None:
     """Each rank hears of the first step that was left out, and of no later one."""
     model = wrap(net(), group, stage=stage)
     step = partial(stepped, model, OPTIMIZERS["ours"](model.parameters()), group)
@@ -402,12 +351,7 @@ def first_body(group: Any, stage: int) -> None:
     assert warned(lambda: step(POISONS[0])) == []
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_the_first_step_that_is_left_out_is_warned_of(cluster, world_size):
-    cluster.check(first_body, world_size, {1: 3, 2: 0, 3: 2, 4: 1}[world_size])
-
-
-def as_error_body(group: Any) -> None:
+def test_the_warning_may_be_an_error(group: Any) -> None:
     """A warning that is an error leaves the gradients where they are, and the step out."""
     model = wrap(net(), group)
     optimizer = OPTIMIZERS["ours"](model.parameters())
@@ -415,12 +359,8 @@ def as_error_body(group: Any) -> None:
     backward(model, group, 0, POISONS[0])
     with pytest.raises(NonFiniteWarning, match="step 1 "):
         optimizer.step()
-    assert_same("after the error", state_of(model, optimizer), before)
+    same_states("after the error", state_of(model, optimizer), before)
     assert all(shard.grad is not None for shard in model.parameters())
-
-
-def test_the_warning_may_be_an_error(cluster):
-    cluster.check(as_error_body, 2)
 
 
 # ---- diagnosis ------------------------------------------------------------------------------------------------------
@@ -434,7 +374,8 @@ def warned(run: Callable[[], None]) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def diagnose_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0), (2, 2), (4, 3)], indirect=["group"])
+def test_on_request_the_first_bad_gradient_of_each_rank_is_named(group: Any, stage: int) -> None:
     """Whether it warns in the backward or at the step, it does so once."""
     last = dist.get_world_size(group) - 1
     wheres = {
@@ -452,40 +393,27 @@ def diagnose_body(group: Any, stage: int) -> None:
             assert warned(step) == []
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (4, 3)])
-def test_on_request_the_first_bad_gradient_of_each_rank_is_named(cluster, world_size, stage):
-    cluster.check(diagnose_body, world_size, stage)
-
-
-def two_ranks_body(group: Any) -> list[str]:
+def test_all_ranks_hear_of_all(group: Any) -> None:
     """Every rank has another bad gradient."""
     model = wrap(net(), group, diagnose=True)
     rank = dist.get_rank(group)
-    return warned(lambda: backward(model, group, 0, Poison(math.nan, rank, ("0.weight", "2.bias")[rank])))
-
-
-def test_all_ranks_hear_of_all(cluster):
     words = "gradients are not finite: of '0.weight' on rank 0, of '2.bias' on rank 1. The step is skipped"
-    assert cluster.run(two_ranks_body, 2) == [[words], [words]]
+    poison = Poison(math.nan, rank, ("0.weight", "2.bias")[rank])
+    assert warned(lambda: backward(model, group, 0, poison)) == [words]
 
 
 @without_warnings
-def sums_body(group: Any) -> list[str]:
-    """Gradients that are finite on each rank, and whose sum is not, are left out like others."""
+def test_a_bad_sum_of_good_gradients_has_no_culprit(group: Any) -> None:
+    """The step is left out like others."""
     model = wrap(nn.Sequential(nn.Linear(4, 4)), group, diagnose=True)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     before = state_of(model, optimizer)
     messages = warned(lambda: (model(torch.ones(1, 4)).sum() * 3e38).backward())
     later = warned(lambda: model(torch.ones(1, 4)).sum().backward())  # added to what is there
     optimizer.step()
-    assert_same("an overflow", state_of(model, optimizer), before)
-    assert later == messages
-    return messages
-
-
-def test_a_bad_sum_of_good_gradients_has_no_culprit(cluster):
+    same_states("an overflow", state_of(model, optimizer), before)
     words = "gradients are not finite: only in sums and accumulated gradients. The step is skipped"
-    assert cluster.run(sums_body, 2) == [[words], [words]]
+    assert later == messages == [words]
 
 
 # ---- sums, and what was left over ------------------------------------------------------------------------------------
@@ -502,8 +430,9 @@ def finite_after_step(model: ShardLite) -> tuple[bool, int]:
     return all(bool(shard.isfinite().all()) for shard in model.parameters()), model.skipped_steps
 
 
+@pytest.mark.ranks(1, 2)
 @without_warnings
-def overflowing_body(group):
+def test_finite_gradients_whose_sum_overflows(group):
     found = []
     for stage in (0, 1, 2, 3):
         for sharded in (False, True):
@@ -513,17 +442,13 @@ def overflowing_body(group):
                     (model(torch.ones(1, 4)).sum() * 1.5e38).backward()
             (model(torch.ones(1, 4)).sum() * 1.5e38).backward()
             found.append(finite_after_step(model))
-    return found
+    assert found == [(True, 1)] * 8
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_finite_gradients_whose_sum_overflows(cluster, world_size):
-    for found in cluster.run(overflowing_body, world_size):
-        assert found == [(True, 1)] * 8
-
-
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("partly", [False, True])
 @without_warnings
-def left_over_body(group, partly):
+def test_a_gradient_that_the_backward_does_not_touch(group, partly):
     """Freeze a unit, or a part of one, that has a NaN in its gradient; the next backward is a good one."""
     module = two_layers()
     model = ShardLite(module, group=group, units=nn.Linear)
@@ -534,17 +459,11 @@ def left_over_body(group, partly):
         if not name.startswith("0."):
             shard.grad = None
     model(torch.ones(1, 4)).sum().backward()
-    return finite_after_step(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("partly", [False, True])
-def test_a_gradient_that_the_backward_does_not_touch(cluster, world_size, partly):
-    assert cluster.run(left_over_body, world_size, partly) == [(True, 1)] * world_size
+    assert finite_after_step(model) == (True, 1)
 
 
 @without_warnings
-def used_elsewhere_body(group):
+def test_a_sum_of_what_another_rank_has_used(group):
     """Only rank 1 uses the second layer, whose accumulated gradient overflows; its shard may be on rank 0."""
     module = two_layers()
     model = ShardLite(module, group=group, units=lambda name, _: False)
@@ -552,8 +471,4 @@ def used_elsewhere_body(group):
         with model.gathered():
             y = module[0](torch.ones(1, 4))
             (module[1](y).sum() * 3e38 if group.rank() == 1 else y.sum()).backward()
-    return finite_after_step(model)
-
-
-def test_a_sum_of_what_another_rank_has_used(cluster):
-    assert cluster.run(used_elsewhere_body, 2) == [(True, 1)] * 2
+    assert finite_after_step(model) == (True, 1)

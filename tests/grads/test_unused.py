@@ -5,83 +5,34 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import AdamW, ShardLite
-from tests.support.twins.sharded import WIDE, Pair, Turn, some_stages
+from tests.support.models.experts import EXPERTS, WIDTH, Model, loss, routed
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_states, some_stages, take_step
 
-WIDTH = 18
-EXPERTS = 5
 STEPS = 10
 
 
-class MixtureOfExperts(nn.Module):
-    """A block whose experts compute what they are given; those that are given nothing do not run at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        y = torch.tanh(self.shared(x))
-        for i in chosen.unique().tolist():
-            rows = chosen == i
-            y = y.index_put((rows,), y[rows] + self.experts[i](y[rows]))
-        return y
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MixtureOfExperts() for _ in range(3))
-
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, chosen)
-        return x.pow(2).mean()
-
-
-def routed(turn: Turn) -> Tensor:
-    """Choose an expert for each token: 0 always, 1 on the first rank only, 2 in every third step, 3 once, 4 never."""
-    choices = [0]
-    choices += [1] if turn.rank == 0 else []
-    choices += [2] if turn.step % 3 == 2 else []
-    choices += [3] if (turn.step, turn.rank) == (6, 1) else []
-    return torch.tensor(choices)[torch.randint(len(choices), (8,), generator=turn.generator())]
-
-
-def loss(model: nn.Module, turn: Turn) -> Tensor:
-    return model(torch.randn(8, WIDTH, generator=turn.generator()), routed(turn))
-
-
-def pair_body(group, stages, recipe):
-    counts = []
-    for stage in stages:
+@pytest.mark.ranks(2, WIDE)
+@pytest.mark.parametrize("recipe", ["adamw", "torch-adamw"])
+def test_experts_without_tokens_follow_the_twin_for_ten_steps(group, recipe):
+    """Those that no rank used in a step are left alone, and each counts its own steps."""
+    used = [
+        {choice for rank in range(group.size()) for micro in range(2) for choice in tokens(step, rank, micro)}
+        for step in range(STEPS)
+    ]
+    steps = [sum(expert in each for each in used) for expert in range(EXPERTS)]
+    assert steps == [10, 9, 3, 1, 0]
+    for stage in some_stages(2, 3):
         pair = Pair(Model, group, recipe=recipe, stage=stage)
         for step in range(STEPS):
             pair.step(loss, modes=("local", "step") if step % 4 == 1 else ("step",), clip=0.5)
         names = {shard: name for name, shard in pair.model.named_parameters()}
-        counts.append({names[shard]: int(state["step"]) for shard, state in pair.optimizer.state.items()})
-    return counts
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-@pytest.mark.parametrize("recipe", ["adamw", "torch-adamw"])
-def test_experts_without_tokens_follow_the_twin_for_ten_steps(cluster, world_size, recipe):
-    """Those that no rank used in a step are left alone, and each counts its own steps."""
-    used = [
-        {choice for rank in range(world_size) for micro in range(2) for choice in tokens(step, rank, micro)}
-        for step in range(STEPS)
-    ]
-    for counts in cluster.run(pair_body, world_size, some_stages(2, 3), recipe):
-        for count in counts:
-            for expert in range(EXPERTS):
-                steps = sum(expert in each for each in used)
-                assert count.get(f"blocks.0.experts.{expert}.weight", 0) == steps
-            assert count["blocks.0.shared.weight"] == STEPS
-    assert [sum(expert in each for each in used) for expert in range(EXPERTS)] == [10, 9, 3, 1, 0]
+        counts = {names[shard]: int(state["step"]) for shard, state in pair.optimizer.state.items()}
+        assert [counts.get(f"blocks.0.experts.{expert}.weight", 0) for expert in range(EXPERTS)] == steps
+        assert counts["blocks.0.shared.weight"] == STEPS
 
 
 def tokens(step: int, rank: int, micro: int) -> list[int]:
@@ -91,7 +42,7 @@ def tokens(step: int, rank: int, micro: int) -> list[int]:
     return routed(Turn(step, rank, micro)).tolist()
 
 
-def data_parallel_body(group):
+def test_gradients_are_there_where_data_parallel_has_them(group):
     """At two ranks a sum commutes, so plain SGD has the same bits."""
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     torch.manual_seed(0)
@@ -108,17 +59,11 @@ def data_parallel_body(group):
             expected = {name for name, param in twin.module.named_parameters() if param.grad is not None}
             assert there == expected, f"stage {stage}, step {step}"
             for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, value in model.full_state_dict().items():
-            torch.testing.assert_close(value, twin.module.state_dict()[name], rtol=0, atol=0)
+                take_step(optimizer)
+        same_states("state", model.full_state_dict(), twin.module.state_dict())
 
 
-def test_gradients_are_there_where_data_parallel_has_them(cluster):
-    cluster.check(data_parallel_body, 2)
-
-
-def kept_body(group):
+def test_zeros_that_were_left_are_stepped_by(group):
     """`zero_grad(set_to_none=False)` leaves zeros, which an unused parameter keeps, and which are then stepped by."""
     results = []
     for make in (lambda module: ShardLite(module, group=group), lambda module: module):
@@ -138,19 +83,10 @@ def kept_body(group):
     torch.testing.assert_close(weight, expected, rtol=0, atol=0)
 
 
-def test_zeros_that_were_left_are_stepped_by(cluster):
-    cluster.check(kept_body, 2)
-
-
-def everything_unused_body(group):
+def test_a_unit_that_no_rank_uses_has_no_gradients(group):
     """A unit that no rank uses has no gradients; the others do."""
     model = ShardLite(Model(), group=group)
     x = torch.randn(8, WIDTH)
     model.module.blocks[0](x, torch.zeros(8, dtype=torch.int64)).sum().backward()
-    return sorted(name for name, shard in model.named_parameters() if shard.grad is not None)
-
-
-def test_a_unit_that_no_rank_uses_has_no_gradients(cluster):
     expected = [f"blocks.0.{part}.{kind}" for part in ("experts.0", "shared") for kind in ("bias", "weight")]
-    for names in cluster.run(everything_unused_body, 2):
-        assert names == expected
+    assert sorted(name for name, shard in model.named_parameters() if shard.grad is not None) == expected

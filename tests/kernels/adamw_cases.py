@@ -1,4 +1,4 @@
-"""What the tests of AdamW's kernels share: states in all six formats, tables of rows, and their comparison."""
+"""Shared by the tests of AdamW's kernels: states in all six formats, tables of rows, and comparisons."""
 
 from itertools import product
 

@@ -1,4 +1,6 @@
-"""What the kernel tests share: inputs that are hard to round, and equality to the bit."""
+"""Shared by the kernel tests: inputs that are hard to round, and bitwise equality."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -30,3 +32,8 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
     assert same.all(), (
         f"{int((~same).sum())} of {same.numel()} differ, first {got[~same][:3]} for {expected[~same][:3]}"
     )
+
+
+def assert_all_same_bits(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for each, its in zip(got, expected, strict=True):
+        assert_same_bits(each, its)

@@ -69,7 +69,6 @@ ALIKE = [(dtype, dtype) for dtype in (torch.float32, torch.float64, torch.bfloat
 @pytest.mark.parametrize("numel", [1024, 1027, CHUNK + 1])
 def test_cpu_tensors_get_the_bits_of_torch_fused(dtype, grad, numel):
     """Narrow gradients are widened."""
-    torch.manual_seed(0)
     param, grads = torch.randn(numel).to(dtype), torch.randn(3, numel).to(grad)
     assert_all_same(steps(adamw_cpu, param, grads), fused_twin(param, grads))
 
@@ -88,7 +87,6 @@ def in_fp64(param, grads):
 
 def test_reference_is_adamw():
     """Against fp64: the formula of CUDA weights with `1 - fp32(beta2)`, which is 1.3e-5 away from `1 - beta2`."""
-    torch.manual_seed(0)
     param, grads = torch.randn(2000), torch.randn(5, 2000)
     p, m, v = steps(by_reference, param, grads)
     exact_p, exact_m, exact_v = in_fp64(param, grads)
@@ -101,7 +99,6 @@ def test_reference_is_adamw():
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_divided_by_their_scale_in_place(grad_dtype):
-    torch.manual_seed(0)
     param, grads = torch.randn(300_000), torch.randn(2, 300_000).to(grad_dtype)
     scaled, scale = [(grad * 4096).clone() for grad in grads], 4096.0
     expected = fused_twin(param, [grad.float().clone() for grad in scaled], scale)

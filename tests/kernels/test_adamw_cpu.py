@@ -1,4 +1,4 @@
-"""AdamW on the CPU where something is not kept as it is computed with, or updates are limited: chunk by chunk."""
+"""AdamW on the CPU with narrow states, or with limited updates, in chunks."""
 
 import pytest
 import torch

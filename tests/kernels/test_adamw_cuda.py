@@ -24,10 +24,7 @@ from tests.kernels.adamw_cases import (
 )
 from tests.kernels.bits import assert_same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def on_device(table, device="cuda"):

@@ -14,11 +14,3 @@ def test_each_two_values_meet_in_a_case_that_is_not_slow():
     assert len(fast) == 9
     for (i, one), (j, other) in combinations(enumerate(FACTORS), 2):
         assert {(values[i], values[j]) for values in fast} == set(product(one, other))
-
-
-def test_of_two_factors_nothing_is_slow():
-    assert not any(case.marks for case in all_pairs(*FACTORS[:2]))
-
-
-def test_ids_name_the_values():
-    assert all_pairs([("whole", "int8")], [False], [3])[0].id == "whole-int8-False-3"

@@ -1,4 +1,4 @@
-"""What compilers make of kernels for GPUs that are not here: `bench.kernels.aot` on lines of its table, and failing."""
+"""Kernels compiled for GPUs that are not present: `bench.kernels.aot`, its table, and its errors."""
 
 import json
 import os
@@ -24,10 +24,7 @@ KINDS = [
     "add_rows: 8 rows of bf16 to fp32, a tree",
     *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantize: bf16 to 8 bits"),
     *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantize: 8 bits to fp32"),
-    *(
-        "ring reduce-scatter: bf16 by fp32 to bf16",
-        "ring reduce-adamw: split24 weights, int8 moments",
-    ),
+    *("ring reduce-scatter: bf16 by fp32 to bf16", "ring reduce-adamw: split24 weights, int8 moments"),
 ]
 """One of each kernel: all of them take minutes, and `python bench/kernels/aot.py --check`."""
 

@@ -1,4 +1,4 @@
-"""Moments in fewer bytes: what their formats can say, how far off they are, and that they follow in the mean."""
+"""Moments in fewer bytes: range and error of their formats, and convergence of their mean."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random bits: a function of the parameter, its step and the place in it, and of nothing else."""
+"""Random bits depend only on the parameter, its step and the position in it."""
 
 import pytest
 import torch

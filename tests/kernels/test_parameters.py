@@ -1,4 +1,4 @@
-"""What kernels and device functions may be given."""
+"""Parameters of kernels and device functions."""
 
 import importlib
 import inspect

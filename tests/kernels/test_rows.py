@@ -49,8 +49,7 @@ def test_rows_may_be_apart():
 
 
 @pytest.mark.parametrize(
-    ("out", "wire"),
-    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)],
+    ("out", "wire"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)]
 )
 def test_statistics_are_those_of_the_sum(out, wire):
     rows = drawn(70_001, 3, wire).nan_to_num(0.5, 2.0, -2.0)

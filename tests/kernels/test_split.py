@@ -1,4 +1,4 @@
-"""Split weights: what `split` cuts off, and that `join` gives the rest back.
+"""Split weights: the rounding of `split`, and the exactness of `join`.
 
 They run on the CPU, and as kernels (`test_interpreter.py`).
 """
@@ -8,7 +8,7 @@ import torch
 from shardlite_kernels import join, join_reference, split, split_reference
 from shardlite_kernels.split import join_on_cpu, split_on_cpu
 
-from tests.kernels.bits import AWKWARD, assert_same_bits
+from tests.kernels.bits import AWKWARD, assert_all_same_bits, assert_same_bits
 from tests.kernels.pack_cases import NANS, bits_of, every_kind, from_bits
 
 LARGEST = torch.finfo(torch.float32).max
@@ -132,8 +132,7 @@ def test_the_bits_are_those_of_the_references(any_bits):
     if any_bits:
         source = from_bits(torch.randint(0, 1 << 32, (20_005,), generator=torch.Generator().manual_seed(0)))
     mine, theirs = parts_of(source), parts_of(source, split_reference)
-    for got, expected in zip(mine, theirs, strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same_bits(mine, theirs)
     back = torch.empty_like(source)
     join_reference(back, *theirs)
     assert_same_bits(joined(*mine), back)
@@ -159,15 +158,13 @@ def test_on_the_cpu_the_bits_are_the_same(numel):
         from_bits(torch.randint(0, 0x7E000000, (numel,), generator=generator)) * torch.randn(numel).sign(),
         from_bits(torch.randint(0, 1 << 23, (numel,), generator=generator)),  # subnormal
     ):
-        for got, expected in zip(parts_of(source, split_in_cache), parts_of(source, split_reference), strict=True):
-            assert_same_bits(got, expected)
+        assert_all_same_bits(parts_of(source, split_in_cache), parts_of(source, split_reference))
 
 
 def test_on_the_cpu_all_kinds_of_numbers_have_the_same_bits():
     """In pieces, most of which are far from the largest number, and so take the fast way."""
     for piece in every_kind().split(61):
-        for got, expected in zip(parts_of(piece, split_in_cache), parts_of(piece, split_reference), strict=True):
-            assert_same_bits(got, expected)
+        assert_all_same_bits(parts_of(piece, split_in_cache), parts_of(piece, split_reference))
 
 
 @pytest.mark.parametrize("worst", [float("inf"), float("-inf"), float("nan"), LARGEST, -LARGEST])
@@ -175,8 +172,7 @@ def test_on_the_cpu_all_kinds_of_numbers_have_the_same_bits():
 def test_on_the_cpu_one_bad_number_spoils_no_other(place, worst):
     source = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     source[place] = worst
-    for got, expected in zip(parts_of(source, split_in_cache), parts_of(source, split_reference), strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same_bits(parts_of(source, split_in_cache), parts_of(source, split_reference))
 
 
 def test_on_the_cpu_huge_numbers_that_cancel_are_right():
@@ -185,8 +181,7 @@ def test_on_the_cpu_huge_numbers_that_cancel_are_right():
     huge = torch.cat([huge, from_bits([0x7F7FFF7F, 0x7F7FFF80, 0x7F7FFFFF, 0x7F7F7F80])])
     source = torch.stack([huge, -huge], dim=1).flatten()
     for piece in (source, *source.split(2)):
-        for got, expected in zip(parts_of(piece, split_in_cache), parts_of(piece, split_reference), strict=True):
-            assert_same_bits(got, expected)
+        assert_all_same_bits(parts_of(piece, split_in_cache), parts_of(piece, split_reference))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 100, 1 << 16, (1 << 16) + 1, 3 * (1 << 16) + 17])
@@ -198,8 +193,7 @@ def test_lengths(numel):
     given = source.clone()
     split(*mine, source)
     assert_same_bits(source, given)
-    for got, expected in zip(mine, (high, low), strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same_bits(mine, (high, low))
     back = torch.empty_like(source)
     join_reference(back, high, low)
     assert_same_bits(joined(high, low), back)

@@ -1,4 +1,4 @@
-"""Adapters of peft are merged into weights and unmerged inside `gathered()`, as on a plain model."""
+"""PEFT adapters are merged and unmerged inside `gathered()`, as on a plain model."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardlite import ShardLite
 from tests.support.models.residual import WIDTH
-from tests.support.twins.sharded import same_bits, same_states, with_twin
+from tests.support.twins.sharded import same_bits, same_states, take_step, with_twin
 
 ROWS = 11
 
@@ -66,9 +66,7 @@ def merged_and_unmerged(model: Any, x: Tensor, safe: bool) -> list[Tensor]:
 
 def train(model: nn.Module, x: Tensor) -> None:
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(x).square().mean())
 
 
 @pytest.mark.slow

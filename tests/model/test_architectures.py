@@ -1,4 +1,4 @@
-"""Models of well-known architectures are cut and trained in one line, with the bits of plain data parallel."""
+"""Models of well-known architectures train with the bits of plain data parallel."""
 
 import warnings
 from collections.abc import Callable
@@ -103,7 +103,6 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", [case(name, of=variant.of) for name, variant in VARIANTS.items()])
-@pytest.mark.ranks(2)
 def test_variants_give_the_bits_of_their_twins(group: Any, name: str) -> None:
     variant = VARIANTS[name]
     follows_its_twin(variant.make, variant.loss or ARCHITECTURES[variant.of].loss, group, **variant.options)

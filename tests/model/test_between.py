@@ -1,4 +1,4 @@
-"""What people do between a forward, its backward and a step, at every stage: right, or a clear error."""
+"""Actions between a forward, its backward and a step are right or raise a clear error, at every stage."""
 
 import math
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
-from tests.support.twins.sharded import some_stages, with_twin, without_warnings
+from tests.support.twins.sharded import some_stages, take_step, with_twin, without_warnings
 
 
 def net() -> nn.Sequential:
@@ -34,7 +34,6 @@ class Scaled(nn.Module):
         return self.body(x) * self.scale
 
 
-@pytest.mark.ranks(2)
 def test_a_write_into_a_placeholder_of_one_element_is_refused(group):
     for stage, compute in ((1, None), (2, None), (3, None), (0, torch.bfloat16)):
         precision = Precision(compute=compute)
@@ -47,7 +46,6 @@ def test_a_write_into_a_placeholder_of_one_element_is_refused(group):
         model(ones())
 
 
-@pytest.mark.ranks(2)
 def test_an_unfrozen_parameter_trains_however_it_is_used(group):
     """A forward without gradients may be that of reentrant checkpointing, and `gathered()` is no forward at all."""
     runs = {
@@ -66,7 +64,6 @@ def test_an_unfrozen_parameter_trains_however_it_is_used(group):
         assert grad.any() or not grad.numel()
 
 
-@pytest.mark.ranks(2)
 def test_freezing_for_an_evaluation_between_micro_batches(group):
     """Freezing everything for an evaluation in the middle of an accumulation does no harm."""
     model, twin = with_twin(net(), group)
@@ -84,7 +81,6 @@ def test_freezing_for_an_evaluation_between_micro_batches(group):
 
 
 @pytest.mark.stages(2, 3)
-@pytest.mark.ranks(2)
 def test_a_step_between_forward_and_backward_is_right_or_an_error(group, stage):
     """Step a part of a unit between another part's forward and backward: an error, or as in plain PyTorch."""
     module = nn.ModuleDict({"actor": nn.Linear(6, 6), "critic": nn.Linear(6, 6)})
@@ -105,7 +101,6 @@ def test_a_step_between_forward_and_backward_is_right_or_an_error(group, stage):
     assert torch.equal(results[0], results[-1])
 
 
-@pytest.mark.ranks(2)
 def test_a_step_inside_gathered_is_kept(group):
     """Steps inside `gathered()` are never undone in silence: writing back is an error."""
     for stage, writeback in (*((stage, False) for stage in some_stages(0, 3)), (3, True)):
@@ -123,7 +118,6 @@ def test_a_step_inside_gathered_is_kept(group):
         assert any(not torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
 
 
-@pytest.mark.ranks(2)
 def test_a_step_without_any_reduced_gradient_is_an_error(group):
     for stage in some_stages(1, 3):
         model = ShardLite(net(), group=group, stage=stage)
@@ -142,9 +136,7 @@ def test_a_flag_goes_with_its_gradients(group):
     """A bad gradient that is gone has no say any more, also over what shares an optimizer."""
     first, second = ShardLite(net(), group=group), ShardLite(net(), group=group)
     optimizer = optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    (first(ones()).sum() * math.nan).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, first(ones()).sum() * math.nan)
     before = second.full_state_dict()
     second(ones()).sum().backward()
     optimizer.step()
@@ -153,7 +145,6 @@ def test_a_flag_goes_with_its_gradients(group):
     assert (first.skipped_steps, second.skipped_steps) == (1, 0)
 
 
-@pytest.mark.ranks(2)
 def test_a_scaler_agrees_on_ignored_parameters_too(group):
     """An ignored parameter overflows on one rank only: all skip, and the scales stay equal."""
     for stage in some_stages(0, 3):
@@ -171,7 +162,6 @@ def test_a_scaler_agrees_on_ignored_parameters_too(group):
         assert scaler.get_scale() == 2.0
 
 
-@pytest.mark.ranks(2)
 def test_what_lists_the_wrong_parameters_is_told_so(group):
     """A module around a wrapped one lists parameters that have no gradients."""
     outer = nn.Sequential(ShardLite(net(), group=group))

@@ -1,4 +1,4 @@
-"""What training programs do beside one forward and one backward, sharded: each beside plain data parallel, to the bit.
+"""Training programs with more than one forward and one backward have the bits of plain data parallel.
 
 Legend: `B` rows of a batch, `T` items of a row, `D` width.
 """
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 
 from shardlite import EscapedViewWarning
 from tests.support.internals import users
-from tests.support.models.residual import WIDTH, Block, Nested, net, on_rows, rows
+from tests.support.models.residual import WIDTH, Block, Chain, Nested, net, on_rows, rows
 from tests.support.models.small import VOCABULARY, LanguageModel, run_all
 from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, slow, trained
 
@@ -298,14 +298,8 @@ def test_dpo_with_a_frozen_reference(group: Any, reentrant: bool | None, stage: 
         assert {name: count for name, count in counts.items() if name != "(root)"} == policy | reference
 
 
-class LayersThenHead(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = net(count)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
+def layers_then_head() -> nn.Module:
+    return Chain(net(3), head=nn.Linear(WIDTH, 1))
 
 
 @pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
@@ -317,7 +311,7 @@ def test_two_losses_with_retain_graph(group: Any, first_mode: str, stage: int) -
         for part in parts:
             part(pair.twin(rows(turn))).mean().backward()
 
-    pair = Pair(partial(LayersThenHead, 3), group, stage=stage)
+    pair = Pair(layers_then_head, group, stage=stage)
     for step in range(2):
         for parts in [(torch.square, torch.sin)] if first_mode == "local" else [(torch.square,), (torch.sin,)]:
             pair.twin.backward(lambda _, rank, p=parts, s=step: separate(Turn(s, rank, 0), p))
@@ -342,7 +336,7 @@ def adversarial(model: Model, turn: Turn) -> Tensor:
 def by_inputs(model: Model, turn: Turn) -> Tensor:
     """The same by `backward(inputs=...)`, and with respect to an activation too."""
     x = rows(turn).requires_grad_()
-    hidden = inner(model).blocks(x)
+    hidden = run_all(inner(model).blocks, x)
     hidden.retain_grad()
     inner(model).head(hidden).square().mean().backward(inputs=[x, hidden])
     return model(x.detach() + 0.1 * x.grad.sign()).square().mean() + hidden.grad.sum()
@@ -364,7 +358,7 @@ LOSSES_BY_HAND = {"adversarial": adversarial, "backward-inputs": by_inputs, "wei
 @pytest.mark.ways((2, 3))
 def test_autograd_grad_of_inputs_within_a_step(group: Any, name: str, stage: int) -> None:
     """What is differentiated by hand is not reduced, so every unit is reduced once per step."""
-    pair = trained(partial(LayersThenHead, 3), LOSSES_BY_HAND[name], group, stage=stage)
+    pair = trained(layers_then_head, LOSSES_BY_HAND[name], group, stage=stage)
     pair.model.trace.take()
     pair.step(LOSSES_BY_HAND[name])
     reductions = [event for event in pair.model.trace.take() if event.startswith("reduce ")]
@@ -387,7 +381,7 @@ def penalised(model: Model, turn: Turn) -> Tensor:
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
-@pytest.mark.ways((2, 3))
+@pytest.mark.ways((2, 3), (2, 2))
 def test_gradient_penalty_with_create_graph(group: Any, recomputed: bool, stage: int) -> None:
     pair = trained(partial(critic, recomputed), penalised, group, stage=stage)
     assert set(users(pair.model)) == {0}

@@ -27,7 +27,7 @@ from shardlite.telemetry import Held
 from tests.support.internals import flats
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.patience import until
-from tests.support.twins.sharded import local_parts, same_bits, same_states, slow
+from tests.support.twins.sharded import local_parts, same_bits, same_states, slow, take_step
 
 WORLDS = (1, 2, 4)
 TREE = Route(order="tree", parts=8)
@@ -115,8 +115,7 @@ class Run:
             for part in self.model.parts():
                 loss_of(self.model, part).backward()
             self.clip(*self.case.clips[step])
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.optimizer)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         if not max_norm:
@@ -245,7 +244,6 @@ def plain_loss(model: Callable[..., Any], part: int) -> Tensor:
 
 def adds_a_tree(group: Any, parts: int, precision: Precision, stage: int) -> None:
     """Body of a rank: each shard has its part of the sum, and the norm is that of all of them."""
-    torch.manual_seed(0)
     module = Branching().eval()
     expected = gradients(module, parts, precision.reduce)
     module.zero_grad()
@@ -275,7 +273,7 @@ def test_gradients_are_those_of_the_tree_written_out(cluster, world_size, parts)
 
 
 def scaled_and_averaged(group: Any) -> dict[str, Tensor]:
-    """Body of a rank: a gradient scaler, one step of whose gradients overflow, and an average of the weights."""
+    """A gradient scaler, one step of whose gradients overflow, and an average of the weights."""
     run = Run(group, "sgd")
     average, scaler = EMA(run.model, 0.5), torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1)
     for step in range(3):
@@ -315,7 +313,6 @@ def run_parts(model: ShardLite, run: Callable[[int], object]) -> None:
 @pytest.mark.parametrize(("group", "bad"), [(1, 0), (1, 3), (2, 1)], indirect=["group"])
 def test_what_is_not_finite_is_named(group: Any, bad: int) -> None:
     """The gradient that is not finite is named, in whichever part it came."""
-    torch.manual_seed(0)
     model = ShardLite(nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), diagnose=True)
     rank = bad // (4 // dist.get_world_size(group))
     with pytest.warns(NonFiniteWarning, match=rf"not finite: of 'weight' on rank {rank}\."):
@@ -345,7 +342,6 @@ def held(model: ShardLite) -> Held:
 @pytest.mark.parametrize(("group", "most"), [(1, 5), (2, 4), (4, 3)], indirect=["group"])
 def test_sums_are_kept_as_a_binary_counter_keeps_digits(group: Any, most: int) -> None:
     """Before the backward of a part there are as many sums as its number has ones."""
-    torch.manual_seed(0)
     model = ShardLite(nn.Linear(64, 64), group=group, route=Route(order="tree", parts=16))
     nbytes = sum(flat.gradients.full_numel * 4 for flat in flats(model))
     first = next(iter(model.parts()))
@@ -425,7 +421,6 @@ def test_misuse_is_named(group: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.ranks(2)
 def test_options_that_do_not_go_with_it(group: Any) -> None:
     """What has no tree is refused before the module is changed."""
     with pytest.raises(LayoutError, match="at least as many parts as ranks, 2; got parts=1"):

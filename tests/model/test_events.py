@@ -1,35 +1,21 @@
-"""What happens in which order, written out: gathers, releases, evictions, reductions and the step."""
+"""The order of events, written out: gathers, releases, evictions, reductions and the step."""
 
 import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, ShardLite
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
+from tests.support.models.residual import WIDTH, Chain, net
+from tests.support.models.small import run_all
 
 
-class Three(nn.Module):
+class Three(Chain):
     """Two blocks and, in the root, what is around them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, WIDTH, bias=False)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        super().__init__(net(2), first=nn.Linear(4, WIDTH, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        return super().forward(x).square().mean()
 
 
 def train_step(model: ShardLite, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -109,17 +95,14 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
         assert third == second
 
 
-def deviating_body(group):
+def test_leaving_the_recorded_path_is_survived_and_recorded(group):
     """A pass that leaves the recorded path is right, and gathers nothing ahead from there on."""
 
     class Skips(Three):
         skip = False
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for block in list(self.blocks)[1 if self.skip else 0 :]:
-                x = block(x)
-            return x.square().mean()
+            return run_all(self.blocks[1 if self.skip else 0 :], self.first(x)).square().mean()
 
     plain = Skips()
     model = ShardLite(plain, group=group, prefetch=1)
@@ -127,50 +110,32 @@ def deviating_body(group):
     steps = []
     for plain.skip in (False, False, True, True):
         steps.append(train_step(model, optimizer)[0])
-    return [[event for event in forward if event.startswith("wait")] for forward in steps]
-
-
-def test_leaving_the_recorded_path_is_survived_and_recorded(cluster):
     full, short = ["wait (root)", "wait blocks.0", "wait blocks.1"], ["wait (root)", "wait blocks.1"]
-    for waits in cluster.run(deviating_body, 2):
-        assert waits[:2] == [full, full]
-        assert waits[2:] == [short, short]
+    waits = [[event for event in forward if event.startswith("wait")] for forward in steps]
+    assert waits[:2] == [full, full]
+    assert waits[2:] == [short, short]
 
 
-def first_order_body(group):
+def test_the_order_of_reductions_is_learnt_in_the_first_backward(group):
     """The order of reductions is the one in which gradients came in the first backward."""
 
-    class Unusual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(), Block(), Block()])
-
+    class Unusual(Chain):
         def forward(self, x: Tensor) -> Tensor:
-            for block in (self.blocks[2], self.blocks[0], self.blocks[1]):
-                x = block(x)
-            return x.square().mean()
+            return run_all([self.blocks[2], self.blocks[0], self.blocks[1]], x).square().mean()
 
-    model = ShardLite(Unusual(), group=group, prefetch=0)
+    model = ShardLite(Unusual(net()), group=group, prefetch=0)
     reductions = []
     for _ in range(2):
         model(torch.ones(2, WIDTH)).backward()
         reductions.append([event for event in model.trace.take() if event.startswith("reduce")])
-    return reductions
+    first, second = reductions
+    assert sorted(first) == sorted(second)
+    assert second == ["reduce blocks.1", "reduce blocks.0", "reduce blocks.2"]
 
 
-def test_the_order_of_reductions_is_learnt_in_the_first_backward(cluster):
-    for first, second in cluster.run(first_order_body, 2):
-        assert sorted(first) == sorted(second)
-        assert second == ["reduce blocks.1", "reduce blocks.0", "reduce blocks.2"]
-
-
-def stepping_body(group):
+def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(group):
     model = ShardLite(Three(), group=group)
     optimizer = AdamW(model.parameters(), in_backward=True)
-    return [train_step(model, optimizer)[1] for _ in range(3)]
-
-
-def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(cluster):
     expected = [
         "evict blocks.0",  # what the forward has left, but for the unit that is needed first
         "reshard blocks.1",
@@ -184,6 +149,6 @@ def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(cluster):
         "reduce (root)",
         "evict (root)",
     ]
-    for first, second, third in cluster.run(stepping_body, 2):
-        assert "gather blocks.0" not in first, "it is not known yet that this one steps"
-        assert second == third == expected
+    first, second, third = [train_step(model, optimizer)[1] for _ in range(3)]
+    assert "gather blocks.0" not in first, "it is not known yet that this one steps"
+    assert second == third == expected

@@ -1,4 +1,4 @@
-"""Children that a rank forks, as data loaders and saving in the background do: what they do to weights is their own."""
+"""Forked children, as of data loaders and background saves, do not affect the weights of ranks."""
 
 import os
 import traceback
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
-from tests.support.twins.sharded import same_states
+from tests.support.twins.sharded import same_states, slow, take_step
 
 WIDTH = 64
 
@@ -25,9 +25,7 @@ def wrapped(group: Any, stage: int) -> tuple[ShardLite, optim.Optimizer]:
 
 
 def step(model: ShardLite, optimizer: optim.Optimizer) -> None:
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.ones(2, WIDTH)).sum())
 
 
 def look_at(model: ShardLite) -> list[torch.Tensor]:
@@ -57,7 +55,6 @@ def ended_well(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.ranks(2)
 def test_a_child_that_writes_weights_changes_no_rank(group: Any, stage: int) -> None:
     """Compare the weights of a run with children that write, and of one without."""
     states = []
@@ -73,7 +70,6 @@ def test_a_child_that_writes_weights_changes_no_rank(group: Any, stage: int) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.ranks(2)
 def test_a_child_that_reads_weights_sees_those_of_its_birth(group: Any, stage: int) -> None:
     """Let a child look at weights before and after the ranks have gone on: it sees the same."""
     model, optimizer = wrapped(group, stage)
@@ -108,14 +104,11 @@ def loaded(group: Any, stage: int, start: str | None) -> dict[str, torch.Tensor]
     workers = {"num_workers": 2, "multiprocessing_context": start} if start else {}
     for _ in range(2):
         for (x,) in DataLoader(data, batch_size=4, **workers):
-            model(x * (1 + group.rank())).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(x * (1 + group.rank())).square().mean())
     return model.full_state_dict()
 
 
-@pytest.mark.parametrize(("start", "stage"), [("fork", 2), pytest.param("spawn", 3, marks=pytest.mark.slow)])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("start", "stage"), [("fork", 2), slow("spawn", 3)])
 def test_workers_of_data_loaders_change_nothing(group, start, stage):
     same_states("weights", *(loaded(group, stage, each) for each in (start, None)))
 
@@ -129,23 +122,20 @@ CALLS: dict[str, Callable[[ShardLite], object]] = {
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
-@pytest.mark.ranks(2)
 def test_a_child_that_takes_other_ranks_is_told(group: Any, transport: str) -> None:
     """Let a child do what takes other ranks, and go on."""
-    torch.manual_seed(0)
     model = ShardLite(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), route=Route(transport=transport), group=group
     )
     optimizer = AdamW(model.parameters())
     step(model, optimizer)
 
-    def talk() -> None:
+    def communicate() -> None:
         for call in CALLS.values():
             with pytest.raises(CommError, match=rf"process {os.getpid()} was forked from {os.getppid()}"):
                 call(model)
 
     model(torch.ones(2, WIDTH)).sum().backward()
-    assert ended_well(in_child(talk))
-    optimizer.step()
-    optimizer.zero_grad()
+    assert ended_well(in_child(communicate))
+    take_step(optimizer)
     step(model, optimizer)

@@ -87,7 +87,6 @@ def test_ranks_that_stop_at_other_lengths_go_on_together(group: Any, name: str) 
 
 
 @pytest.mark.parametrize("name", [*map(case, ["ours", "gpt2", "llama"])])
-@pytest.mark.ranks(2)
 def test_generates_between_a_forward_and_its_backward(group: Any, name: str) -> None:
     """As if a model is asked for samples during a step."""
     pair = Pair(ARCHITECTURES[name].make, group)

@@ -1,4 +1,4 @@
-"""Which ranks share what: hybrid sharding, groups of some ranks, units that stay gathered, parameters left alone."""
+"""Hybrid sharding, groups of some ranks, units that stay unsharded, and ignored parameters."""
 
 import pytest
 import torch
@@ -114,7 +114,6 @@ def test_a_group_need_not_have_the_first_rank(group, stage):
     assert bool(model.full_state_dict(rank=1)) == (some.rank() == 1)
 
 
-@pytest.mark.ranks(2)
 def test_a_process_outside_the_group_is_told_so(group):
     with pytest.raises(LayoutError, match="not a member of the process group"):
         ShardLite(net(), group=dist.GroupMember.NON_GROUP_MEMBER)
@@ -127,7 +126,6 @@ def only_the_second(name, module):
 @pytest.mark.parametrize(
     ("rule", "counts", "most"), [(True, [2, 2, 1], 1), (False, [1, 1, 1], 3), (only_the_second, [2, 1, 1], 2)]
 )
-@pytest.mark.ranks(2)
 def test_units_stay_gathered_on_request(group, rule, counts, most):
     """Check how often each unit is gathered in one step, and the most bytes of gather buffers."""
     twin = Twin(net(), group.size())
@@ -157,7 +155,6 @@ class Routed(nn.Module):
         return self.expert(self.shared(x)) * self.scale
 
 
-@pytest.mark.ranks(2)
 def test_ignored_parameters_are_each_ranks_own(group):
     rank = group.rank()
     for stage in (0, 1, 2, 3):
@@ -183,7 +180,6 @@ def test_ignored_parameters_are_each_ranks_own(group):
         same_bits("loaded", module.expert.weight.detach(), expert)
 
 
-@pytest.mark.ranks(2)
 def test_what_cannot_be_ignored(group):
     module = Routed(0)
     with pytest.raises(LayoutError, match="nothing to shard"):

@@ -1,4 +1,4 @@
-"""Layers of PyTorch that keep or use their weights in ways of their own, sharded: each beside plain data parallel.
+"""PyTorch layers that store or use their weights in unusual ways have the bits of plain data parallel.
 
 Legend: `B` rows of a batch, `T` items of a row, `D` width.
 """
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models.residual import WIDTH, Block, net
+from tests.support.models.small import run_all
 from tests.support.twins.sharded import Pair, Turn, trained
 
 Run = Callable[[Callable[..., Any], Turn], Tensor]
@@ -117,12 +118,8 @@ class ListsAndDicts(nn.Module):
         return x * self.vectors["scale"] + self.vectors["shift"]
 
 
-class ReadsItsChildren(nn.Module):
+class ReadsItsChildren(Block):
     """Uses its layers' weights without calling them, one of them transposed. [B, D] -> [B, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.linear(x, self.inner.weight, self.inner.bias)
@@ -140,9 +137,7 @@ class Siblings(nn.Module):
         self.up = nn.ModuleList([Block(), both, Block(), both])
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in (*self.down, *self.up):
-            x = block(x)
-        return x
+        return run_all((*self.down, *self.up), x)
 
 
 class Bags(nn.Module):

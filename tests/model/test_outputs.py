@@ -1,4 +1,4 @@
-"""What goes into a model and comes out of it: containers of all kinds, cast and not, beside plain data parallel.
+"""Inputs and outputs in containers of all kinds, with and without casts, as in plain data parallel.
 
 Legend: `B` rows of a batch, `D` width.
 """

@@ -37,7 +37,7 @@ from tests.support.models.small import (
 )
 from tests.support.ranks.cluster import Cluster
 from tests.support.twins.plain import RECIPES, Mean, Recipe, Twin, ring_mean, simple_mean
-from tests.support.twins.sharded import Loss, Turn, same_bits, slow
+from tests.support.twins.sharded import Loss, Turn, same_bits, same_states, slow
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 3, 4)
@@ -288,7 +288,7 @@ class Trajectory:
 def trained_twin(name: str, recipe_name: str, world_size: int, mean: Mean = ring_mean) -> Trajectory:
     """Train a twin, in this process."""
     case, recipe = CASES[name], RECIPES[recipe_name]
-    twin = Twin(made(case, seed=0), world_size, case.units, mean)
+    twin = Twin(made(case, seed=0), world_size, case.units, mean=mean)
     start = {name: param.detach().clone() for name, param in twin.masters.items()}
     steps = train_twin(twin, case, recipe)
     check_twin(steps, start)
@@ -310,8 +310,7 @@ def follows(group: Any, name: str, recipe_name: str, expected: Trajectory, stage
         check_compiled(case)
         full = model.full_state_dict()
         assert full.keys() == expected.state.keys()
-        for key, value in expected.state.items():
-            same_bits(f"stage {stage}, full_state_dict()[{key!r}]", full[key], value)
+        same_states(f"stage {stage}, full_state_dict()", full, expected.state)
 
 
 def check_compiled(case: Case) -> None:
@@ -391,43 +390,3 @@ def test_elementwise_optimizers_train_shards_like_whole_parameters(cluster, name
 @pytest.mark.parametrize("name", ["tied", "mixed-dtypes", "no-sync"])
 def test_two_ranks_give_the_bits_of_the_simplest_average(cluster, name):
     check_parity(cluster, name, 2, ["adamw"], mean=simple_mean)
-
-
-def accumulates_one_large_batch(group: Any, micros: int = 3, rows: int = 4) -> None:
-    """Body of a rank: micro-batches under `no_sync` add up to the gradient of all rows of all ranks in one batch.
-
-    The model is linear and so is the loss, `sum(y * t) / n` over `n` rows. Each gradient is then a sum of `n` products,
-    and each product meets at most `k` roundings: 2 in scaling `t` by `1/n`, 1 of its own, one per addition to other
-    rows, micro-batches and ranks, 1 in the division by `W`. So the error is at most `k*u/(1 - k*u)` times the sum of
-    absolute values, with `u = 2**-24` (Higham 2002, Accuracy and Stability of Numerical Algorithms, 3.1 and 4.2).
-    """
-    rank, world_size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    x, t = torch.randn(world_size, micros, rows, 7), torch.randn(world_size, micros, rows, 5)
-    exact = mean_gradients(x.double(), t.double())
-    sizes = mean_gradients(x.double().abs(), t.double().abs())
-    roundings = (2 + 1 + rows + micros + world_size + 1) * 2**-24
-    for stage in STAGES:
-        module = nn.Sequential(nn.Linear(7, 5))
-        twin = Twin(module, world_size)
-        model = ShardLite(module, stage=stage, group=group)
-        for micro in range(micros):
-            with model.no_sync() if micro < micros - 1 else nullcontext():
-                ((model(x[rank, micro]) * t[rank, micro]).sum() / (micros * rows)).backward()
-        for name, shard in model.named_parameters():
-            whole = [
-                each[name].reshape(-1) if stage == 0 else twin.part(name, each[name], rank) for each in (exact, sizes)
-            ]
-            error = (shard.grad.double().reshape(-1) - whole[0]).abs()
-            bound = whole[1] * roundings / (1 - roundings)
-            assert (error <= bound).all(), f"stage {stage}: {name!r} is off by {(error / bound).max()} of the bound"
-
-
-def mean_gradients(x: Tensor, t: Tensor) -> dict[str, Tensor]:
-    """Return those of `sum(y * t) / n` for a linear layer: sums over the rows of t and of t times x."""
-    x, t = x.flatten(0, 2), t.flatten(0, 2)
-    return {"0.weight": t.t() @ x / len(x), "0.bias": t.mean(dim=0)}
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_no_sync_adds_up_to_one_large_batch(cluster, world_size):
-    cluster.check(accumulates_one_large_batch, world_size)

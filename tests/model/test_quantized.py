@@ -1,4 +1,4 @@
-"""What bitsandbytes does, done on the CPU: frozen layers of codes, and optimizers with blocks of 8-bit state.
+"""The methods of bitsandbytes on the CPU: frozen quantized layers, and optimizers with blocks of 8-bit state.
 
 Its own kernels need a GPU. Two of its habits matter to sharding: a layer keeps its codes for the backward as an
 attribute of `ctx`, where no hook of autograd sees them, and an optimizer writes weights through raw pointers, where no
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EscapedViewWarning, ShardLite
-from tests.support.twins.sharded import compare, same_bits, same_states
+from tests.support.twins.sharded import compare, same_bits, same_states, take_step
 
 WIDTH, RANK, BLOCKS = 16, 2, 4
 
@@ -80,18 +80,15 @@ def gathered_at_once(group, whole: bool = False, ignore: bool = False, stage: in
 
 
 @pytest.mark.parametrize(("stage", "ignore"), [(2, False), (3, True)], ids=["stage 2", "ignored"])
-@pytest.mark.ranks(2)
 def test_codes_that_every_rank_has_are_trained_around_like_any_frozen_weight(group, stage, ignore):
     assert gathered_at_once(group, ignore=ignore, stage=stage) == 0
 
 
-@pytest.mark.ranks(2)
 def test_codes_may_be_kept_themselves(group) -> None:
     """Codes that are kept themselves are placeholders in the backward, and gathered when they are used."""
     gathered_at_once(group, whole=True)
 
 
-@pytest.mark.ranks(2)
 def test_sharded_codes_are_right_but_stay_gathered_until_the_backward(group):
     with pytest.warns(EscapedViewWarning, match="outlived"):
         assert gathered_at_once(group) >= BLOCKS
@@ -126,7 +123,6 @@ class BlockwiseMomentum(torch.optim.Optimizer):
         param.numpy()[...] -= lr * momentum.flatten()[:numel].view(param.shape).numpy()
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_with_8_bit_blocks_steps_shards_at_every_stage(group):
     """Each forward computes with what the last step wrote."""
     expected, *others = (stepped_by_blocks(group, stage) for stage in (3, 2, 1))
@@ -145,8 +141,6 @@ def stepped_by_blocks(group, stage: int) -> dict[str, Tensor]:
         plain.load_state_dict(model.full_state_dict())
         loss = model(x).square().mean()
         same_bits(f"loss of step {step}", loss.detach(), plain(x).square().mean().detach())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
     assert model.memory()["optimizer state"].now < model.memory()["parameters"].now
     return model.full_state_dict()

@@ -17,7 +17,7 @@ from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.internals import flats
 from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel, MixedDtypes, frozen
-from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, some_stages, without_warnings
+from tests.support.twins.sharded import Turn, _seeded, same_bits, same_states, slow, some_stages, without_warnings
 from tests.support.twins.split import SPLIT, SplitPair, cut, trained
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
     ("name", "group"),
     [
         *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
+        *(slow(*case) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
     ],
     indirect=["group"],
 )
@@ -52,9 +52,7 @@ def test_training_follows_a_twin_in_24_bits(group: Any, name: str) -> None:
             pair.evaluate(loss)
 
 
-@pytest.mark.parametrize(
-    ("kind", "group"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)], indirect=["group"]
-)
+@pytest.mark.parametrize(("kind", "group"), [("ring", 3), slow("hybrid", 4)], indirect=["group"])
 def test_all_stages_have_the_same_bits(group: Any, kind: str) -> None:
     """All stages have the same bits, with options of stage 3 too."""
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
@@ -84,8 +82,8 @@ def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit:
     ("state", "in_backward"),
     [
         ("bf16", True),
-        *(pytest.param(state, False, marks=pytest.mark.slow) for state in ("fp32", "bf16", "int8")),
-        *(pytest.param(state, True, marks=pytest.mark.slow) for state in ("fp32", "int8")),
+        *(slow(state, False) for state in ("fp32", "bf16", "int8")),
+        *(slow(state, True) for state in ("fp32", "int8")),
     ],
 )
 def test_states_depend_on_no_number_of_ranks(cluster, state, in_backward):
@@ -112,10 +110,8 @@ def test_states_depend_on_no_units(cluster):
 
 
 @pytest.mark.stages(0, 3)
-@pytest.mark.ranks(2)
 def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage: int) -> None:
     """The widths are such that only arenas are padded."""
-    torch.manual_seed(0)
     model = ShardLite(MLP([64, 128, 64]), group=group, stage=stage, units=nn.Linear, precision=SPLIT)
     optimizer = AdamW(model.parameters(), state="int8", in_backward=True)
     model(torch.ones(1, 64)).float().sum().backward()
@@ -136,7 +132,6 @@ def test_weights_take_three_bytes_and_with_a_narrow_state_five(group: Any, stage
 
 
 @pytest.mark.stages(2, 3)
-@pytest.mark.ranks(2)
 @without_warnings
 def test_gradient_scalers_and_steps_that_are_left_out(group: Any, stage: int) -> None:
     """A gradient scaler by a power of two changes no bit, and leaves out what overflows."""
@@ -184,7 +179,6 @@ def test_optimizers_that_know_nothing_of_it_are_refused(group: Any, stage: int) 
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
     """An optimizer that has stepped the module before goes on with the shards, cut like weights."""
     results = []
@@ -199,7 +193,6 @@ def test_an_optimizer_that_was_built_before_wrapping(group: Any) -> None:
     same_states("state", results[1], results[0])
 
 
-@pytest.mark.ranks(2)
 def test_quantized_gathers(group: Any) -> None:
     """Codes are of the upper part, and weights keep all 24 bits."""
     model, _ = trained(group, precision=replace(SPLIT, quantized_gather=True))

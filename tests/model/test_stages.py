@@ -1,4 +1,4 @@
-"""What each stage keeps on a rank, when it gathers, and what a forward and a backward may do there.
+"""Memory and gathers of each stage, and supported forwards and backwards.
 
 That all stages give the same bits is shown case by case in `test_parity.py`.
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from tests.support.models.losses import on_tokens
-from tests.support.models.small import MLP, WIDTH, LanguageModel, Residual
+from tests.support.models.small import MLP, LanguageModel, Residual
 from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
 
 WORLDS = (2, WIDE)
@@ -102,14 +101,6 @@ def test_padding_is_all_that_odd_shapes_cost(group: Any, stage: int) -> None:
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(*WORLDS)
-def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(group: Any) -> None:
-    for stage in STAGES:
-        pair = Pair(LanguageModel, group, stage=stage)
-        for clip in (None, 0.01, 0.01):
-            pair.step(on_tokens, ("local", "sharded", "step"), clip)
-
-
 @pytest.mark.stages(0, 3)
 @pytest.mark.ranks(4)
 def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: int) -> None:
@@ -129,10 +120,7 @@ def test_replicas_add_up_after_the_ranks_that_share_a_model(group: Any, stage: i
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
 )
-@pytest.mark.ranks(2)
-def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
-    group: Any, stage: int, precision: Precision
-) -> None:
+def test_weights_cannot_be_read_between_a_step_and_the_next_forward(group, stage, precision):
     """After a step a rank has new weights in its own shard only, and a mixture must not be read."""
     pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
     own = dict(pair.model.module.named_parameters())
@@ -153,7 +141,6 @@ def test_weights_cannot_be_read_between_a_step_and_the_next_forward(
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
-@pytest.mark.ranks(2)
 def test_stages_1_and_2_gather_each_unit_once_per_step(group: Any, stage: int, precision: Precision) -> None:
     pair = Pair(LanguageModel, group, stage=stage, precision=precision)
     model, once = pair.model, dict.fromkeys(pair.model.unit_names, 1)
@@ -222,44 +209,9 @@ class Functional(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.ranks(2)
 def test_a_forward_may_use_function_transforms(group: Any, stage: int) -> None:
     pair = Pair(Functional, group, stage=stage, units=nn.Linear)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit")  # PyTorch's own, where it makes tables for `jvp`
         for _ in range(3):
             pair.step(on_rows(6), clip=0.01)
-
-
-class Checkpointed(nn.Sequential):
-    """Blocks that are recomputed in the backward. [B, WIDTH] -> [B, WIDTH]."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__(*(Residual(WIDTH, 33) for _ in range(3)))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-def penalty(model: Callable[..., Any], turn: Turn) -> Tensor:
-    """A loss of the gradient with respect to the input: its backward is a double one."""
-    x = torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-    return slope.square().sum()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.ranks(2)
-def test_double_backward_and_recomputation(group: Any, stage: int) -> None:
-    """Double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
-
-    def plain(model: Callable[..., Any], turn: Turn) -> Tensor:
-        return model(torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()).square().mean()
-
-    for reentrant, losses in ((None, (penalty, plain)), (False, (penalty, plain)), (True, (plain, plain))):
-        pair = Pair(lambda kind=reentrant: Checkpointed(kind), group, stage=stage)
-        for step in range(3):
-            pair.step(losses[step % 2], ("local", "step") if step else ("sharded", "step"), clip=0.01)

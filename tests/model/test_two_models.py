@@ -1,4 +1,4 @@
-"""Several wrapped models in one program (GANs, teacher and student, policy and reference), and a copy of one.
+"""Several wrapped models in one program (GANs, teacher and student), and a copy of one.
 
 Each is beside a plain twin, and all have the twins' bits. A loss is a function of all models at once. For the twins it
 is computed once per rank and pair, since a twin catches only its own gradients.
@@ -22,7 +22,7 @@ from shardlite import EMA, AdamW, LayoutError, Precision, ShardLite
 from tests.support.models.residual import net, square
 from tests.support.models.small import MLP, VOCABULARY, LanguageModel, Residual
 from tests.support.twins.plain import PaddedAdamW
-from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, same_states, slow
+from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, same_states, slow, take_step
 
 Models = Mapping[str, Callable[..., Any]]
 Loss = Callable[[Models, Turn], Tensor]
@@ -145,8 +145,7 @@ def test_two_models_with_one_loss_and_one_optimizer(group, stages):
     for step in range(3):
         program.backward(step, make)
         for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         for pair in program.pairs.values():
             pair._compare("weight", lambda tensor: tensor.detach())
 
@@ -207,33 +206,6 @@ def test_teacher_that_is_the_average_of_its_student(group, stages):
     same_states("teacher", dict(teacher.model.named_parameters()), expected)
 
 
-# ---- policy and reference -------------------------------------------------------------------------------------------
-
-
-def log_likelihood(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1]).log_softmax(-1)
-    return logits.gather(-1, tokens[:, 1:, None]).sum((1, 2))
-
-
-def prefer(models: Models, turn: Turn) -> Tensor:
-    """DPO (Rafailov et al. 2023), with a batch for each model call."""
-    generator = turn.generator()
-    chosen, rejected = (torch.randint(0, VOCABULARY, (2, 6), generator=generator) for _ in range(2))
-    with torch.no_grad():
-        before = log_likelihood(models["reference"], chosen) - log_likelihood(models["reference"], rejected)
-    now = log_likelihood(models["policy"], chosen) - log_likelihood(models["policy"], rejected)
-    return -functional.logsigmoid(0.1 * (now - before)).mean()
-
-
-@WAYS
-def test_policy_beside_its_reference(group, stages):
-    make = partial(LanguageModel, blocks=2)
-    reference = Pair(lambda: make().requires_grad_(False), group, stage=stages[0])
-    program = Program(reference=reference, policy=Pair(make, group, stage=stages[1]))
-    for step in range(3):
-        program.step(step, "policy", prefer)
-
-
 # ---- frozen models, and copies --------------------------------------------------------------------------------------
 
 
@@ -253,7 +225,6 @@ def test_a_model_that_was_frozen_can_be_unfrozen(group):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_a_copy_is_a_second_instance(group, stage):
     """What the error says is done, to the letter; then both have the same bits, and go their own ways."""
     model = ShardLite(net(), group=group, stage=stage)

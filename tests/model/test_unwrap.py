@@ -17,7 +17,7 @@ from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
 from shardlite.params import Sharded, ShardInfo
 from tests.support.internals import bridge as bridge_of
 from tests.support.internals import units
-from tests.support.twins.sharded import same_bits, same_states
+from tests.support.twins.sharded import same_bits, same_states, take_step
 
 
 class Scale(nn.Parameter):
@@ -58,9 +58,7 @@ def tokens() -> Tensor:
 
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
-        model(tokens()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(tokens()).square().mean())
 
 
 def wrapped(group: Any, **options: Any) -> ShardLite:
@@ -94,7 +92,6 @@ def test_a_plain_module_comes_back(group: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [3, 1])
-@pytest.mark.ranks(2)
 def test_what_follows(group: Any, stage: int) -> None:
     """What people do with the module next; training goes on as that of a module that was loaded."""
     model = wrapped(group, stage=stage)
@@ -140,7 +137,6 @@ def test_split_weights(group: Any) -> None:
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.ranks(2)
 def test_optimizers_of_before_are_refused(group: Any, ours: bool, stepped: bool) -> None:
     """An optimizer of before would train nothing: its step is an error, and it keeps nothing alive."""
     model = wrapped(group)
@@ -195,7 +191,6 @@ def test_parameters_are_the_same_objects(group: Any, stage: int) -> None:
     assert not any(ShardInfo.is_of(param) for param in module.parameters())
 
 
-@pytest.mark.ranks(2)
 def test_accumulated_gradients_are_not_lost(group: Any) -> None:
     """Gradients that would be lost are not, and the model goes on."""
     model = wrapped(group)
@@ -210,7 +205,6 @@ def test_accumulated_gradients_are_not_lost(group: Any) -> None:
     model.unwrap()
 
 
-@pytest.mark.ranks(2)
 def test_the_wrapper_is_spent(group: Any) -> None:
     model = wrapped(group)
     ema = EMA(model)

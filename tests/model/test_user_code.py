@@ -1,4 +1,4 @@
-"""Code of the user's inside a sharded model: module hooks, functions of its own, function transforms.
+"""User code inside a sharded model: module hooks, autograd functions, function transforms.
 
 Each is beside plain data parallel, to the bit, or an error that says what to do.
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from shardlite import EscapedViewWarning, LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, Block, net, on_rows, rows
+from tests.support.models.small import run_all
 from tests.support.twins.sharded import Pair, Turn, same_bits, trained
 
 Model = Callable[..., Any]
@@ -43,9 +44,7 @@ class Observed(nn.Module):
         self.notes: dict[Turn | None, list[tuple[str, Tensor]]] = defaultdict(list)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(run_all(self.blocks, x))
 
     def note(self, what: str, tensor: Tensor) -> None:
         self.notes[self.turn].append((what, tensor.detach().clone()))

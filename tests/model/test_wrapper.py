@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
 from tests.support.internals import gatherer, units, users
+from tests.support.models.small import run_all
 from tests.support.patience import until
 from tests.support.twins.sharded import assert_gradients_equal, gathers, local_parts, same_states, with_twin
 
@@ -43,10 +44,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.calls += 1
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
+        return self.head(run_all(self.blocks, self.table(tokens))).square().mean()
 
 
 TOKENS = torch.tensor([[1, 4, 2], [8, 0, 4]])
@@ -70,7 +68,6 @@ def test_shards_have_the_original_names_dimensions_and_values(group, stage):
     assert kept == sum(p.numel() for p in twin.parameters()) * (1 if stage == 3 else group.size())
 
 
-@pytest.mark.ranks(2)
 def test_shards_are_aligned_views_of_one_arena(group):
     model = ShardLite(Tied(), group=group)
     shards = list(model.parameters())
@@ -80,7 +77,6 @@ def test_shards_are_aligned_views_of_one_arena(group):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_full_state_dict_is_that_of_the_unsharded_model(group, stage):
     model, twin = with_twin(Tied(), group, stage=stage)
     model(TOKENS)
@@ -94,7 +90,6 @@ def test_full_state_dict_is_that_of_the_unsharded_model(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_loading_takes_what_rank_0_has(group, stage):
     other = Tied()
     with torch.no_grad():
@@ -109,7 +104,6 @@ def test_loading_takes_what_rank_0_has(group, stage):
     assert torch.equal(model(TOKENS), other(TOKENS))
 
 
-@pytest.mark.ranks(2)
 def test_gathered_reads_and_writes_full_parameters(group):
     """What was written without `writeback` is gone with the gathered weights, also for the forward that follows."""
     plain = Tied()
@@ -132,7 +126,6 @@ def test_gathered_reads_and_writes_full_parameters(group):
     assert torch.equal(model(TOKENS), twin(TOKENS))
 
 
-@pytest.mark.ranks(2)
 def test_an_exception_inside_gathered_writes_nothing_and_holds_nothing(group):
     model = ShardLite(Tied(), group=group)
     before = model.full_state_dict()
@@ -144,7 +137,6 @@ def test_an_exception_inside_gathered_writes_nothing_and_holds_nothing(group):
     assert set(users(model)) == {0}
 
 
-@pytest.mark.ranks(2)
 def test_a_dropped_model_leaves_nothing_behind(group):
     """A model that is dropped leaves no threads and no memory behind."""
     gc.collect()  # models of earlier tests, whose threads end by themselves
@@ -158,7 +150,6 @@ def test_a_dropped_model_leaves_nothing_behind(group):
     assert not any(ledger.current().values())
 
 
-@pytest.mark.ranks(2)
 def test_gathered_inside_gathered(group):
     """What an inner `gathered()` forgets is still there for the outer one, and for forwards inside it."""
     model, twin = with_twin(Tied(), group)
@@ -171,7 +162,6 @@ def test_gathered_inside_gathered(group):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
 def test_gradients_have_no_history(group, stage):
     model, twin = with_twin(Tied(), group, stage=stage)
     with warnings.catch_warnings():
@@ -182,7 +172,6 @@ def test_gradients_have_no_history(group, stage):
     assert not any(shard.grad.requires_grad for shard in model.parameters())
 
 
-@pytest.mark.ranks(2)
 def test_state_dicts_do_not_disturb_the_recorded_order(group):
     """Looking at full parameters between passes is no part of them."""
     model = ShardLite(Tied(), group=group)
@@ -194,7 +183,6 @@ def test_state_dicts_do_not_disturb_the_recorded_order(group):
         model.full_state_dict()
 
 
-@pytest.mark.ranks(2)
 def test_a_parameter_that_is_added_later_is_an_error(group):
     plain = Tied()
     model = ShardLite(plain, group=group)

@@ -1,4 +1,4 @@
-"""The narrow state formats train a small GPT to the loss that exact state trains it to, as far as chance lets one see.
+"""Narrow state formats train a small GPT to the loss of exact state, within its random variation.
 
 `bench.formats.states` says what is trained, and by which criterion a format passes.
 """

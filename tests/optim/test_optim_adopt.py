@@ -116,16 +116,16 @@ def test_doing_it_again_changes_nothing():
 
 def test_what_is_not_of_the_model_stays():
     params, extra = whole_params(), nn.Parameter(torch.ones(5))
-    optimizer, stranger = AdamW([extra, *params], **HYPER), AdamW([extra], **HYPER)
+    optimizer, other = AdamW([extra, *params], **HYPER), AdamW([extra], **HYPER)
     step(optimizer, [extra, *params], 0)
-    stranger.step()
+    other.step()
     moment = optimizer.state[extra]["exp_avg"].clone()
-    plan = stranger._layout
+    plan = other._layout
     shards, part = shards_of(params)
     adopt(shards, part)
     assert optimizer.param_groups[0]["params"] == [extra, *shards.values()]
-    assert stranger.param_groups[0]["params"] == [extra]
-    assert stranger._layout is plan
+    assert other.param_groups[0]["params"] == [extra]
+    assert other._layout is plan
     assert_same(optimizer.state[extra]["exp_avg"], moment)
 
 

@@ -12,10 +12,7 @@ from shardlite.grads.skip_step import Skips
 from shardlite.optim.adamw import AdamW
 from tests.support.optim_cases import HYPER, NUMELS, assert_same, padded_numel, place_shards
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`AdamW` with moments in fewer bytes and with a limit: what is saved and loaded, what it takes, what it refuses."""
+"""`AdamW` with narrow moments and limited updates: saving, loading, memory and errors."""
 
 import copy
 import pickle

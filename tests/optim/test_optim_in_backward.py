@@ -10,6 +10,7 @@ from torch import nn
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim import AdamW, accumulating
 from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, place_shards, small_model, train
+from tests.support.twins.sharded import take_step
 
 by_state = pytest.mark.parametrize("state", FORMATS)
 
@@ -79,8 +80,7 @@ def test_zero_grad_may_be_called_anywhere():
         for seed in range(3):
             loss_of(model, seed).backward()
             optimizer.zero_grad() if optimizer.in_backward else None
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             model.zero_grad()
 
     compared(act)
@@ -92,8 +92,7 @@ def test_a_second_backward_before_step_is_refused():
     loss_of(model, 0).backward()
     with pytest.raises(PhaseError, match=r"call step\(\) of the optimizer .* inside no_sync\(\)"):
         loss_of(model, 1).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     train(model, optimizer, [2])
     assert {entry["step"].item() for entry in optimizer.state.values()} == {2.0}
 
@@ -104,9 +103,7 @@ def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
             with accumulating(model.parameters()):
                 loss_of(model, seed).backward()
             assert all(param.grad is not None for param in model.parameters())
-            loss_of(model, seed + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss_of(model, seed + 1))
 
     compared(act)
 
@@ -118,9 +115,7 @@ def test_two_backwards_of_different_parameters_are_one_step():
         for seed in range(3):
             x = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed))
             heads[0](x).square().sum().backward()
-            heads[2](torch.ones(4, 33)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, heads[2](torch.ones(4, 33)).square().sum())
 
     compared(act)
 
@@ -230,9 +225,7 @@ def test_parameters_of_an_arena(state):
         optimizer = AdamW(arena.params, **HYPER, state=state, in_backward=in_backward)
         for seed in range(4):
             torch.manual_seed(seed)
-            sum((param * torch.randn_like(param)).sum() for param in arena.params).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, sum((param * torch.randn_like(param)).sum() for param in arena.params))
     for mine, theirs in zip(arenas[1].params, arenas[0].params, strict=True):
         assert_same(mine.data, theirs.data)
 

@@ -1,4 +1,4 @@
-"""`AdamW` on parameters that are no shards: the steps of PyTorch's fused optimizer, beside shards or alone."""
+"""`AdamW` on parameters other than shards, alone or with shards, takes the steps of PyTorch's fused optimizer."""
 
 import pytest
 import torch

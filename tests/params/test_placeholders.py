@@ -1,9 +1,9 @@
-"""Parameters that know that they are sharded: a read returns their values, or raises an error."""
+"""Placeholders: reading a sharded parameter returns its values, or raises an error."""
 
 import copy
 import warnings
 from contextlib import nullcontext
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.models.residual import WIDTH, Block, net, square
-from tests.support.twins.sharded import Turn, same_bits, trained
+from tests.support.models.residual import WIDTH, Block, Chain, net, square
+from tests.support.twins.sharded import Turn, same_bits, same_states, take_step, trained
 
 WORDS = 1000
 
@@ -48,27 +48,19 @@ def by_outputs(model: Any, turn: Turn) -> Tensor:
     return (out["x"] * out["scale"] + out["all"][0]).square().mean()
 
 
-def through(group: Any, loss: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize("loss", [by_method, by_outputs])
+def test_methods_and_outputs(group: Any, loss: Any, stage: int) -> None:
     trained(Methods, loss, group, stage=stage, units=Block)
 
 
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("loss", [by_method, by_outputs])
-def test_methods_and_outputs(cluster, loss, stage):
-    cluster.check(through, 2, loss, stage)
-
-
-def outside(group: Any) -> None:
+def test_outside_of_a_pass_it_is_an_error(group: Any) -> None:
     model = ShardLite(nn.ModuleDict({"table": nn.Embedding(WORDS, WIDTH)}), group=group)
     assert "sharded" in repr(model.module.table.weight)
     assert model.module.table.weight.shape == (WORDS, WIDTH)
     for use in (lambda p: p.sum(), lambda p: p.T, lambda p: p.data, lambda p: nn.init.zeros_(p), lambda p: p * 2):
         with pytest.raises(LayoutError, match=r"parameter 'table\.weight' is sharded"):
             use(model.module.table.weight)
-
-
-def test_outside_of_a_pass_it_is_an_error(cluster):
-    cluster.check(outside, 2)
 
 
 # ---- writes through `.data` of shards --------------------------------------------------------------------------------
@@ -96,7 +88,10 @@ def by_clipping(params: list[nn.Parameter]) -> None:
         param.data.clamp_(-0.05, 0.05)
 
 
-def writes(group: Any, step: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
+@pytest.mark.sample(2)
+def test_shards_may_be_written_through_data(group: Any, step: Any, stage: int) -> None:
     """Train, and evaluate with other weights for a while, as moving averages are used."""
     plain = net()
     twin = copy.deepcopy(plain)
@@ -121,19 +116,18 @@ def writes(group: Any, step: Any, stage: int) -> None:
         same_bits("restored", losses[1], losses[3])
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
-@pytest.mark.sample(2)
-def test_shards_may_be_written_through_data(cluster, step, stage):
-    cluster.check(writes, 2, step, stage)
-
-
 def shards_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def swaps(group: Any, of: Any, stage: int) -> None:
-    """Body of a rank: averages take the place of weights for a while, as a program does it that knows of no shards."""
+def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
+    return dict(model.module.named_parameters())
+
+
+@pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
+@pytest.mark.stages(2, 3)
+def test_former_data_keeps_its_values(group: Any, of: Any, stage: int) -> None:
+    """Averages take the place of weights for a while, as a program does it that knows of no shards."""
     model = ShardLite(net(), group=group, stage=stage)
     with model.gathered() if of is whole_by_name else nullcontext():
         params = of(model)
@@ -143,8 +137,7 @@ def swaps(group: Any, of: Any, stage: int) -> None:
         for param in params.values():
             param.data = torch.full_like(param.data, 0.25)
         assert all((param == 0.25).all() for param in params.values())
-        for name, value in before.items():
-            same_bits(f"{name} kept", kept[name], value)
+        same_states("kept", kept, before)
         other = nn.Parameter(torch.zeros_like(next(iter(params.values())).data))
         first = next(iter(params.values()))
         first.data, other.data = other.data, first.data
@@ -155,17 +148,8 @@ def swaps(group: Any, of: Any, stage: int) -> None:
             same_bits(f"{name} restored", param.detach(), before[name])
 
 
-def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
-    return dict(model.module.named_parameters())
-
-
-@pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
-@pytest.mark.stages(2, 3)
-def test_former_data_keeps_its_values(cluster, of, stage):
-    cluster.check(swaps, 2, of, stage)
-
-
-def refused(group: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+def test_data_that_would_change_something_else_is_refused(group: Any, stage: int) -> None:
     plain = net()
     plain[1].inner.bias._no_weight_decay = True
     model = ShardLite(plain, group=group, stage=stage)
@@ -183,31 +167,13 @@ def refused(group: Any, stage: int) -> None:
     assert not shard.any()
 
 
-@pytest.mark.stages(0, 3)
-def test_data_that_would_change_something_else_is_refused(cluster, stage):
-    cluster.check(refused, 2, stage)
-
-
 # ---- TorchScript ----------------------------------------------------------------------------------------------------
 
 
-class Scripted(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(self._compiled(Block(), how) for _ in range(3))
-
-    @staticmethod
-    def _compiled(block: nn.Module, how: str) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.jit.script(block) if how == "script" else torch.jit.trace(block, torch.randn(2, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+def scripted(block: nn.Module, how: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(block) if how == "script" else torch.jit.trace(block, torch.randn(2, WIDTH))
 
 
 def on_width(model: Any, turn: Turn) -> Tensor:
@@ -215,56 +181,30 @@ def on_width(model: Any, turn: Turn) -> Tensor:
         return model(torch.randn(4, WIDTH, generator=turn.generator())).square().mean()
 
 
-def scripted(group: Any, how: str, stage: int) -> None:
-    trained(partial(Scripted, how), on_width, group, stage=stage)
-
-
 @pytest.mark.stages(2, 3)
 @pytest.mark.parametrize("how", ["script", "trace"])
-def test_torchscript(cluster, how, stage):
-    cluster.check(scripted, 2, how, stage)
-
-
-class Outside(nn.Module):
-    """Calls a TorchScript module, as the refusal of one says."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        blocks = nn.Sequential(*(Block() for _ in range(3)))
-        self.inner = Scripted._compiled(blocks, how)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def one_script(group: Any, how: str, stage: int) -> None:
-    if stage > 0:
-        with pytest.raises(LayoutError, match=r"a TorchScript module does not run: script the model's blocks instead"):
-            ShardLite(Outside(how).inner, group=group, stage=stage)
-    else:
-        trained(lambda: Outside(how).inner, on_width, group, stage=stage)
-    trained(partial(Outside, how), on_width, group, stage=stage)
+def test_torchscript(group: Any, how: str, stage: int) -> None:
+    make = lambda: Chain((scripted(Block(), how) for _ in range(3)), first=nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    trained(make, on_width, group, stage=stage)
 
 
 @pytest.mark.parametrize("how", ["script", "trace"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_model_that_is_one_torchscript_module(cluster, how, stage):
+def test_a_model_that_is_one_torchscript_module(group: Any, how: str, stage: int) -> None:
     """It would run with what its shards are replaced by."""
-    cluster.check(one_script, 2, how, stage)
+    if stage > 0:
+        with pytest.raises(LayoutError, match=r"the model is one TorchScript module, .* script its blocks instead"):
+            ShardLite(scripted(net(), how), group=group, stage=stage)
+    else:
+        trained(lambda: scripted(net(), how), on_width, group, stage=stage)
+    trained(lambda: nn.Sequential(scripted(net(), how)), on_width, group, stage=stage)  # as the refusal says
 
 
 # ---- what programs for one process do ------------------------------------------------------------------------------
 
 
-class ConfiguresItself(nn.Module):
+class ConfiguresItself(nn.Sequential):
     """As nanoGPT: builds its optimizer, from its own parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
 
     def configure_optimizers(self, kind: Any) -> tuple[torch.optim.Optimizer, int]:
         params = [p for p in self.parameters() if p.requires_grad]
@@ -274,12 +214,13 @@ class ConfiguresItself(nn.Module):
         return kind(groups, lr=0.01), sum(p.numel() for p in matrices)
 
 
-def configures(group: Any, kind: Any, stage: int) -> None:
-    """Body of a rank: accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
-    plain = ConfiguresItself()
+@pytest.mark.stages(1, 3)
+def test_a_model_may_build_its_optimizer(group: Any, stage: int) -> None:
+    """Accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
+    plain = ConfiguresItself(*net())
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage)
-    ours, numel = model.configure_optimizers(kind)
+    ours, numel = model.configure_optimizers(torch.optim.AdamW)
     theirs, all_of_them = twin.configure_optimizers(torch.optim.AdamW)
     assert numel == all_of_them
     assert model.numel() == sum(p.numel() for p in twin.parameters())
@@ -296,28 +237,16 @@ def configures(group: Any, kind: Any, stage: int) -> None:
             if micro == 0:
                 assert all(param.grad is None for param in model.parameters())
         for each in (ours, theirs):
-            each.step()
-            each.zero_grad(set_to_none=True)
+            take_step(each)
     for name, value in model.full_state_dict().items():
         torch.testing.assert_close(value, twin.state_dict()[name])
-
-
-@pytest.mark.stages(1, 3)
-def test_a_model_may_build_its_optimizer(cluster, stage):
-    cluster.check(configures, 2, torch.optim.AdamW, stage)
 
 
 # ---- gradients by way of the module's own parameters ----------------------------------------------------------------
 
 
-class Outer(nn.Module):
-    def __init__(self, model: ShardLite) -> None:
-        super().__init__()
-        self.model = model
-
-
 def by_outer(model: ShardLite) -> None:
-    Outer(model).zero_grad()
+    nn.ModuleDict({"model": model}).zero_grad()
 
 
 def by_module(model: ShardLite) -> None:
@@ -333,7 +262,10 @@ def by_loop(model: ShardLite) -> None:
         param.grad = None
 
 
-def drops(group: Any, drop: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
+@pytest.mark.sample(2)
+def test_gradients_are_dropped(group: Any, drop: Any, stage: int) -> None:
     model = ShardLite(net(), group=group, stage=stage)
     with pytest.raises(LayoutError, match=r"assign the gradient to the shard"):  # nothing steps by it
         next(model.module.parameters()).grad = torch.zeros(WIDTH, WIDTH)
@@ -351,13 +283,6 @@ def drops(group: Any, drop: Any, stage: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
-@pytest.mark.sample(2)
-def test_gradients_are_dropped(cluster, drop, stage):
-    cluster.check(drops, 2, drop, stage)
-
-
 # ---- functions of parameters ----------------------------------------------------------------------------------------
 
 
@@ -370,7 +295,8 @@ def adapted_loss(module: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(module, fast, (x.flip(0),)).square().mean()
 
 
-def adapts(group: Any, stage: int) -> None:
+@pytest.mark.stages(0, 3)
+def test_a_model_may_be_called_with_other_parameters(group: Any, stage: int) -> None:
     plain = net()
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage)
@@ -381,30 +307,19 @@ def adapts(group: Any, stage: int) -> None:
         for module, optimizer in zip((model.module, twin), optimizers, strict=True):
             with model.gathered() if stage == 3 and module is model.module else nullcontext():
                 loss = adapted_loss(module, x)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             losses.append(loss.detach())
         same_bits("loss", *losses)
 
 
-@pytest.mark.stages(0, 3)
-def test_a_model_may_be_called_with_other_parameters(cluster, stage):
-    cluster.check(adapts, 2, stage)
-
-
-def saves(group: Any, path: str) -> None:
-    """Body of a rank: shards are written and read as plain parameters, also after a read of their `.data`."""
+def test_shards_can_be_saved(group: Any, tmp_path: Path) -> None:
+    """Shards are written and read as plain parameters, also after a read of their `.data`."""
     model = ShardLite(net(), group=group)
     shards = dict(model.named_parameters())
     kept = [shard.data for shard in shards.values()]
-    file = f"{path}/{torch.distributed.get_rank()}"
+    file = f"{tmp_path}/{torch.distributed.get_rank()}"
     torch.save(shards, file)
     loaded = torch.load(file, weights_only=False)
     for name, before in zip(shards, kept, strict=True):
         assert type(loaded[name]) is nn.Parameter
         assert torch.equal(loaded[name], before)
-
-
-def test_shards_can_be_saved(cluster, tmp_path):
-    cluster.check(saves, 2, str(tmp_path))

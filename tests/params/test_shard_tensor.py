@@ -1,4 +1,4 @@
-"""Shards in state dicts: their boxes are the range of elements, and what would compute with a part is refused."""
+"""Shards in state dicts: their boxes cover the range of elements, and computing with a part is refused."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""A unit owns its state: it moves as a table says, and nobody else writes to it."""
+"""A unit owns its state: transitions follow a table, and no other code writes to it."""
 
 import ast
 from collections.abc import Iterator

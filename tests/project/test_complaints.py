@@ -1,4 +1,4 @@
-"""What users of other libraries have met, where no other test shows that it does not happen here.
+"""Problems reported by users of other libraries that no other test covers.
 
 `docs/compared.md` lists all such complaints, with what they are about and the tests of each.
 """
@@ -13,26 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.telemetry.meter import Meter
-from tests.comm.test_races import HIDDEN, block_sizes, late_messages, on_rows, pressed_allocator, short_messages
-from tests.comm.test_races import WIDTH as LARGE
+from tests.support.models.losses import on_tokens
 from tests.support.models.residual import WIDTH, net, square
-from tests.support.models.small import VOCABULARY, LanguageModel, Residual
+from tests.support.models.small import LanguageModel, Residual
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, some_stages
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    """Predict the next token. The vocabulary is divisible by no number of ranks."""
-    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
+from tests.support.transports.pressure import late_messages, on_rows, short_messages, under_pressure
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, slow, some_stages, take_step
 
 # ---- order ----------------------------------------------------------------------------------------------------------
 
@@ -44,9 +36,7 @@ def ordered_body(group: Any) -> tuple[int, list[str]]:
     optimizer = AdamW(model.parameters())
     model.trace.take()
     for step in range(3):
-        on_tokens(model, Turn(step, dist.get_rank(group), 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_tokens(model, Turn(step, dist.get_rank(group), 0)))
     del keep
     return hash("a unit"), [event for event in model.trace.take() if event.split()[0] in ("gather", "reduce")]
 
@@ -131,7 +121,7 @@ class Choosing(nn.Module):
         return x
 
 
-def by_turns_body(group: Any) -> None:
+def test_training_and_evaluation_on_other_paths_by_turns(group: Any) -> None:
     """Training, evaluation and evaluation by parts by turns, each on another path in each step, alike on all ranks."""
     pair = Pair(Choosing, group)
 
@@ -147,10 +137,6 @@ def by_turns_body(group: Any) -> None:
             for path in ([4, 0], [1], [step % 5, 3, 3]):
                 same_bits(f"step {step}, evaluated", pair.model(x, path), pair.twin(x, path))
             same_bits("a block", pair.model.module.blocks[2](x), pair.twin.module.blocks[2](x))
-
-
-def test_training_and_evaluation_on_other_paths_by_turns(cluster):
-    cluster.check(by_turns_body, 2)
 
 
 class Viewed(Residual):
@@ -174,46 +160,37 @@ class InPlace(nn.Module):
         return x
 
 
-def in_place_body(group: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_outputs_that_are_views_may_be_changed_in_place(group: Any, stage: int) -> None:
     """Nothing hangs on the outputs of units, so nothing is lost where they are replaced."""
     pair = Pair(InPlace, group, stage=stage)
     for _ in range(3):
         pair.step(lambda model, turn: model(torch.randn(3, WIDTH, generator=turn.generator())).square().mean())
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_outputs_that_are_views_may_be_changed_in_place(cluster, stage):
-    cluster.check(in_place_body, 2, stage)
-
-
 # ---- races ----------------------------------------------------------------------------------------------------------
 
 
-def hybrid_survives(group: Any, stage: int) -> None:
-    """Body of a rank: large units, late messages and reused memory, where sums go over replicas as well."""
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
+def test_hybrid_sharding_survives_late_messages_and_reused_memory(group: Any, stage: int) -> None:
+    """Large units, late messages and reused memory, where sums go over replicas as well."""
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
 
-    def make() -> nn.Module:
-        return nn.Sequential(*(Residual(LARGE, HIDDEN) for _ in range(2)))
+    def make(module: Callable[[], nn.Module]) -> Pair:
+        return Pair(module, mesh, replicas=2, stage=stage, units=Residual)
 
-    with late_messages(seed=10 + stage), short_messages(1 << 19):
-        pair = Pair(make, mesh, replicas=2, stage=stage, units=Residual)
-        with pressed_allocator(pair.model.module, block_sizes(2)):
-            pair.step(on_rows, clip=0.01)
-            pair.step(on_rows, ("sharded", "local", "step"))
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.slow
-def test_hybrid_sharding_survives_late_messages_and_reused_memory(cluster, stage):
-    cluster.check(hybrid_survives, 4, stage)
+    with under_pressure(make, 2, seed=10 + stage, blocks=2) as pair:
+        pair.step(on_rows, clip=0.01)
+        pair.step(on_rows, ("sharded", "local", "step"))
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-def late_optimizer_body(group: Any) -> None:
+def test_an_optimizer_may_be_built_after_the_model_was_used(group: Any) -> None:
     """The model has run, forward and backward, before there is an optimizer."""
     for stage in some_stages(1, 3):
         for make in (lambda params: AdamW(params, lr=0.1), lambda params: optim.SGD(params, lr=0.1)):
@@ -229,20 +206,14 @@ def late_optimizer_body(group: Any) -> None:
             before = {name: value.clone() for name, value in twin.state_dict().items()}
             for _ in range(3):
                 for each, optimizer in zip((model, twin), optimizers, strict=True):
-                    square(each).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_step(optimizer, square(each))
             for name, value in model.full_state_dict().items():  # sizes are multiples of 16: no tail is rounded apart
                 same_bits(name, value, twin.state_dict()[name])
                 assert not torch.equal(value, before[name])
 
 
-def test_an_optimizer_may_be_built_after_the_model_was_used(cluster):
-    cluster.check(late_optimizer_body, 2)
-
-
-def small_updates_body(group: Any) -> tuple[float, float]:
-    """Return how far a weight of 1 has gone in ten steps of 1e-4, of a bf16 model here and in plain PyTorch."""
+def test_small_updates_of_a_bf16_model_are_not_lost(group: Any) -> None:
+    """Below 1 neighbours are 2^-8 apart in bf16, so steps of 1e-4 are lost there; in fp32 each is rounded by 2^-25."""
     moved = []
     for wrapped in (True, False):
         plain = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
@@ -251,21 +222,16 @@ def small_updates_body(group: Any) -> tuple[float, float]:
         optimizer = optim.SGD(model.parameters(), lr=1e-4)
         for _ in range(10):
             model(torch.full((1, 32), 1.0, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         weight = model.full_state_dict()["weight"] if wrapped else plain.weight
         moved.append(1 - weight.flatten()[0].item())
-    return moved[0], moved[1]
+    ours, plain = moved
+    assert plain == 0
+    assert abs(ours - 1e-3) <= 10 * 2**-24
 
 
-def test_small_updates_of_a_bf16_model_are_not_lost(cluster):
-    """Below 1 neighbours are 2^-8 apart in bf16, so steps of 1e-4 are lost there; in fp32 each is rounded by 2^-25."""
-    for ours, plain in cluster.run(small_updates_body, 2):
-        assert plain == 0
-        assert abs(ours - 1e-3) <= 10 * 2**-24
-
-
-def repeated_body(group: Any) -> None:
+@pytest.mark.ranks(2, WIDE)
+def test_a_run_can_be_repeated_to_the_bit(group: Any) -> None:
     """Two runs, the second with late messages, shorter ones, and another number of buffers."""
     runs = []
     for prefetch, messages, delays in ((1, nullcontext(), nullcontext()), (3, short_messages(2048), late_messages(5))):
@@ -280,20 +246,13 @@ def repeated_body(group: Any) -> None:
                 loss = on_tokens(model, turn)
                 loss.backward()
                 norm = model.clip_grad_norm_(0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 losses += [loss.detach(), norm]
         runs.append((losses, model.full_state_dict()))
     (losses, weights), (again, weights_again) = runs
     for i, (one, other) in enumerate(zip(losses, again, strict=True)):
         same_bits(f"loss or norm {i}", other, one)
-    for name, value in weights.items():
-        same_bits(name, weights_again[name], value)
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_a_run_can_be_repeated_to_the_bit(cluster, world_size):
-    cluster.check(repeated_body, world_size)
+    same_states("state", weights_again, weights)
 
 
 # ---- saving and going on --------------------------------------------------------------------------------------------
@@ -318,8 +277,7 @@ class Run:
             loss = on_tokens(self.model, Turn(step, self.rank, 0))
             loss.backward()
             self.model.clip_grad_norm_(0.1)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.optimizer)
             self.schedule.step()
             losses.append(loss.detach())
         return losses
@@ -354,8 +312,9 @@ def resumed(group: Any, state: dict[str, Any]) -> Run:
     return run
 
 
-def resume_body(group: Any, ranks: list[list[int]] | None) -> None:
-    """A run that was saved and goes on in new objects has the bits, the memory and the traffic of one that was not."""
+@pytest.mark.parametrize(("group", "ranks"), [(2, None), slow(3, None), (4, [[0, 1], [2, 3]])], indirect=["group"])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(group: Any, ranks: list[list[int]] | None) -> None:
+    """It has the same bits, memory and traffic, also if the ranks of the model do not include rank 0."""
     if ranks is not None:
         group = DeviceMesh("cpu", ranks).get_group(1)
     uninterrupted, first = Run(group, seed=0), Run(group, seed=0)
@@ -365,18 +324,9 @@ def resume_body(group: Any, ranks: list[list[int]] | None) -> None:
     for i, (got, loss) in enumerate(zip(second.train(range(2, 5)), expected[2:], strict=True)):
         same_bits(f"the loss of step {2 + i}", got, loss)
     weights = uninterrupted.model.full_state_dict()
-    for name, value in second.model.full_state_dict().items():
-        same_bits(name, value, weights[name])
+    same_states("state", second.model.full_state_dict(), weights)
     assert [each["lr"] for each in second.optimizer.param_groups] == [0.02 * 0.8**5, 0.05 * 0.8**5]
     assert second.cost() == uninterrupted.cost()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "ranks"), [(2, None), pytest.param(3, None, marks=pytest.mark.slow), (4, [[0, 1], [2, 3]])]
-)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(cluster, world_size, ranks):
-    """With several groups, also where the model's ranks do not include rank 0."""
-    cluster.check(resume_body, world_size, ranks)
 
 
 def weights_body(group: Any, weights: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], Tensor, Any]:
@@ -412,14 +362,13 @@ def test_weights_go_to_any_number_of_ranks_and_optimizer_state_to_the_same_numbe
     for world_size in (1, 3, 4):
         for loaded, evaluated, _ in cluster.run(weights_body, world_size, weights):
             assert loaded.keys() == weights.keys()
-            for name, value in loaded.items():
-                same_bits(f"{world_size} ranks, {name}", value, weights[name])
+            same_states(f"{world_size} ranks", loaded, weights)
             same_bits(f"{world_size} ranks, evaluated", evaluated, output)
     states = [state for _, _, state in results]
     assert cluster.run(wrong_size_body, 4, [*states, *states]) == [True] * 4
 
 
-def alone_body(group: Any) -> None:
+def test_the_state_of_an_optimizer_is_saved_by_each_rank_alone(group: Any) -> None:
     """Only rank 0 saves its optimizer: no other rank is needed for that, and nothing is sent."""
     model = ShardLite(net(), group=group)
     optimizer = AdamW(model.parameters())
@@ -434,10 +383,6 @@ def alone_body(group: Any) -> None:
     optimizer.zero_grad()
     square(model).backward()
     optimizer.step()
-
-
-def test_the_state_of_an_optimizer_is_saved_by_each_rank_alone(cluster):
-    cluster.check(alone_body, 2)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -459,24 +404,16 @@ def peak_of(run: Callable[[], Any]) -> tuple[int, Any]:
         return meter.peak - before, result
 
 
-def state_dict_body(group: Any) -> tuple[int, int, int]:
-    """Return the peaks of making a full state dict for rank 0, of loading it, and of loading the optimizer's own."""
+@pytest.mark.ranks(2, WIDE)
+def test_saving_and_loading_go_unit_by_unit(group: Any) -> None:
+    """Beside what rank 0 gets or gives. What an optimizer loads is copied into the memory that it has."""
     model = ShardLite(deep(), group=group)
     optimizer = AdamW(model.parameters())
-    model(torch.randn(2, SIDE)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.randn(2, SIDE)).sum())
     saving, state = peak_of(lambda: model.full_state_dict(rank=0))
     loading, _ = peak_of(lambda: model.load_full_state_dict(state or None))
     own = copy.deepcopy(optimizer.state_dict())
     stepping, _ = peak_of(lambda: optimizer.load_state_dict(own))
-    return saving, loading, stepping
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_saving_and_loading_go_unit_by_unit(cluster, world_size):
-    """Beside what rank 0 gets or gives. What an optimizer loads is copied into the memory that it has."""
-    for rank, (saving, loading, stepping) in enumerate(cluster.run(state_dict_body, world_size)):
-        assert saving <= ((DEPTH + 1) * UNIT if rank == 0 else 2 * UNIT) + SMALL
-        assert loading <= UNIT + SMALL
-        assert stepping <= SMALL
+    assert saving <= ((DEPTH + 1) * UNIT if group.rank() == 0 else 2 * UNIT) + SMALL
+    assert loading <= UNIT + SMALL
+    assert stepping <= SMALL

@@ -1,4 +1,4 @@
-"""What the documentation says of tests, of files and of code is so."""
+"""Statements of the documentation about tests, files and code are true."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.markdown import PAGES, ROOT, assert_links_lead_somewhere, blocks, made, tables
+from tests.support.markdown import PAGES, ROOT, assert_links_lead_somewhere, blocks, cells, made, tables
 from tests.support.ranks.scripts import run_script
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -30,18 +30,6 @@ def sections(path: Path) -> list[tuple[str, str]]:
 
 
 SCRIPTS = dict(each for path in DOCS for each in sections(path) if path.stem != "index")
-
-
-def cells(text: str) -> list[list[str]]:
-    """Return the cells of each row of the tables in a text, without their headers."""
-    lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
-    rules = {number for number, line in enumerate(lines) if re.fullmatch(r"\|( ?:?-+:? ?\|)+", line)}
-    headers = {number - 1 for number in rules}
-    return [
-        [cell.strip() for cell in line[1:].removesuffix("|").split(" | ")]
-        for number, line in enumerate(lines)
-        if line.startswith("|") and number not in rules | headers
-    ]
 
 
 def items(text: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""The examples run as they stand there, over two processes, and give what plain data parallel gives, to the bit."""
+"""The examples run unchanged on two processes, with the bits of plain data parallel."""
 
 import copy
 import re
@@ -17,7 +17,7 @@ from shardlite.apps.demo.text import draw_batch, read_corpus
 from shardlite.checkpoint import Checkpoint
 from tests.support.ranks.scripts import run_script, torchrun
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states, slow
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -37,7 +37,7 @@ def by_torchrun(script: Path, *arguments: object, warnings: str = "error") -> st
     return done.out
 
 
-@pytest.fixture(params=["cluster", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.fixture(params=["cluster", slow("torchrun")])
 def run(request: pytest.FixtureRequest) -> Run:
     """Run a script on the ranks that are there, and by its launcher."""
     if request.param == "torchrun":
@@ -76,8 +76,7 @@ class PlainTraining:
 
     def assert_same(self, got: Mapping[str, Tensor]) -> None:
         expected = self.twin.state_dict()
-        for name, value in got.items():
-            same_bits(name, value, expected[name])
+        same_states("state", got, expected)
 
 
 def adamw(**options: Any) -> Callable[[Mapping[str, nn.Parameter]], PaddedAdamW]:
@@ -103,8 +102,7 @@ def test_the_plain_loop_learns_and_goes_on_from_what_it_saved(run, tmp_path):
     assert printed("validation", run(EXAMPLES / "plain_loop.py", *resumed)) == losses[1:]
     weights, again = (saved_weights(tmp_path / folder / "step-00000002") for folder in ("first", "second"))
     assert weights.keys() == again.keys() == GPT(plain_loop.CONFIG).state_dict().keys()
-    for name, value in weights.items():
-        same_bits(name, value, again[name])
+    same_states("state", weights, again)
 
     text = read_corpus(None, context=plain_loop.CONFIG.context, limit=1 << 20)
     torch.manual_seed(0)

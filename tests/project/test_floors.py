@@ -1,4 +1,4 @@
-"""The library is a house: rooms on eight floors, and imports go down."""
+"""Imports go down: each module imports only from lower floors."""
 
 import ast
 from collections.abc import Iterator

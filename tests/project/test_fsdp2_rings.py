@@ -16,7 +16,7 @@ from shardlite import LayoutError, Route
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.ranks.scripts import run_script
 from tests.support.twins.plain import add_round
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_states, take_step
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2_rings.py"
 POLICIES = {
@@ -58,32 +58,26 @@ def trained(model: LanguageModel) -> dict[str, Tensor]:
         for block in model.blocks:
             block.unshard(async_op=True)
         tokens = torch.randint(0, VOCABULARY, (2, 8), generator=Turn(step, dist.get_rank(), 0).generator())
-        model(tokens).float().logsumexp(-1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(tokens).float().logsumexp(-1).sum())
     return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 
-def training_body(group: Any, name: str) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", POLICIES)
+def test_gradients_are_added_in_the_order_of_the_ring(group: Any, name: str) -> None:
     ours, theirs = sharded(group, POLICIES[name]), sharded(group, POLICIES[name])
     assert install(ours, Route(algorithm="direct" if name == "bf16" else "auto")) == ["(root)", "blocks.0", "blocks.1"]
     for module in (*theirs.blocks, theirs):
         module.set_custom_reduce_scatter(RingOrder())
     got = trained(ours)
-    for what, expected in trained(theirs).items():
-        same_bits(what, got[what], expected)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_gradients_are_added_in_the_order_of_the_ring(cluster, name):
-    cluster.check(training_body, 3, name)
+    same_states("state", got, trained(theirs))
 
 
 def test_two_ranks_get_the_bits_of_fsdp2(cluster):
     assert "FSDP2's own collectives and ShardLite's rings give the same bits" in run_script(cluster, SCRIPT)[0].out
 
 
-def divided_body(group: Any) -> None:
+def test_gradients_are_divided_as_fsdp2_is_told(group: Any) -> None:
     """Divide once by a whole number, and multiply each part where the divisor is not whole."""
     whole, part = (sharded(group, MixedPrecisionPolicy(), divisor) for divisor in (2.0, 0.5))
     for model in (whole, part):
@@ -93,11 +87,7 @@ def divided_body(group: Any) -> None:
         assert torch.equal(4 * one.grad.full_tensor(), other.grad.full_tensor())
 
 
-def test_gradients_are_divided_as_fsdp2_is_told(cluster):
-    cluster.check(divided_body, 2)
-
-
-def refused_body(group: Any) -> None:
+def test_what_a_ring_cannot_serve_is_refused(group: Any) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     with pytest.raises(LayoutError, match="Linear has no parameters that fully_shard has sharded: call"):
         install(nn.Linear(2, 2))
@@ -107,7 +97,3 @@ def refused_body(group: Any) -> None:
     replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
     with pytest.raises(LayoutError, match=r"module '\(root\)' is replicated and not sharded"):
         install(replicate(nn.Linear(2, 2), mesh=mesh))
-
-
-def test_what_a_ring_cannot_serve_is_refused(cluster):
-    cluster.check(refused_body, 2)

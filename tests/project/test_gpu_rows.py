@@ -1,4 +1,4 @@
-"""The first rows of a GPU appear on the pages and in the report, and sentences that they contradict go by themselves.
+"""The first GPU rows appear on the pages and in the report, and sentences that they contradict are removed.
 
 Rows here are made up, and stay in a temporary folder.
 """
@@ -61,14 +61,12 @@ def test_rows_land_in_a_file_of_the_card_and_the_day(tmp_path, results):
     assert rows[-1]["contract"] == "bits"
 
 
-def test_what_is_no_run_on_a_gpu_is_refused(tmp_path, results, capsys):
+def test_what_is_no_run_on_a_gpu_is_refused(tmp_path, results, refusal):
     with pytest.raises(ValueError, match="dry run, which measures nothing"):
         landed(folder_with(tmp_path, [FOUND[0] | {"dry": True}]), results)
     with pytest.raises(ValueError, match="no row that names a card"):
         landed(folder_with(tmp_path, FOUND[-1:]), results)
-    with pytest.raises(SystemExit):
-        main(["--land", str(tmp_path / "nowhere")])
-    assert "nowhere" in capsys.readouterr().err
+    assert "nowhere" in refusal(main, ["--land", str(tmp_path / "nowhere")])
     assert not list(results.glob("gpu-*"))
 
 

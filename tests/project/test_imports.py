@@ -1,4 +1,4 @@
-"""Every module can be imported where only what it names is installed."""
+"""Every module can be imported where only its stated dependencies are installed."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""What is imported when: nothing heavy with `import shardlite`, no PyTorch to answer `--help` or a wrong option."""
+"""`import shardlite` imports nothing heavy, and `--help` or a wrong option imports no PyTorch."""
 
 import ast
 import pickle

@@ -1,4 +1,4 @@
-"""What the README shows must run as it stands there."""
+"""The code of the README runs unchanged."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A headless browser, where there is one."""
+"""A headless browser, if one is installed."""
 
 import shutil
 import subprocess

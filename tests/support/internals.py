@@ -1,4 +1,4 @@
-"""What tests look at inside a sharded model. Only this file knows where it is kept."""
+"""Access to private parts of a sharded model. No other test file uses private attributes of the model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,15 +24,30 @@ def users(model: ShardLite) -> list[int]:
 
 
 def bridge(model: ShardLite) -> Any:
-    """Return what connects the model with optimizers."""
+    """Return the object that connects the model with optimizers."""
     return model._bridge
 
 
 def context(model: ShardLite) -> Any:
-    """Return what the units of the model share: ranks, device and books."""
-    return model._bridge.context
+    """Return the context of the model: ranks, device, ledger and traffic."""
+    return model._context
 
 
 def gatherer(model: ShardLite) -> Any:
-    """Return what gathers weights at stage 3."""
-    return model._hooks._calls.gatherer
+    """Return the object that gathers weights."""
+    return model._bridge.gatherer
+
+
+def reducer(model: ShardLite) -> Any:
+    """Return the object that reduces gradients."""
+    return model._reducer
+
+
+def backward_run(model: ShardLite) -> Any:
+    """Return the backward that is running."""
+    return model._backward._run
+
+
+def shard_group(model: ShardLite) -> Any:
+    """Return the process group whose ranks hold one copy of the model."""
+    return model._groups.shard

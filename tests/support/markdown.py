@@ -30,6 +30,18 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
+def cells(text: str) -> list[list[str]]:
+    """Return the cells of each row of the tables in a text, without their headers."""
+    lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    rules = {number for number, line in enumerate(lines) if re.fullmatch(r"\|( ?:?-+:? ?\|)+", line)}
+    headers = {number - 1 for number in rules}
+    return [
+        [cell.strip() for cell in line[1:].removesuffix("|").split(" | ")]
+        for number, line in enumerate(lines)
+        if line.startswith("|") and number not in rules | headers
+    ]
+
+
 def links(text: str) -> list[str]:
     """Return what inline links lead to, without the place in it; links to a place in the same file are left out."""
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)

@@ -16,7 +16,7 @@ def seconds(count: float) -> float:
 
 
 def until(there: Callable[[], bool], what: str = "it") -> None:
-    """Wait for what must happen beside this thread, and fail if it does not for a long time."""
+    """Wait until `there()` is true; fail after a long time."""
     began, waited = time.monotonic(), 0.0
     while not there():
         assert waited < seconds(30), f"{what} has not happened"
@@ -25,5 +25,5 @@ def until(there: Callable[[], bool], what: str = "it") -> None:
 
 
 def passes_over(model: Any) -> None:
-    """Wait for what ranks exchange beside the program at the end of each pass, so that it is counted. Collective."""
+    """Wait for the exchanges at the end of each pass, so that they are counted. Collective."""
     bridge(model).gatherer._collect(lambda ended: True)

@@ -1,4 +1,4 @@
-"""Schedules carried out on paper: buffers are dicts, and a sum is the order in which it was added.
+"""Schedules executed symbolically: buffers are dicts, and a sum is the order of its additions.
 
 `by_steps` is the meaning of a schedule: all ranks do a step together. `Race` has the ranks run by themselves, chunk by
 chunk, over links with few slots, in an order drawn by chance. Both refuse what a real run would answer with wrong

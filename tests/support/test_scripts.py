@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks.cluster import RemoteError
-from tests.support.ranks.scripts import _as_script, run_command, run_script
+from tests.support.ranks.scripts import _as_script, run_script
 
 LOOKS = """
 import logging, os, pickle, random, sys, warnings
@@ -114,18 +114,3 @@ def test_a_script_finds_a_launched_rank_and_leaves_no_trace(cluster, script, tmp
 def test_what_goes_wrong_in_a_script_fails_with_its_line(cluster, script, text, message):
     with pytest.raises(RemoteError, match=message):
         run_script(cluster, script(text))
-
-
-def test_warnings_are_as_asked(cluster, script):
-    for done in run_script(cluster, script("import warnings\nwarnings.warn('old')\n"), warnings="default"):
-        assert "UserWarning: old" in done.err
-
-
-def prints_and_fails(arguments):
-    print(*arguments, dist.is_initialized(), os.environ["RANK"])
-    return 5
-
-
-def test_a_command_is_called_with_its_arguments(cluster):
-    results = run_command(cluster, prints_and_fails, "--ranks", 2)
-    assert [(done.status, done.out) for done in results] == [(5, f"--ranks 2 False {rank}\n") for rank in range(2)]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardlite import AdamW, ShardLite
 from tests.support.models.residual import WIDTH, Block
+from tests.support.twins.sharded import take_step
 
 
 class Net(nn.Module):
@@ -49,9 +50,7 @@ def selective():
 def train(model: ShardLite, steps: int) -> list[Tensor]:
     optimizer = AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
-        model(torch.ones(2, 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, 4)))
     return [param.detach().clone() for param in model.parameters()]
 
 
@@ -105,7 +104,7 @@ def test_a_recomputation_is_no_forward(cluster, stage, contexts):
         }
 
 
-def exception_body(group):
+def test_a_name_ends_with_a_forward_that_raises(group):
     model = ShardLite(Net(), group=group)
     block = model.module.blocks[0].inner
     with profiling() as seen:
@@ -114,20 +113,12 @@ def exception_body(group):
             model(torch.ones(2, 4))
         hook.remove()
         model(torch.ones(2, 4)).backward()
-    return {event.key: event.count for event in seen.key_averages()}["shardlite::forward blocks.0"]
+    assert {event.key: event.count for event in seen.key_averages()}["shardlite::forward blocks.0"] == 2
 
 
-def test_a_name_ends_with_a_forward_that_raises(cluster):
-    assert cluster.run(exception_body, 2) == [2, 2]
-
-
-def unnamed_body(group):
+def test_without_a_profiler_nothing_is_named(group):
     with mock.patch.object(profiler, "record_function", wraps=profiler.record_function) as record:
         train(ShardLite(Net(), group=group), 2)
-    return {call.args[0] for call in record.call_args_list}
-
-
-def test_without_a_profiler_nothing_is_named(cluster):
-    for names in cluster.run(unnamed_body, 2):
-        assert names  # PyTorch's own, of optimizers
-        assert not [name for name in names if "shardlite" in name]
+    names = {call.args[0] for call in record.call_args_list}
+    assert names  # PyTorch's own, of optimizers
+    assert not [name for name in names if "shardlite" in name]

@@ -13,7 +13,7 @@ from shardlite.comm.traffic import Tally, Traffic
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.ranks.frozen import freeze
 from tests.support.transports.delegating import Counted
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 WIDTH = 128
 UNITS = 6
@@ -29,8 +29,7 @@ def net() -> nn.Sequential:
 def step(model: ShardLite, optimizer: AdamW) -> None:
     model(torch.ones(2, WIDTH)).pow(2).sum().backward()
     model.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def totals(model: ShardLite) -> tuple[int, int]:
@@ -38,14 +37,31 @@ def totals(model: ShardLite) -> tuple[int, int]:
     return sum(each.messages for each in sent), sum(each.nbytes for each in sent)
 
 
-def traffic_body(group, stage, precision):
-    """Return what one step sent, by unit and purpose, once everything agrees with the transport."""
+def by_stage(*world_sizes: int) -> pytest.MarkDecorator:
+    """Run all stages at two ranks, the last at four: at two, the part of a rank is as large as all other parts."""
+    cases = [(ranks, stage) for ranks in world_sizes for stage in range(4)]
+    fast = [case for case in cases if case[0] == 2 or case == (4, 3)]
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in cases if case not in fast]
+    return pytest.mark.parametrize(("group", "stage"), [*fast, *slow], indirect=["group"])
+
+
+@by_stage(2, 4)
+@pytest.mark.parametrize("compute", [None, slow(torch.bfloat16)])
+@pytest.mark.sample(2)
+def test_traffic_is_exact_and_as_zero_has_it(group, stage, compute):
+    """Per step and rank: `(W-1)/W` of the padded bytes for each time that a unit goes round.
+
+    It is what the transport has sent, once everything agrees with it.
+    """
     tally = Tally()
-    connect, connect_hosts = shardlite.comm.context.connect, shardlite.comm.context.connect_hosts
-    shardlite.comm.context.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
-    shardlite.comm.context.connect_hosts = lambda *args, **options: Counted(connect_hosts(*args, **options), tally)
-    try:
-        model = ShardLite(net(), stage=stage, group=group, precision=precision)
+    context = shardlite.comm.context
+
+    def counting(connect):
+        return lambda *args, **options: Counted(connect(*args, **options), tally)
+
+    ways = {name: counting(getattr(context, name)) for name in ("connect", "connect_hosts")}
+    with mock.patch.multiple(context, **ways):
+        model = ShardLite(net(), stage=stage, group=group, precision=Precision(compute=compute))
         optimizer = AdamW(model.parameters())
         for _ in range(2):
             step(model, optimizer)
@@ -54,42 +70,23 @@ def traffic_body(group, stage, precision):
         after = model.traffic()
         model.full_state_dict()
         assert totals(model) == (tally.messages, tally.nbytes)
-    finally:
-        shardlite.comm.context.connect, shardlite.comm.context.connect_hosts = connect, connect_hosts
     sent = {}
     for unit, purposes in after.items():
         for purpose, each in purposes.items():
             earlier = before[unit][purpose]
             sent[unit, purpose] = each.calls - earlier.calls, each.nbytes - earlier.nbytes
-    return sent
-
-
-def by_stage(*world_sizes: int) -> pytest.MarkDecorator:
-    """Run all stages at two ranks, the last at four: at two, the part of a rank is as large as all other parts."""
-    cases = [(ranks, stage) for ranks in world_sizes for stage in range(4)]
-    fast = [case for case in cases if case[0] == 2 or case == (4, 3)]
-    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in cases if case not in fast]
-    return pytest.mark.parametrize(("world_size", "stage"), [*fast, *slow])
-
-
-@by_stage(2, 4)
-@pytest.mark.parametrize("compute", [None, slow(torch.bfloat16)])
-@pytest.mark.sample(2)
-def test_traffic_is_exact_and_as_zero_has_it(cluster, world_size, stage, compute):
-    """Per step and rank: `(W-1)/W` of the padded bytes for each time that a unit goes round."""
     weight = 4 if compute is None else 2
-    share = BLOCK * (world_size - 1) // world_size
-    for sent in cluster.run(traffic_body, world_size, stage, Precision(compute=compute)):
-        for i in range(UNITS):
-            rounds = 2 if stage == 0 else 1  # an all-reduce is a reduce-scatter and an all-gather
-            assert sent[str(i), "reduce"] == (1, rounds * share * 4)
-            # At stage 3 the last blocks are still there when the backward comes, and the first needs no weight in it.
-            expected = {0: 0, 1: 1, 2: 1, 3: 1 if i in (0, UNITS - 2, UNITS - 1) else 2}[stage]
-            assert sent.get((str(i), "gather"), (0, 0)) == (expected, expected * share * weight)
-        assert sent["(no unit)", "gradient flags"][0] == 1
-        assert sent["(no unit)", "norm"][0] == 1  # at every stage a rank knows the squares of its own part only
-        # Some numbers, whole to each other rank at once.
-        assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 100 * world_size
+    share = BLOCK * (group.size() - 1) // group.size()
+    for i in range(UNITS):
+        rounds = 2 if stage == 0 else 1  # an all-reduce is a reduce-scatter and an all-gather
+        assert sent[str(i), "reduce"] == (1, rounds * share * 4)
+        # At stage 3 the last blocks are still there when the backward comes, and the first needs no weight in it.
+        expected = {0: 0, 1: 1, 2: 1, 3: 1 if i in (0, UNITS - 2, UNITS - 1) else 2}[stage]
+        assert sent.get((str(i), "gather"), (0, 0)) == (expected, expected * share * weight)
+    assert sent["(no unit)", "gradient flags"][0] == 1
+    assert sent["(no unit)", "norm"][0] == 1  # at every stage a rank knows the squares of its own part only
+    # Some numbers, whole to each other rank at once.
+    assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 100 * group.size()
 
 
 def unclipped_step(model: ShardLite, optimizer: AdamW) -> None:
@@ -113,7 +110,8 @@ def living() -> int:
 NOT_OF_ONE_MODEL = ("mailboxes", "idle shared memory", "chunks of a step", "messages")
 
 
-def memory_body(group, stage):
+@by_stage(1, 2, 4)
+def test_memory_is_what_there_is_and_as_zero_has_it(group, stage):
     freeze()
     model = ShardLite(net(), stage=stage, group=group, prefetch=0)
     optimizer = AdamW(model.parameters())
@@ -127,22 +125,14 @@ def memory_body(group, stage):
     assert model.memory()["gradients"].peak == memory["gradients"].now
     model.ledger.reset_peak()
     assert model.memory()["gradients"].peak == 0
-    return {purpose: held.now for purpose, held in memory.items()}
-
-
-@by_stage(1, 2, 4)
-def test_memory_is_what_there_is_and_as_zero_has_it(cluster, world_size, stage):
-    full = round_up(UNITS * BLOCK, ARENA_ALIGN) * 4
-    shard = round_up(UNITS * BLOCK // world_size, ARENA_ALIGN) * 4
-    own = UNITS * BLOCK // world_size * 4
-    counts = 2 * UNITS * 4  # the step count of each parameter
-    for held in cluster.run(memory_body, world_size, stage):
-        assert held["parameters"] == (shard if stage == 3 else full)
-        assert held["gradients"] == (own if stage >= 2 else own * world_size)
-        stepped = own if stage >= 1 else own * world_size
-        assert held["optimizer state"] == 2 * stepped + counts
-        assert held.get("gradient buckets", 0) == 0
-        assert held.get("gather buffers", 0) == 0
+    held = {purpose: each.now for purpose, each in memory.items()}
+    own = UNITS * BLOCK // group.size() * 4
+    assert held["parameters"] == round_up(UNITS * BLOCK // (group.size() if stage == 3 else 1), ARENA_ALIGN) * 4
+    assert held["gradients"] == (own if stage >= 2 else own * group.size())
+    stepped = own if stage >= 1 else own * group.size()
+    assert held["optimizer state"] == 2 * stepped + 2 * UNITS * 4  # and the step count of each parameter
+    assert held.get("gradient buckets", 0) == 0
+    assert held.get("gather buffers", 0) == 0
 
 
 def test_on_a_gpu_time_counts_from_the_first_question():

@@ -1,7 +1,7 @@
-"""On a GPU gather buffers are kept: weights lie where they lay in the last step. Buckets are memory of a stream.
+"""On a GPU gather buffers are kept, so weights keep their addresses. Buckets are memory of a stream.
 
 The GPU is simulated (`tests/comm/streams/`), which shows addresses, allocations and operators. That the bits are right
-is shown over gloo, by pools that believe to be on a GPU.
+is shown over gloo, by pools configured as on a GPU.
 """
 
 import gc
@@ -27,8 +27,9 @@ from shardlite.weights.gather_order import MEMORY
 from shardlite.weights.policy import BufferPolicy, BufferPool
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
+from tests.support.internals import context, flats, gatherer, reducer, units
 from tests.support.models.small import VOCABULARY, LanguageModel
-from tests.support.twins.sharded import Pair, Turn, slow
+from tests.support.twins.sharded import Pair, Turn, slow, take_step
 
 Place = tuple[str, int]
 """A unit, and the address of its buffer."""
@@ -63,15 +64,12 @@ def allocations() -> Iterator[list[int]]:
         take(bucket, carrier)
         noted.extend(full.nbytes for full in bucket.full)
 
-    with (
-        mock.patch.object(BufferPool, "_allocate", allocating),
-        mock.patch.object(Bucket, "allocate", taking),
-    ):
+    with mock.patch.object(BufferPool, "_allocate", allocating), mock.patch.object(Bucket, "allocate", taking):
         yield noted
 
 
 def spare(model: ShardLite) -> list[Tensor]:
-    return list(model._hooks._gatherer.spare())
+    return list(gatherer(model).spare())
 
 
 def held(model: ShardLite, purpose: str) -> int:
@@ -80,8 +78,7 @@ def held(model: ShardLite, purpose: str) -> int:
 
 def bucket_sizes(training: Training) -> list[int]:
     """Return the bytes of the bucket of each unit, which has one flat."""
-    flats = [flat for unit in training.model._units for flat in unit.flats]
-    return sorted(flat.gradients.full_numel * flat.reduce.itemsize for flat in flats)
+    return sorted(flat.gradients.full_numel * flat.reduce.itemsize for flat in flats(training.model))
 
 
 def block_of(training: Training, index: int = 2) -> nn.Module:
@@ -136,8 +133,8 @@ def test_blocks_of_several_sizes_find_their_places(sizes, prefetch):
             steps.append(list(now))
         assert all(step == steps[2] for step in steps[3:])  # in the second one, units are gathered ahead first
         assert sorted(allocated) == bucket_sizes(training)
-        largest = max(unit.nbytes for unit in training.model._units if not unit.is_root)
-        root = next(unit.nbytes for unit in training.model._units if unit.is_root)
+        largest = max(unit.nbytes for unit in units(training.model) if not unit.is_root)
+        root = next(unit.nbytes for unit in units(training.model) if unit.is_root)
         assert held(training.model, "gather buffers") <= (1 + prefetch) * largest + root
 
 
@@ -193,10 +190,10 @@ def dirty_buckets() -> Iterator[Counter[str]]:
 def test_what_no_gradient_fills_is_zero():
     with Gpu().ranks(WORLD_SIZE), dirty_buckets() as zeros:
         training = mixed(16, 48, 16, 48, 16)
-        assert all(flat.gradients.padding for unit in training.model._units for flat in unit.flats)
+        assert all(flat.gradients.padding for flat in flats(training.model))
         training.step()
         every = set(zeros)
-        assert every == {unit.name for unit in training.model._units}
+        assert every == {unit.name for unit in units(training.model)}
         block_of(training).rise.weight.requires_grad_(False)
         training.step()
         block_of(training).rise.weight.requires_grad_(True)
@@ -255,20 +252,18 @@ def test_weights_come_to_rest_again_after_anything_else(event, options):
 def test_a_buffer_that_is_viewed_is_not_used_again():
     with Gpu().ranks(WORLD_SIZE), places() as now:
         training, kept = Training(), []
-        for _ in range(2):
-            training.step()
+        training.step(2)
         handle = block_of(training).register_forward_hook(lambda module, *_: kept.append(module.rise.weight.view(-1)))
         with pytest.warns(EscapedViewWarning):
             training.step()
         handle.remove()
         value, ours = kept[0].clone(), kept[0].untyped_storage().data_ptr()
         now.clear()
-        for _ in range(3):
-            training.step()
+        training.step(3)
         assert ours not in {place for _, place in now}
         assert torch.equal(kept[0], value)
         with_it = held(training.model, "gather buffers")
-        block = next(unit.nbytes for unit in training.model._units if not unit.is_root)
+        block = next(unit.nbytes for unit in units(training.model) if not unit.is_root)
         kept.clear()
         assert held(training.model, "gather buffers") == with_it - block
 
@@ -281,27 +276,24 @@ def test_saved_weights_are_checked_again_once_no_view_of_a_kept_buffer_is_left()
         training.step()  # the view is gone before its buffer is given to the next block
         handle.remove()
         following.remove()
-        assert not any(unit.escapes for unit in training.model._units)
+        assert not any(unit.escapes for unit in units(training.model))
 
 
 def test_a_model_of_one_unit_keeps_nothing():
     with Gpu().ranks(WORLD_SIZE):
         model = ShardLite(nn.Linear(WIDTH, WIDTH))
         optimizer = AdamW(model.parameters())
-        model(torch.randn(2, WIDTH)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.randn(2, WIDTH)).sum())
         assert held(model, "gather buffers") == held(model, "gradient buckets") == 0
 
 
 @pytest.mark.parametrize(("options", "blocks"), [({"prefetch": 2}, 3), ({"reshard_after_forward": False}, 0)])
 def test_what_is_kept_is_counted(options, blocks):
-    """Units that stay until their backward are not kept afterwards."""
+    """Units that stay until their backward are freed afterwards."""
     with Gpu().ranks(WORLD_SIZE):
         training = Training(**options)
-        for _ in range(2):
-            training.step()
-        root, block, *_ = sorted(training.model._units, key=lambda unit: not unit.is_root)
+        training.step(2)
+        root, block, *_ = sorted(units(training.model), key=lambda unit: not unit.is_root)
         assert held(training.model, "gather buffers") == blocks * block.nbytes + root.nbytes
         assert held(training.model, "gradient buckets") == 0
 
@@ -341,10 +333,9 @@ def test_what_is_kept_is_memory_of_the_transport_that_sends_it():
 
     with Gpu().ranks(WORLD_SIZE), mock.patch.object(NcclTransport, "empty_persistent", noting):
         training = Training()
-        for _ in range(3):
-            training.step()
-        context = training.model._context
-        assert asked == {context.transport: 2 + 1, context.reducing[0]: 3 * len(training.model._units) + 1}
+        training.step(3)
+        shared = context(training.model)
+        assert asked == {shared.transport: 2 + 1, shared.reducing[0]: 3 * len(units(training.model)) + 1}
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------
@@ -382,10 +373,11 @@ BITS: dict[str, dict[str, Any]] = {
 }
 
 
-def bits_body(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", [slow(n) if n in ("stage 2", "no prefetch") else n for n in BITS])
+def test_bits_are_those_of_the_twin(group: Any, name: str) -> None:
     with as_on_a_gpu():
         pair = Pair(untied, group, **BITS[name])
-    assert pair.model._reducer.on_stream
+    assert reducer(pair.model).on_stream
     for step in range(4):
         pair.step(on_tokens, ("local", "step") if step == 2 else ("step",), clip=0.1 if step == 3 else None)
     with pair.model.gathered():
@@ -393,8 +385,3 @@ def bits_body(group: Any, name: str) -> None:
     pair.evaluate(on_tokens)
     pair.step(on_tokens)
     assert spare(pair.model) or BITS[name].get("stage", 3) < 3
-
-
-@pytest.mark.parametrize("name", [slow(n) if n in ("stage 2", "no prefetch") else n for n in BITS])
-def test_bits_are_those_of_the_twin(cluster, name):
-    cluster.check(bits_body, 2, name)

@@ -1,4 +1,4 @@
-"""Where ranks are many, hosts agree by one collective, and exchange what each wants only if they differ."""
+"""With many ranks, hosts agree by one collective, and exchange their lists only if they differ."""
 
 from unittest import mock
 
@@ -10,7 +10,10 @@ from shardlite import AdamW, Route, ShardLite
 from shardlite.comm import are_equal, context
 from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.weights.negotiation import Negotiation
-from tests.weights.test_participation import WIDTH, Branching
+from tests.support.internals import context as context_of
+from tests.support.internals import gatherer
+from tests.support.models.branching import WIDTH, Branching
+from tests.support.twins.sharded import take_step
 
 
 def train(group, many, parts):
@@ -25,18 +28,16 @@ def train(group, many, parts):
     with mock.patch.object(context, "MANY", many), mock.patch.object(Negotiation, "_exchange", counted):
         torch.manual_seed(0)
         model = ShardLite(Branching(), group=group, route=Route(transport="p2p"))
-        assert isinstance(model._context.hosts[0], GlooTransport)
-        assert (model._context.rounds is None) == (many > group.size())
+        assert isinstance(context_of(model).hosts[0], GlooTransport)
+        assert (context_of(model).rounds is None) == (many > group.size())
         optimizer = AdamW(model.parameters(), lr=0.1)
         for step in range(5):
             exchanges.append(0)
             leaves_out = parts and step == 3 and group.rank() == group.size() - 1
             route = [0, 1, 3] if leaves_out else [0, 1, 2, 3]
             loss = model(torch.full((2, WIDTH), 0.1 * (1 + group.rank())), route, False).square().mean()
-            in_step.append(model._hooks._gatherer.in_step())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            in_step.append(gatherer(model).in_step())
+            take_step(optimizer, loss)
         return {name: value.clone() for name, value in model.full_state_dict().items()}, exchanges, in_step
 
 
@@ -53,13 +54,15 @@ def test_hosts_that_say_the_same_exchange_nothing(cluster, parts):
         assert in_step[:4] == [False, False, True, not parts]  # the first step has no order, which the second hears of
 
 
-def compare(group):
+@pytest.mark.ranks(3)
+def test_numbers_are_equal_on_all_ranks_or_on_none(group):
     with mock.patch.object(context, "MANY", 2):
         model = ShardLite(nn.Linear(2, 2), group=group, route=Route(transport="p2p"))
-    rounds = model._context.rounds
+    rounds = context_of(model).rounds
     rank = group.rank()
-    return [are_equal(numbers, rounds) for numbers in ([7, -3], [rank], [5, 1 << 40], [1, -rank])]
-
-
-def test_numbers_are_equal_on_all_ranks_or_on_none(cluster):
-    assert cluster.run(compare, 3) == [[True, False, True, False]] * 3
+    assert [are_equal(numbers, rounds) for numbers in ([7, -3], [rank], [5, 1 << 40], [1, -rank])] == [
+        True,
+        False,
+        True,
+        False,
+    ]

@@ -1,80 +1,16 @@
-"""Ranks whose forwards take different branches, at stage 3: each gathers what any of them needs, and none hangs."""
+"""Ranks whose forwards take different branches at stage 3: each rank gathers every needed unit, and none hangs."""
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import NO_UNIT
 from shardlite.weights.gather_order import MEMORY
-from tests.support.models.small import Residual
+from tests.support.internals import units
+from tests.support.models.branching import ROUTES, WIDTH, Branching, layer_drop, loss_on, other_orders
 from tests.support.patience import passes_over
-from tests.support.twins.sharded import WIDE, Pair, Turn
-
-WIDTH = 12
-
-
-class Branching(nn.Module):
-    """Residual blocks, of which a batch names those that it uses, in that order, and a tower that it may leave out."""
-
-    def __init__(self, blocks: int = 5, *, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.blocks = nn.ModuleList([Residual(WIDTH, 2 * WIDTH + 1) for _ in range(blocks)])
-        self.tower = nn.ModuleList([Residual(WIDTH, WIDTH + 3) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, route: list[int], with_tower: bool) -> Tensor:
-        for place in route:
-            x = self.run(self.blocks[place], x)
-        if with_tower:
-            for block in self.tower:
-                x = block(x)
-        return self.head(x)
-
-    def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        if self.reentrant is None:
-            return block(x)
-        return checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=self.reentrant)
-
-
-def layer_drop(step: int, rank: int) -> tuple[list[int], bool]:
-    """Each rank drops other blocks in each step."""
-    draw = torch.rand(5, generator=torch.Generator().manual_seed(100 * step + rank))
-    return [i for i in range(5) if draw[i] > 0.4], True
-
-
-def early_exit(step: int, rank: int) -> tuple[list[int], bool]:
-    return list(range(1 + (rank + step) % 5)), False
-
-
-def missing_modality(step: int, rank: int) -> tuple[list[int], bool]:
-    """A rank's batch has the other modality now and then; at first no rank's has."""
-    return list(range(5)), step > 1 and (rank + step) % 3 == 0
-
-
-def other_orders(step: int, rank: int) -> tuple[list[int], bool]:
-    """Nothing is alike: each rank calls its blocks in an order of its own, some of them twice."""
-    shuffled = torch.randperm(5, generator=torch.Generator().manual_seed(100 * step + rank)).tolist()
-    return [*shuffled, *shuffled[: rank % 3]], rank % 2 == 0
-
-
-def one_rank_alone(step: int, rank: int) -> tuple[list[int], bool]:
-    return ([0, 1, 2, 3, 4], True) if rank == 1 else ([], False)
-
-
-ROUTES = [layer_drop, early_exit, missing_modality, other_orders, one_rank_alone]
-
-
-def loss_on(route):
-    def loss(model, turn: Turn) -> Tensor:
-        x = torch.randn(3, WIDTH, generator=turn.generator())
-        return functional.cross_entropy(model(x, *route(turn.step, turn.rank)), torch.tensor([0, 1, 2]))
-
-    return loss
+from tests.support.twins.sharded import WIDE, Pair, take_step
 
 
 def route_body(group, route, steps=5, *, reentrant=None, **options):
@@ -116,89 +52,60 @@ def test_lower_stages_have_all_weights_anyway(cluster, stage):
     cluster.check(route_body, 2, layer_drop, stage=stage)
 
 
-def hybrid_body(group):
+@pytest.mark.ranks(4)
+def test_in_a_hybrid(group):
     mesh = init_device_mesh("cpu", (2, 2))
     route_body(mesh, layer_drop, 3, replicas=2)
 
 
-def test_in_a_hybrid(cluster):
-    cluster.check(hybrid_body, 4)
-
-
-def cost_body(group, steps):
-    """Rank 1 never uses block 2. Return what the ranks have sent for it in each step, as calls by purpose."""
+def test_taking_part_is_counted(group):
+    """Rank 1 never uses block 2. What rank 0 gathers, in forward and backward, it takes part in; and no more."""
     model = ShardLite(Branching(), group=group, prefetch=0)
     optimizer = AdamW(model.parameters())
     sent, before = [], {}
-    for _ in range(steps):
+    for _ in range(4):
         route = [0, 1, 3, 4] if group.rank() == 1 else [0, 1, 2, 3, 4]
-        model(torch.ones(2, WIDTH), route, False).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, WIDTH), route, False).sum())
         now = {purpose: each.calls for purpose, each in model.traffic()["blocks.2"].items()}
         sent.append({purpose: calls - before.get(purpose, 0) for purpose, calls in now.items()})
         before = now
-        assert model.ledger.peak()["gather buffers"] < sum(unit.nbytes for unit in model._units)
-    return sent
+        assert model.ledger.peak()["gather buffers"] < sum(unit.nbytes for unit in units(model))
+    assert sent == [{"take part" if group.rank() else "gather": 2, "reduce": 1}] * 4
 
 
-def test_taking_part_is_counted(cluster):
-    """What rank 0 gathers, in forward and backward, rank 1 takes part in; and no more than that."""
-    first, second = cluster.run(cost_body, 2, 4)
-    assert first == [{"gather": 2, "reduce": 1}] * 4
-    assert second == [{"take part": 2, "reduce": 1}] * 4
-
-
-def rare_body(group):
-    """Only the first batch has the tower. Return in which steps anything was gathered for it."""
+def test_what_nobody_needs_any_more_is_gathered_no_more(group):
+    """Only the first batch has the tower."""
     model = ShardLite(Branching(), group=group)
     optimizer = AdamW(model.parameters())
     gathered, before = [], 0
     for step in range(MEMORY + 3):
         model(torch.ones(2, WIDTH), [0, 1], step == 0).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         calls = sum(each.calls for purpose, each in model.traffic()["tower.0"].items() if purpose != "reduce")
         gathered.append(calls > before)
         before = calls
-    return gathered
+    assert gathered == [True] * MEMORY + [False] * 3
 
 
-def test_what_nobody_needs_any_more_is_gathered_no_more(cluster):
-    for gathered in cluster.run(rare_body, 2):
-        assert gathered == [True] * MEMORY + [False] * 3
-
-
-def steady_body(group):
-    """Return the messages of one step that carry no weights or gradients."""
+def test_ranks_that_do_the_same_communicate_twice_per_step(group):
+    """At the end of the forward and of the backward, five integers each, once the gather order has settled."""
     model = ShardLite(Branching(), group=group)
     optimizer = AdamW(model.parameters())
     counts = []
     for _ in range(5):
         before = model.traffic().get(NO_UNIT, {}).get("order negotiation")
-        model(torch.ones(2, WIDTH), [0, 1, 2, 3, 4], True).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, WIDTH), [0, 1, 2, 3, 4], True).sum())
         passes_over(model)
         after = model.traffic()[NO_UNIT]["order negotiation"]
         counts.append((after.calls - before.calls, after.nbytes - before.nbytes) if before else None)
-    return counts
+    assert counts[2:] == [(2, 2 * 20)] * 3
 
 
-def test_ranks_that_do_the_same_talk_twice_per_step(cluster):
-    """At the end of the forward and of the backward, five integers each, once the gather order has settled."""
-    for counts in cluster.run(steady_body, 2):
-        assert counts[2:] == [(2, 2 * 20)] * 3
-
-
-def lengths_body(group):
+@pytest.mark.ranks(4)
+def test_different_numbers_of_forwards_inside_gathered(group):
     """Ranks generate answers of different lengths: inside `gathered()` no rank waits for another."""
     model = ShardLite(Branching(), group=group)
     with model.gathered(writeback=False), torch.no_grad():
         for _ in range(1 + 3 * group.rank()):
             model(torch.ones(2, WIDTH), [0, 1, 2], False)
     model(torch.ones(2, WIDTH), [0, 1, 2], False).sum().backward()
-
-
-def test_different_numbers_of_forwards_inside_gathered(cluster):
-    cluster.check(lengths_body, 4)

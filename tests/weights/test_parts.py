@@ -1,6 +1,6 @@
-"""Parts of a wrapped model are called by themselves, with no registration: they find their weights.
+"""Parts of a wrapped model can be called directly, without registration.
 
-Each of these computes a loss without the model's own forward, or beside it; gradients are the twin's to the bit.
+Each case computes a loss without the model's own forward, or with it; gradients have the twin's bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,8 +85,17 @@ def of_module(loss: Part) -> Loss:
     return lambda model, turn: loss(model.module, turn)
 
 
-def trains_a_part(group: Any, name: str, of: str) -> None:
-    """Body of a rank: steps of the part by itself, and of the model between them."""
+CASES = [(name, of, 2) for name, (models, _) in PARTS.items() for of in models]
+WIDE = [("blocks-backwards", "gpt2", 4), ("encoder-then-decoder", "t5", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "group"),
+    [case(*each, of=each[1], id="-".join(map(str, each))) for each in (*CASES, *WIDE)],
+    indirect=["group"],
+)
+def test_parts_train_by_themselves(group: Any, name: str, of: str) -> None:
+    """Steps of the part by itself, and of the model between them."""
     architecture, part = ARCHITECTURES[of], of_module(PARTS[name][1])
     pair = Pair(architecture.make, group)
     for loss in (part, architecture.loss, part, part):
@@ -94,14 +103,3 @@ def trains_a_part(group: Any, name: str, of: str) -> None:
     for guard in (torch.no_grad, torch.inference_mode):
         with guard():
             pair.evaluate(part)
-
-
-CASES = [(name, of, 2) for name, (models, _) in PARTS.items() for of in models]
-WIDE = [("blocks-backwards", "gpt2", 4), ("encoder-then-decoder", "t5", 4)]
-
-
-@pytest.mark.parametrize(
-    ("name", "of", "world_size"), [case(*each, of=each[1], id="-".join(map(str, each))) for each in (*CASES, *WIDE)]
-)
-def test_parts_train_by_themselves(cluster, name, of, world_size):
-    cluster.check(trains_a_part, world_size, name, of)

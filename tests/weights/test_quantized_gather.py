@@ -1,8 +1,9 @@
-"""Quantized gathers: ranks compute with what 8-bit codes mean, and train the weights that the codes were made of.
+"""Quantized gathers: ranks compute with decoded weights, and train the weights that were encoded.
 
 Legend: `W` ranks, `S` elements per shard, `R` bytes per row of a wire.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from bench.formats.quantized import RUNS, Task, measure
-from shardlite import EMA, AdamW, Precision, ShardLite
+from shardlite import EMA, AdamW, LayoutError, Precision, ShardLite
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import read_corpus
+from tests.support.internals import flats, units
+from tests.support.models.branching import WIDTH, Branching, layer_drop, loss_on, other_orders
+from tests.support.models.losses import on_rows
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, slow
-from tests.weights.test_participation import WIDTH, Branching, layer_drop, loss_on, other_orders
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, same_states, slow, take_step
 
 BF16 = Precision(compute=torch.bfloat16)
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
@@ -31,10 +34,6 @@ def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
     tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
     torch.manual_seed(turn.generator().initial_seed())  # of dropout
     return functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randn(5, 7, generator=turn.generator())).square().mean()
 
 
 def read_back(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -134,8 +133,7 @@ def test_all_ranks_compute_with_what_the_codes_mean(cluster, world_size, precisi
             same_bits(f"weight {i}", got, expected)
 
 
-def poison_body(group: Any) -> tuple[int, int]:
-    """Return how many weights that a forward sees are NaN, and how many that are kept."""
+def test_an_infinite_weight_shows_in_its_block_alone_and_spoils_no_neighbour_for_good(group: Any) -> None:
     model = ShardLite(
         nn.Sequential(nn.Linear(64, 64, bias=False)), group=group, precision=Precision(quantized_gather=True)
     )
@@ -144,11 +142,7 @@ def poison_body(group: Any) -> tuple[int, int]:
     model.load_full_state_dict(state)
     with model.gathered():
         seen = int(model.module[0].weight.isnan().sum())
-    return seen, int((~model.full_state_dict()["0.weight"].isfinite()).sum())
-
-
-def test_an_infinite_weight_shows_in_its_block_alone_and_spoils_no_neighbour_for_good(cluster):
-    assert cluster.run(poison_body, 2) == [(32, 1)] * 2
+    assert (seen, int((~model.full_state_dict()["0.weight"].isfinite()).sum())) == (32, 1)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -173,7 +167,14 @@ TRAINED = {
 LIKE_OTHERS = {"no-prefetch", "lora", "frozen", "checkpointed"}
 
 
-def training_body(group: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [*(slow(n, 2) if n in LIKE_OTHERS else (n, 2) for n in TRAINED), ("fp32", 4), slow("bf16", 4)],
+    indirect=["group"],
+)
+@pytest.mark.sample(2)
+def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(group: Any, name: str) -> None:
+    """The gradient for quantized weights is applied to those that they were made of."""
     make, options = TRAINED[name]
     pair = QuantizedPair(make, group, **options)
     for clip in (None, 0.01):
@@ -182,31 +183,16 @@ def training_body(group: Any, name: str) -> None:
     if not pair.model.module.reentrant:  # which warns without gradients
         pair.evaluate(lambda model, turn: model(torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())))
     kept = pair.model.full_state_dict()
-    for key, master in pair.twin.state_dict().items():
-        same_bits(f"full_state_dict()[{key!r}]", kept[key], master)
+    same_states("full_state_dict()", kept, pair.twin.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [*(slow(n, 2) if n in LIKE_OTHERS else (n, 2) for n in TRAINED), ("fp32", 4), slow("bf16", 4)],
-)
-@pytest.mark.sample(2)
-def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(cluster, name, world_size):
-    """The gradient for quantized weights is applied to those that they were made of."""
-    cluster.check(training_body, world_size, name)
-
-
-def dtypes_body(group: Any) -> None:
+def test_dtypes_that_have_no_codes_are_gathered_as_ever(group: Any) -> None:
     """Frozen weights are coded as they are kept; fp64 is gathered as it is."""
     pair = QuantizedPair(MixedDtypes, group)
-    quantized = {flat.layout.dtype: flat.quantized for unit in pair.model._units for flat in unit.flats}
+    quantized = {flat.layout.dtype: flat.quantized for flat in flats(pair.model)}
     assert quantized == {torch.float64: False, torch.float32: True}
     for _ in range(3):
         pair.step(on_rows)
-
-
-def test_dtypes_that_have_no_codes_are_gathered_as_ever(cluster):
-    cluster.check(dtypes_body, 2)
 
 
 class Counting(nn.Module):
@@ -223,18 +209,13 @@ class Counting(nn.Module):
         return self.linear(x * self.gain + self.shift) + self.empty.sum()
 
 
-def kinds_body(group: Any) -> None:
+def test_integers_and_empty_parameters(group: Any) -> None:
     pair = QuantizedPair(lambda: nn.Sequential(Counting(), Counting()), group)
     for _ in range(2):
         pair.step(on_rows)
 
 
-def test_integers_and_empty_parameters(cluster):
-    cluster.check(kinds_body, 2)
-
-
-def rule_body(group: Any) -> list[str]:
-    """Return the names that the rule was asked about."""
+def test_a_rule_chooses_units(group: Any) -> None:
     asked = []
 
     def rule(name: str, module: nn.Module) -> bool:
@@ -247,11 +228,7 @@ def rule_body(group: Any) -> list[str]:
     pair = QuantizedPair(LanguageModel, group, chosen=chosen, rule=rule)
     for _ in range(2):
         pair.step(on_tokens)
-    return asked
-
-
-def test_a_rule_chooses_units(cluster):
-    assert cluster.run(rule_body, 2) == [["", "blocks.0", "blocks.1"] * 2] * 2  # the twin asks as well
+    assert asked == ["", "blocks.0", "blocks.1"] * 2
 
 
 def route_body(group: Any, route: Any, **options: Any) -> None:
@@ -266,7 +243,7 @@ def test_ranks_may_take_different_branches(cluster, route, world_size):
     cluster.check(route_body, world_size, route)
 
 
-def mixed_route_body(group: Any) -> None:
+def test_branches_of_units_of_which_some_are_quantized(group: Any) -> None:
     """A rank takes part in quantized gathers and others."""
     route_body(
         group,
@@ -276,18 +253,11 @@ def mixed_route_body(group: Any) -> None:
     )
 
 
-def test_branches_of_units_of_which_some_are_quantized(cluster):
-    cluster.check(mixed_route_body, 2)
-
-
-def hybrid_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_in_a_hybrid(group: Any) -> None:
     pair = QuantizedPair(LanguageModel, init_device_mesh("cpu", (2, 2)), replicas=2)
     for _ in range(2):
         pair.step(on_tokens)
-
-
-def test_in_a_hybrid(cluster):
-    cluster.check(hybrid_body, 4)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -319,24 +289,20 @@ def test_a_gather_sends_33_bytes_for_32_weights(cluster, world_size, precision):
     assert cluster.run(bytes_body, world_size, precision, False) == plain
 
 
-def part_body(group: Any) -> tuple[int, int, int]:
-    """Rank 1 alone needs the tower. Return what each rank has sent for it, and its memory."""
+def test_who_takes_part_passes_codes_on(group: Any) -> None:
+    """Rank 1 alone needs the tower."""
     model = ShardLite(Branching(), group=group, precision=Precision(quantized_gather=True), prefetch=0)
     with torch.no_grad():
         model(torch.ones(2, WIDTH), [0], group.rank() == 1)
     torch.distributed.barrier(group)  # rank 0 serves rank 1 beside its own computation
-    unit = next(unit for unit in model._units if unit.name == "tower.0")
+    unit = next(unit for unit in units(model) if unit.name == "tower.0")
     row = sum(-(-(flat.layout.shard_numel * 33 // 32) // 16) * 16 for flat in unit.flats)
     sent = model.traffic()["tower.0"]
     purpose = "gather" if group.rank() == 1 else "take part"
     assert sent.keys() == {purpose}
-    return sent[purpose].nbytes, row, model.ledger.peak()["staging"]
-
-
-def test_who_takes_part_passes_codes_on(cluster):
-    for sent, row, staged in cluster.run(part_body, 2):
-        assert sent == row
-        assert staged >= 2 * row
+    sent, row, staged = sent[purpose].nbytes, row, model.ledger.peak()["staging"]
+    assert sent == row
+    assert staged >= 2 * row
 
 
 def bench_body(group: Any) -> dict[str, Any]:
@@ -361,16 +327,18 @@ def test_the_bench_compares_losses_and_bytes(cluster):
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
-def writeback_body(group: Any, precision: Precision) -> None:
+@PRECISIONS
+@pytest.mark.ranks(2, WIDE)
+def test_writing_back_keeps_all_digits_of_what_was_not_written(group: Any, precision: Precision) -> None:
     model = ShardLite(LanguageModel(tied=False), group=group, precision=replace(precision, quantized_gather=True))
     before = model.full_state_dict()
     with model.gathered():
         pass
-    versions = [unit.version() for unit in model._units]
+    versions = [unit.version() for unit in units(model)]
     with model.gathered(), torch.no_grad():
         model.module.blocks[1].qkv.weight[3, 5] = 0.123
         model.module.blocks[1].norm.weight.mul_(1.5)
-    assert [unit.version() != v for unit, v in zip(model._units, versions, strict=True)] == [False, False, True]
+    assert [unit.version() != v for unit, v in zip(units(model), versions, strict=True)] == [False, False, True]
     for name, value in model.full_state_dict().items():
         expected = before[name].clone()
         if name == "blocks.1.qkv.weight":
@@ -384,35 +352,21 @@ def writeback_body(group: Any, precision: Precision) -> None:
     same_bits("what is gathered then", got, read_back(as_sent(kept, precision), precision.compute))
 
 
-@PRECISIONS
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_writing_back_keeps_all_digits_of_what_was_not_written(cluster, world_size, precision):
-    cluster.check(writeback_body, world_size, precision)
-
-
-def ema_body(group: Any) -> None:
+def test_a_moving_average_keeps_all_digits(group: Any) -> None:
     """The average is of the weights that are kept, and is quantized when it is computed with."""
     model = ShardLite(LanguageModel(tied=False), group=group, precision=Precision(quantized_gather=True))
     optimizer, ema = AdamW(model.parameters()), EMA(model, decay=0.5)
     expected = model.full_state_dict()
     for step in range(3):
-        on_tokens(model, Turn(step, group.rank(), 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, on_tokens(model, Turn(step, group.rank(), 0)))
         ema.update()
         for name, weight in model.full_state_dict().items():
             expected[name].lerp_(weight, 0.5)
     kept = model.full_state_dict()
     with ema.swapped(), model.gathered():
         same_bits("the average", model.module.embed.weight.detach(), read_back(expected["embed.weight"]))
-    for name, average in ema.full_state_dict().items():
-        same_bits(f"the average of {name}", average, expected[name])
-    for name, weight in model.full_state_dict().items():
-        same_bits(name, weight, kept[name])
-
-
-def test_a_moving_average_keeps_all_digits(cluster):
-    cluster.check(ema_body, 2)
+    same_states("the average", ema.full_state_dict(), expected)
+    same_states("state", model.full_state_dict(), kept)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -426,32 +380,25 @@ def wrap(group: Any, stage: int, rule: Any) -> None:
     ("stage", "rule", "error", "message"),
     [
         *(
-            (stage, True, "LayoutError", f"Precision(quantized_gather=...) requires stage 3, got stage {stage}")
+            (stage, True, LayoutError, f"Precision(quantized_gather=...) requires stage 3, got stage {stage}")
             for stage in (0, 1, 2)
         ),
-        (2, {}.get, "LayoutError", "Precision(quantized_gather=...) requires stage 3, got stage 2"),
+        (2, {}.get, LayoutError, "Precision(quantized_gather=...) requires stage 3, got stage 2"),
         (
             3,
             "blocks",
-            "TypeError",
+            TypeError,
             "Precision: quantized_gather must be a bool or callable(name, module) -> bool, got 'blocks'",
         ),
-        (3, None, "TypeError", "got None"),
+        (3, None, TypeError, "got None"),
     ],
 )
-def test_errors_say_what_may_be_asked_for(cluster, stage, rule, error, message):
-    for kind, told in cluster.failures(wrap, 2, stage, rule):
-        assert kind == error
-        assert message in told
+def test_errors_say_what_may_be_asked_for(group, stage, rule, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        wrap(group, stage, rule)
 
 
-def differing_body(group: Any) -> None:
-    wrap(group, 3, lambda name, _: name == f"blocks.{group.rank()}")
-
-
-def test_ranks_must_agree_on_what_is_quantized(cluster):
-    for kind, message in cluster.failures(differing_body, 2):
-        assert kind == "LayoutError"
-        assert (
-            "norm.weight [20] (torch.float32, trainable) in unit 'blocks.0', gathered as codes, rank 1 has" in message
-        )
+def test_ranks_must_agree_on_what_is_quantized(group):
+    expected = r"\(torch.float32, trainable\) in unit 'blocks.0', gathered as codes, rank 1 has"
+    with pytest.raises(LayoutError, match=expected):
+        wrap(group, 3, lambda name, _: name == f"blocks.{group.rank()}")

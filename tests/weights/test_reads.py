@@ -1,4 +1,4 @@
-"""Weights that are read outside of the modules that own them, as programs of strangers do it: the bits of the twin."""
+"""Weights read outside the modules that own them, as in common libraries, have the bits of the twin."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,9 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from shardlite import ShardLite
 from shardlite.params import Placeholder
+from tests.support.internals import units
 from tests.support.models.residual import WIDTH, Block
+from tests.support.models.small import run_all
 from tests.support.twins.sharded import Pair, Turn, trained
 
 WORDS = 200
@@ -20,7 +22,7 @@ UNITS = (Block, nn.Embedding, nn.Linear)
 
 
 class Trunk(nn.Module):
-    """What comes before the part that a test is about."""
+    """The layers before the part under test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,10 +30,7 @@ class Trunk(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def body(self, words: Tensor) -> Tensor:
-        x = self.table(words)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return run_all(self.blocks, self.table(words))
 
     def forward(self, words: Tensor) -> Tensor:
         return self.body(words)
@@ -140,15 +139,11 @@ def on_words(model: Any, turn: Turn) -> Tensor:
 MODELS = (AttentionPool, WeightNormedHead, Lists, SharedTable, ReadsAnother, Orthogonal, TensorHook, BackwardHook)
 
 
-def follows(group: Any, make: Any, stage: int) -> None:
-    trained(make, on_words, group, stage=stage, units=UNITS)
-
-
 @pytest.mark.stages(1, 3)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.sample(2)
-def test_programs_that_read_weights(cluster, make, stage):
-    cluster.check(follows, 2, make, stage)
+def test_programs_that_read_weights(group: Any, make: Any, stage: int) -> None:
+    trained(make, on_words, group, stage=stage, units=UNITS)
 
 
 # ---- hooks that are registered after wrapping ------------------------------------------------------------------------
@@ -173,7 +168,9 @@ def after_all(module: Trunk) -> None:
 HOOKS = (before_block, after_block, before_all, after_all)
 
 
-def hooked(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
+@pytest.mark.stages(0, 3)
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_registered_after_wrapping(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
     pair = Pair(Trunk, group, stage=stage, units=UNITS)
     for each in (pair.model, pair.twin):
         register(each.module)
@@ -181,13 +178,8 @@ def hooked(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
         pair.step(on_words)
 
 
-@pytest.mark.stages(0, 3)
-@pytest.mark.parametrize("register", HOOKS)
-def test_hooks_registered_after_wrapping(cluster, register, stage):
-    cluster.check(hooked, 2, register, stage)
-
-
-def hooked_around(group: Any, stage: int) -> None:
+@pytest.mark.stages(1, 3)
+def test_hooks_of_the_wrapper(group: Any, stage: int) -> None:
     """Hooks of the wrapper itself run around its forward."""
     pair = Pair(Trunk, group, stage=stage, units=UNITS)
     for each in (pair.model, pair.twin.module):
@@ -196,11 +188,6 @@ def hooked_around(group: Any, stage: int) -> None:
         each.register_forward_pre_hook(lambda _, args, m=trunk: (args[0] + int(m.table.weight.mean() > 9),))
     for _ in range(3):
         pair.step(on_words)
-
-
-@pytest.mark.stages(1, 3)
-def test_hooks_of_the_wrapper(cluster, stage):
-    cluster.check(hooked_around, 2, stage)
 
 
 class Recursive(nn.Module):
@@ -215,16 +202,12 @@ class Recursive(nn.Module):
         return x * self.weight
 
 
-def recursive_body(group: Any) -> list[str]:
+def test_a_module_that_calls_itself_is_resharded_when_its_outermost_call_ends(group: Any) -> None:
     model = ShardLite(nn.Sequential(Recursive(), Recursive()), units=Recursive, group=group)
     model.trace.take()
     model(torch.ones(2, WIDTH))
-    return [event for event in model.trace.take() if event.startswith("reshard")]
-
-
-def test_a_module_that_calls_itself_is_resharded_when_its_outermost_call_ends(cluster):
-    for events in cluster.run(recursive_body, 2):
-        assert events == ["reshard 0", "reshard 1"]
+    events = [event for event in model.trace.take() if event.startswith("reshard")]
+    assert events == ["reshard 0", "reshard 1"]
 
 
 # ---- in a backward, where handles need no parameters -----------------------------------------------------------------
@@ -241,13 +224,13 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x))
 
 
-def placeholders_body(group: Any) -> tuple[list[bool], list[int]]:
-    """Return whether a parameter is a placeholder, and its unit's users: before a hook reads it, then, at the end."""
+def test_parameters_stay_placeholders_in_a_backward_until_one_is_read(group: Any) -> None:
+    """Compare before a hook reads the parameter, then, and at the end."""
     model = ShardLite(nn.Sequential(TwoLayers(), TwoLayers()), units=TwoLayers, group=group)
     seen: list[bool] = []
     users: list[int] = []
     weight = model.module[1].second.inner.weight
-    (unit,) = (each for each in model._units if weight in set(each.params()))
+    (unit,) = (each for each in units(model) if weight in set(each.params()))
 
     def note() -> None:
         seen.append(isinstance(weight, Placeholder))
@@ -261,10 +244,5 @@ def placeholders_body(group: Any) -> tuple[list[bool], list[int]]:
     weight.register_hook(look)
     model(torch.ones(2, WIDTH)).sum().backward()
     note()
-    return seen, users
-
-
-def test_parameters_stay_placeholders_in_a_backward_until_one_is_read(cluster):
-    for kinds, users in cluster.run(placeholders_body, 2):
-        assert kinds == [True, False, True]
-        assert users == [1, 1, 0]  # the handles: a hook does not hold a unit that is there
+    assert seen == [True, False, True]
+    assert users == [1, 1, 0]  # the handles: a hook does not hold a unit that is there

@@ -1,4 +1,4 @@
-"""When a unit is released: after the last use of its weights, whatever is frozen, recomputed, shared or unused.
+"""A unit is released after the last use of its weights, whatever is frozen, recomputed, shared or unused.
 
 Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit. Without
 prefetching, the number of buffers at once shows whether units are released in time.
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import ShardLite
+from tests.support.internals import users
+from tests.support.models.small import run_all
 from tests.support.twins.sharded import assert_gradients_equal, compare, gathers, most_buffers
 
 DEPTH = 6
@@ -58,9 +60,7 @@ class Deep(nn.Module):
         return x
 
     def _run(self, x: Tensor, start: int, stop: int) -> Tensor:
-        for block in self.blocks[start:stop]:
-            x = block(x)
-        return x
+        return run_all(self.blocks[start:stop], x)
 
 
 def blocks(count: int = DEPTH, **options: object) -> list[Block]:
@@ -95,29 +95,23 @@ def test_lora_alone_needs_one_buffer_and_two_gathers(cluster):
         assert counts == {f"blocks.{i}": 2 for i in range(DEPTH - 1)} | {f"blocks.{DEPTH - 1}": 1}
 
 
-def frozen_tail_body(group):
+def test_frozen_blocks_after_a_trainable_one_are_released(group):
     deep = Deep(blocks())
     for block in deep.blocks[1:]:
         block.requires_grad_(False)
     model, _ = compare(deep, square, group, prefetch=0)
-    return most_buffers(model), [event for event in model.trace.take() if event.startswith("reduce")]
+    assert most_buffers(model) == 1
+    assert [event for event in model.trace.take() if event.startswith("reduce")] == ["reduce blocks.0"]
 
 
-def test_frozen_blocks_after_a_trainable_one_are_released(cluster):
-    for buffers, reductions in cluster.run(frozen_tail_body, 2):
-        assert buffers == 1
-        assert reductions == ["reduce blocks.0"]
-
-
-def unused_body(group):
+def test_an_unused_parameter_does_not_hold_its_unit(group):
     model, _ = compare(Deep(blocks(unused=True)), square, group, prefetch=0)
-    return most_buffers(model), [event.split()[1] for event in model.trace.take() if event.startswith("reduce")]
-
-
-def test_an_unused_parameter_does_not_hold_its_unit(cluster):
-    for buffers, reductions in cluster.run(unused_body, 2):
-        assert buffers == 1
-        assert reductions == [f"blocks.{i}" for i in reversed(range(DEPTH))]  # at the end, in the fixed order
+    buffers, reductions = (
+        most_buffers(model),
+        [event.split()[1] for event in model.trace.take() if event.startswith("reduce")],
+    )
+    assert buffers == 1
+    assert reductions == [f"blocks.{i}" for i in reversed(range(DEPTH))]  # at the end, in the fixed order
 
 
 def preference_loss(model: nn.Module) -> Tensor:
@@ -125,18 +119,13 @@ def preference_loss(model: nn.Module) -> Tensor:
     return nn.functional.logsigmoid(model(batch()).sum() - model(2 * batch()).sum())
 
 
-def two_forwards_body(group):
+def test_two_forwards_and_one_backward_need_one_buffer(group):
     model, _ = compare(Deep(blocks()), preference_loss, group, prefetch=0)
-    return most_buffers(model), gathers(model)
+    assert most_buffers(model) == 1
+    assert all(count <= 4 for count in gathers(model).values())
 
 
-def test_two_forwards_and_one_backward_need_one_buffer(cluster):
-    for buffers, counts in cluster.run(two_forwards_body, 2):
-        assert buffers == 1
-        assert all(count <= 4 for count in counts.values())
-
-
-def double_backward_body(group):
+def test_double_backward_is_exact_and_leaves_nothing_held(group):
     """A gradient penalty: the graph of the first backward holds handles, and is walked again."""
     deep = Deep(blocks(3))
 
@@ -148,29 +137,20 @@ def double_backward_body(group):
 
     model, _ = compare(deep, penalised, group, prefetch=0)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    return most_buffers(model), {unit.users for unit in model._units}
+    assert most_buffers(model) <= 3
+    assert not any(users(model))
 
 
-def test_double_backward_is_exact_and_leaves_nothing_held(cluster):
-    for buffers, users in cluster.run(double_backward_body, 2):
-        assert buffers <= 3
-        assert users == {0}
-
-
-def deep_body(group, depth, prefetch):
-    model, twin = compare(Deep(blocks(depth)), square, group, prefetch=prefetch)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_model_of_any_depth_runs_through_few_buffers(group, prefetch):
+    model, twin = compare(Deep(blocks(20)), square, group, prefetch=prefetch)
     for _ in range(2):
         model.zero_grad()
         twin.zero_grad()
         square(twin).backward()
         square(model).backward()
         assert_gradients_equal(model, twin)
-    return most_buffers(model)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_a_model_of_any_depth_runs_through_few_buffers(cluster, prefetch):
-    assert cluster.run(deep_body, 2, 20, prefetch) == [1 + prefetch] * 2
+    assert most_buffers(model) == 1 + prefetch
 
 
 class CallsBlocks(nn.Module):
@@ -187,18 +167,14 @@ class CallsBlocks(nn.Module):
         return x
 
 
-def twice_under_reentrant_body(group):
+def test_a_block_twice_under_reentrant_checkpointing_is_reduced_once(group):
     """Gradients of a block are complete twice in one backward."""
     model, _ = compare(CallsBlocks(0, 1, 0, 1), square, group)
-    return [event for event in model.trace.take() if event.startswith("reduce")]
+    reductions = [event for event in model.trace.take() if event.startswith("reduce")]
+    assert sorted(reductions) == ["reduce blocks.0", "reduce blocks.1"]
 
 
-def test_a_block_twice_under_reentrant_checkpointing_is_reduced_once(cluster):
-    for reductions in cluster.run(twice_under_reentrant_body, 2):
-        assert sorted(reductions) == ["reduce blocks.0", "reduce blocks.1"]
-
-
-def two_losses_body(group):
+def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(group):
     """Two forwards, two backwards, and a block that each calls twice."""
     plain = CallsBlocks(0, 0, 1, 1)
     twin = copy.deepcopy(plain)
@@ -213,11 +189,7 @@ def two_losses_body(group):
             twin.zero_grad()
 
 
-def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(cluster):
-    cluster.check(two_losses_body, 2)
-
-
-def nested_reentrant_body(group):
+def test_nested_reentrant_backwards_reduce_each_unit_once(group):
     """Reentrant inside reentrant: three levels of backward."""
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # the inner one's first forward has none
 
@@ -232,15 +204,11 @@ def nested_reentrant_body(group):
             return self._run(checkpoint(outer, x, use_reentrant=True), 3, 4)
 
     model, _ = compare(Nested(blocks(4)), square, group)
-    return [event for event in model.trace.take() if event.startswith("reduce")]
+    reductions = [event for event in model.trace.take() if event.startswith("reduce")]
+    assert sorted(reductions) == [f"reduce blocks.{i}" for i in range(4)]
 
 
-def test_nested_reentrant_backwards_reduce_each_unit_once(cluster):
-    for reductions in cluster.run(nested_reentrant_body, 2):
-        assert sorted(reductions) == [f"reduce blocks.{i}" for i in range(4)]
-
-
-def grad_of_inputs_body(group):
+def test_gradients_of_inputs_alone_reduce_nothing(group):
     model = ShardLite(Deep(blocks(3)), group=group)
     twin_input, x = batch(), batch()
     twin = Deep(blocks(3))
@@ -250,10 +218,5 @@ def grad_of_inputs_body(group):
     (got,) = torch.autograd.grad(model(x).square().mean(), x)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert all(shard.grad is None for shard in model.parameters())
-    return [e for e in model.trace.take() if e.startswith("reduce")], [unit.users for unit in model._units]
-
-
-def test_gradients_of_inputs_alone_reduce_nothing(cluster):
-    for reductions, users in cluster.run(grad_of_inputs_body, 2):
-        assert reductions == []
-        assert set(users) == {0}
+    assert not [event for event in model.trace.take() if event.startswith("reduce")]
+    assert not any(users(model))

@@ -13,25 +13,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
-from tests.support.models.residual import WIDTH, Block, batch
+from tests.support.internals import users
+from tests.support.models.residual import WIDTH, Block, Chain, batch
 from tests.support.twins.sharded import assert_gradients_equal, compare
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def chain(kind: type[Block] = Block) -> Chain:
+    return Chain((kind() for _ in range(3)), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-def outside_body(group):
+def test_a_loss_on_a_weight_gathered_by_hand(group):
     """A loss on a weight that was gathered by hand, used outside any forward."""
 
     def loss(model: nn.Module) -> Tensor:
@@ -41,14 +32,10 @@ def outside_body(group):
         with model.gathered("head.weight"):
             return out + (model.module.head.weight @ model.module.head.weight.T).square().mean()
 
-    compare(Net(), loss, group)
+    compare(chain(), loss, group)
 
 
-def test_a_loss_on_a_weight_gathered_by_hand(cluster):
-    cluster.check(outside_body, 2)
-
-
-def offload_outside_body(group):
+def test_hooks_of_the_user_around_the_model_see_everything_but_weights(group):
     counts = []
 
     def loss(model: nn.Module) -> Tensor:
@@ -63,18 +50,13 @@ def offload_outside_body(group):
         counts.append(len(seen))
         return value
 
-    compare(Net(), loss, group)
+    compare(chain(), loss, group)
     weights = 2 + 3  # of the first layer, the head and each block
-    return counts, weights
+    plain, ours = counts
+    assert ours == plain - weights
 
 
-def test_hooks_of_the_user_around_the_model_see_everything_but_weights(cluster):
-    for counts, weights in cluster.run(offload_outside_body, 2):
-        plain, ours = counts
-        assert ours == plain - weights
-
-
-def inside_unit_body(group):
+def test_hooks_inside_a_block_do_not_get_the_weights(group):
     """Hooks entered inside a block, around its layers: ours are innermost again at each layer."""
     copies: list[Tensor] = []
 
@@ -87,23 +69,14 @@ def inside_unit_body(group):
             with saved_tensors_hooks(pack, lambda packed: packed):
                 return super().forward(x)
 
-    class Outer(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Offloads() for _ in range(3))
-
     def loss(model: nn.Module) -> Tensor:
         copies.clear()
         return model(batch()).square().mean()
 
-    compare(Outer(), loss, group)  # runs the plain model first
-    return [tuple(tensor.shape) for tensor in copies]
-
-
-def test_hooks_inside_a_block_do_not_get_the_weights(cluster):
-    for shapes in cluster.run(inside_unit_body, 2):
-        assert (3, WIDTH) in shapes
-        assert (WIDTH, WIDTH) not in shapes
+    compare(chain(Offloads), loss, group)  # runs the plain model first
+    shapes = [tuple(tensor.shape) for tensor in copies]
+    assert (3, WIDTH) in shapes
+    assert (WIDTH, WIDTH) not in shapes
 
 
 class InPlace(nn.Module):
@@ -119,20 +92,16 @@ class InPlace(nn.Module):
         return self.blocks[1](s)
 
 
-def in_place_body(group, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_in_place_changes_of_saved_activations_are_errors(group, stage):
     model = ShardLite(InPlace(), group=group, stage=stage)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(batch()).sum().backward()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_in_place_changes_of_saved_activations_are_errors(cluster, stage):
-    cluster.check(in_place_body, 2, stage)
-
-
-def leak_body(group):
+def test_saved_activations_do_not_leak(group):
     """Activations die with the graph, without the garbage collector: packing makes no cycles."""
-    model = ShardLite(Net(), group=group)
+    model = ShardLite(chain(), group=group)
     gc.collect()
     gc.disable()
     try:
@@ -140,19 +109,16 @@ def leak_body(group):
         storage = weakref.ref(x.untyped_storage())
         out = model(x)
         del x
-        held = storage() is not None
+        assert storage() is not None
         del out
-        return held, storage() is None
+        assert storage() is None
     finally:
         gc.enable()
 
 
-def test_saved_activations_do_not_leak(cluster):
-    assert cluster.run(leak_body, 2) == [(True, True)] * 2
-
-
-def step_between_body(group, stage):
-    net = Net()
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_between_forward_and_backward_is_an_error(group, stage):
+    net = chain()
     model = ShardLite(net, group=group, stage=stage)
     optimizer = AdamW(model.parameters(), lr=0.1)
     model(batch()).sum().backward()
@@ -161,20 +127,15 @@ def step_between_body(group, stage):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     model.zero_grad()
-    twin = Net()
+    twin = chain()
     twin.load_state_dict(model.full_state_dict())
     twin(batch()).sum().backward()
     model(batch()).sum().backward()
     assert_gradients_equal(model, twin)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_between_forward_and_backward_is_an_error(cluster, stage):
-    cluster.check(step_between_body, 2, stage)
-
-
-def retain_body(group):
-    net = Net()
+def test_a_retained_graph_can_be_used_again_until_a_step(group):
+    net = chain()
     twin = copy.deepcopy(net)
     model = ShardLite(net, group=group, prefetch=0)
     ours, theirs = model(batch()).square().sum(), twin(batch()).square().sum()
@@ -182,22 +143,17 @@ def retain_body(group):
         ours.backward(retain_graph=True)
         theirs.backward(retain_graph=True)
     assert_gradients_equal(model, twin)
-    users = [unit.users for unit in model._units]
+    held = users(model)
     optimizer = AdamW(model.parameters(), lr=0.1)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ours.backward()
-    return users
+    assert not any(held)
 
 
-def test_a_retained_graph_can_be_used_again_until_a_step(cluster):
-    for users in cluster.run(retain_body, 2):
-        assert set(users) == {0}
-
-
-def looking_body(group):
+def test_looking_into_the_graph_gives_values_and_holds_nothing(group):
     """The graph is read outside a backward."""
-    net = Net()
+    net = chain()
     twin = copy.deepcopy(net)
     model = ShardLite(net, group=group)
     out, expected = model(batch()), twin(batch())
@@ -207,9 +163,4 @@ def looking_body(group):
     out.sum().backward()
     expected.sum().backward()
     assert_gradients_equal(model, twin)
-    return [unit.users for unit in model._units]
-
-
-def test_looking_into_the_graph_gives_values_and_holds_nothing(cluster):
-    for users in cluster.run(looking_body, 2):
-        assert set(users) == {0}
+    assert not any(users(model))

@@ -1,4 +1,4 @@
-"""Weights that a forward writes itself are kept."""
+"""Weights written by a forward are kept."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardlite import LayoutError, Precision, ShardLite
 from tests.support.models.residual import WIDTH, Block
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, same_states, take_step
 
 
 class ActNorm(nn.Module):
@@ -77,9 +77,10 @@ class Codebook(nn.Module):
 WRITERS = [ActNorm, ByData, ByAssignment, Clamped, Codebook]
 
 
-def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
-    """Body of a rank: all ranks have the same batches."""
-    torch.manual_seed(0)
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_a_forward_writes_is_kept(group: Any, kind: type[nn.Module], stage: int) -> None:
+    """All ranks have the same batches."""
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(nn.Sequential(kind(), Block()) for _ in range(3)))
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage, units=nn.Sequential)
@@ -89,24 +90,16 @@ def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
         losses = []
         for each, optimizer in zip((model, twin), optimizers, strict=True):
             loss = each(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             losses.append(loss.detach())
         same_bits(f"loss {step}", *losses)
         full = model.full_state_dict()
-        for name, value in twin.state_dict().items():
-            same_bits(f"{name} after step {step}", full[name], value)
+        same_states(f"after step {step}", full, twin.state_dict())
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("kind", WRITERS)
-def test_what_a_forward_writes_is_kept(cluster, kind, stage):
-    cluster.check(keeps, 2, kind, stage)
-
-
-def keeps_in_bf16(group: Any, stage: int) -> None:
-    """Body of a rank: what was not written keeps the digits of its master."""
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_not_written_keeps_its_digits(group: Any, stage: int) -> None:
+    """What was not written keeps the digits of its master."""
     model = ShardLite(Clamped(), group=group, stage=stage, precision=Precision(compute=torch.bfloat16))
     before = model.full_state_dict()["weight"]
     with torch.no_grad():
@@ -119,12 +112,8 @@ def keeps_in_bf16(group: Any, stage: int) -> None:
     assert not inside.all()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_is_not_written_keeps_its_digits(cluster, stage):
-    cluster.check(keeps_in_bf16, 2, stage)
-
-
-def assigns_inside(group: Any, stage: int) -> None:
+@pytest.mark.stages(2, 3)
+def test_what_is_assigned_inside_gathered_is_kept(group: Any, stage: int) -> None:
     model = ShardLite(Codebook(), group=group, stage=stage)
     with model.gathered():
         model.module.codes.data = torch.ones(5, WIDTH)
@@ -132,11 +121,6 @@ def assigns_inside(group: Any, stage: int) -> None:
     full = model.full_state_dict()
     assert torch.equal(full["codes"], torch.ones(5, WIDTH))
     assert torch.equal(full["out.bias"], torch.full((WIDTH,), 2.0))
-
-
-@pytest.mark.stages(2, 3)
-def test_what_is_assigned_inside_gathered_is_kept(cluster, stage):
-    cluster.check(assigns_inside, 2, stage)
 
 
 class Scaled(nn.Module):
@@ -162,9 +146,10 @@ class Scaled(nn.Module):
         weight.add_(1.0)
 
 
-def assigns_what_it_computes(group: Any, change: Any, stage: int) -> None:
-    """Body of a rank: a module changes its weights in the same way, wrapped or not."""
-    torch.manual_seed(0)
+@pytest.mark.stages(1, 3)
+@pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
+def test_what_was_computed_from_former_data_may_be_assigned(group: Any, change: Any, stage: int) -> None:
+    """A module changes its weights in the same way, wrapped or not."""
     plain = nn.Sequential(*(Scaled() for _ in range(3)))
     twin = copy.deepcopy(plain)
     model = ShardLite(plain, group=group, stage=stage)
@@ -176,17 +161,10 @@ def assigns_what_it_computes(group: Any, change: Any, stage: int) -> None:
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
     same_bits("outputs", model(x), twin(x))
     full = model.full_state_dict()
-    for name, value in twin.state_dict().items():
-        same_bits(name, full[name], value)
+    same_states("state", full, twin.state_dict())
 
 
-@pytest.mark.stages(1, 3)
-@pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
-def test_what_was_computed_from_former_data_may_be_assigned(cluster, change, stage):
-    cluster.check(assigns_what_it_computes, 2, change, stage)
-
-
-def lost_outside(group: Any) -> None:
+def test_what_would_be_lost_is_refused(group: Any) -> None:
     """Where the shards are other memory, a write into full weights between passes would be lost."""
     for stage, precision in ((3, Precision()), (2, Precision(compute=torch.bfloat16))):
         model = ShardLite(nn.Linear(4, 4), group=group, stage=stage, precision=precision)
@@ -194,7 +172,3 @@ def lost_outside(group: Any) -> None:
             model(torch.ones(1, 4))
         with pytest.raises(LayoutError, match="parameter 'weight' is sharded"):
             model.module.weight.data.fill_(1.0)
-
-
-def test_what_would_be_lost_is_refused(cluster):
-    cluster.check(lost_outside, 2)

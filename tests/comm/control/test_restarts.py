@@ -7,6 +7,7 @@ import torch
 
 from shardlite.apps.launch import OWN_STORE
 from tests.support.ranks.scripts import run_process
+from tests.support.twins.sharded import same_states
 
 PROGRAM = Path(__file__).with_name("restarted.py")
 
@@ -32,5 +33,4 @@ def expected(tmp_path_factory):
 def test_a_run_that_is_started_again_has_the_same_bits(expected, tmp_path, monkeypatch, transport):
     monkeypatch.setenv(OWN_STORE, "1")
     got = trained(tmp_path / "interrupted", transport, 3)
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
+    same_states("state", got, expected)

@@ -1,4 +1,4 @@
-"""A peer that is stopped, and with it the store of the process group: no call waits for it longer than `timeout`."""
+"""No call waits longer than `timeout` for a stopped peer, even if it serves the store of the process group."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from torch import nn
 from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
 from tests.support.patience import seconds, until
-from tests.support.twins.sharded import slow
+from tests.support.twins.sharded import slow, take_step
 
 LIMIT = timedelta(seconds=seconds(0.5))
 X = torch.ones(4, 8)
@@ -29,9 +29,7 @@ class Run:
         net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
         self.model = ShardLite(net, units=nn.Linear, route=Route(transport=transport), timeout=LIMIT, group=self.group)
         self.optimizer = AdamW(self.model.parameters(), lr=0.1)
-        self.model(X).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer, self.model(X).sum())
         if call == "end_backward":
             self.loss = self.model(X).sum()
         if call == "clip":
@@ -39,7 +37,7 @@ class Run:
 
 
 def together(make):
-    """Return what both ranks make, at whatever pace: if one of them was late by the whole `LIMIT`, both try again."""
+    """Return the result of both ranks; if one of them was late by the whole `LIMIT`, both try again."""
     while True:
         try:
             made = make()
@@ -104,7 +102,7 @@ CALLS |= {each.__name__: each for each in (save, load, resume)}
 
 
 def stopped_body(group, transport):
-    """Stop rank 0, and return what each call gives rank 1 for an error."""
+    """Stop rank 0, and return the error that each call raises on rank 1."""
     runs = {name: together(partial(Run, transport, name)) for name in CALLS}
     pid = Path(os.environ["TMPDIR"]).parent / "pid"
     if group.rank() == 0:
@@ -127,7 +125,7 @@ def stopped_body(group, transport):
 @pytest.mark.parametrize("transport", ["shared_memory", slow("p2p")])
 def test_no_call_waits_for_a_stopped_peer(doomed, transport, tmp_path):
     """The timeout of the process group itself is longer than the ranks may live."""
-    first, second = doomed.run(stopped_body, 2, transport, directory=tmp_path, killed=0, keeper=True)
+    first, second = doomed.run(stopped_body, 2, transport, directory=tmp_path, killed=0, tcp_store=True)
     assert first.status == -signal.SIGKILL
     assert second.kind == "", f"{second.text}\n{second.log}"
     assert second.result.keys() == CALLS.keys()

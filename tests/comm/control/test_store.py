@@ -1,4 +1,4 @@
-"""The store where ranks meet: what they tell each other there, and that no wait for it exceeds its timeout."""
+"""The store of a process group: exchanges over it, and timeouts of its calls."""
 
 import os
 import signal
@@ -22,24 +22,20 @@ LIMIT = seconds(0.3)
 PATIENT = timedelta(seconds=seconds(30))
 
 
-def told_body(group):
+@pytest.mark.ranks(1, 2, 4)
+def test_every_rank_hears_every_other_one_and_little_is_left(group):
     store = dist.distributed_c10d._get_default_store()
     name, before = group.group_name, store.num_keys()
     rows = [all_gather_json(group, [group.rank(), f"round {i}", None, 2.5], "numbers", PATIENT) for i in range(3)]
     dist.barrier(group)
     left = [each for each in range(4) if store.check([f"shardlite/{name}/{bounded_store().calls[name] - each}"])]
-    return rows, left, store.num_keys() - before
+    assert rows == [[[rank, f"round {i}", None, 2.5] for rank in range(group.size())] for i in range(3)]
+    assert left == ([0] if group.size() > 1 else []), "the last list, which the next one takes away"
+    assert store.num_keys() - before <= 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_rank_hears_every_other_one_and_little_is_left(cluster, world_size):
-    for rows, left, more in cluster.run(told_body, world_size):
-        assert rows == [[[rank, f"round {i}", None, 2.5] for rank in range(world_size)] for i in range(3)]
-        assert left == ([0] if world_size > 1 else []), "the last list, which the next one takes away"
-        assert more <= 1
-
-
-def again_body(group):
+@pytest.mark.ranks(3)
+def test_what_is_left_of_an_earlier_group_is_not_heard(group):
     """Come to exchanges of the same numbers, as process groups of the same name in one store do."""
     rows = []
     for i in range(3):
@@ -47,12 +43,7 @@ def again_body(group):
         dist.barrier(group)
         bounded_store().calls[group.group_name] -= 1
     bounded_store().calls[group.group_name] += 3
-    return rows
-
-
-def test_what_is_left_of_an_earlier_group_is_not_heard(cluster):
-    for rows in cluster.run(again_body, 3):
-        assert rows == [[[rank, i] for rank in range(3)] for i in range(3)]
+    assert rows == [[[rank, i] for rank in range(3)] for i in range(3)]
 
 
 def absent_body(group, absent):
@@ -69,9 +60,8 @@ def test_who_does_not_come_is_named(doomed, absent, named, tmp_path):
             assert each.kind == ""
         else:
             assert each.kind == "CommError"
-            assert each.text.startswith(
-                f"what each rank wraps: rank {rank} timed out after {LIMIT:g} s waiting for {named}"
-            )
+            timed_out = f"rank {rank} timed out after {LIMIT:g} s waiting for {named}"
+            assert each.text.startswith(f"what each rank wraps: {timed_out}")
 
 
 def wraps_alone_body(group):
@@ -91,44 +81,44 @@ def test_a_timeout_is_a_time(cluster, timeout, error):
         ShardLite(nn.Linear(2, 2), timeout=timeout)
 
 
-# ---- its keeper ------------------------------------------------------------------------------------------------------
+# ---- its server ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kept():
-    """A store, and the process that keeps it."""
+    """Yield a store, and the process that serves it."""
     ours, theirs = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
+    server = os.fork()
+    if server == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(theirs, str(store.port).encode())
         signal.pause()
     port = int(os.read(ours, 16))
-    yield BoundedStore(dist.TCPStore("127.0.0.1", port, is_master=False)), keeper
-    os.kill(keeper, signal.SIGKILL)
-    os.waitpid(keeper, 0)
+    yield BoundedStore(dist.TCPStore("127.0.0.1", port, is_master=False)), server
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
     os.close(ours)
     os.close(theirs)
 
 
-def test_a_stopped_keeper_is_waited_for_once(kept):
-    store, keeper = kept
+def test_a_stopped_server_is_waited_for_once(kept):
+    store, server = kept
     store.ask(lambda given: given.set("a", "1"), seconds(30))
-    os.kill(keeper, signal.SIGSTOP)
-    os.waitpid(keeper, os.WUNTRACED)  # until it is stopped
+    os.kill(server, signal.SIGSTOP)
+    os.waitpid(server, os.WUNTRACED)  # until it is stopped
     with pytest.raises(CommError, match=rf"does not answer: the process that keeps it.*\(waited {LIMIT:g} s\)"):
         store.ask(lambda given: given.get("a"), LIMIT)
     with pytest.raises(CommError, match=r"cannot be reached$"):
         store.ask(lambda given: given.get("a"), seconds(1e6))
-    os.kill(keeper, signal.SIGCONT)
+    os.kill(server, signal.SIGCONT)
     store._late.result(seconds(30))
     assert store.ask(lambda given: given.get("a"), seconds(30)) == b"1"
 
 
-def test_a_keeper_that_is_gone_is_said_to_be(kept):
-    store, keeper = kept
+def test_a_server_that_is_gone_is_said_to_be(kept):
+    store, server = kept
     store.ask(lambda given: given.set("a", "1"), seconds(30))
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
     with pytest.raises(CommError, match="has ended"):
         store.ask(lambda given: given.get("a"), seconds(30))
 

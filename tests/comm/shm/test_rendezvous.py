@@ -1,8 +1,7 @@
-"""Who gets a rank's memory: the ranks of its group and no process of another user, whatever it does."""
+"""Only the ranks of a group can map a rank's memory, and no process of another user."""
 
 import ctypes
 import fcntl
-import logging
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from shardlite.comm.shm import rendezvous
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.rendezvous import _Alive, _publish
+from tests.support.logs import logged
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import IMPORTED_FROM
 
@@ -143,7 +143,7 @@ def test_a_process_that_is_killed_is_noticed_though_its_child_lives():
 
 
 def test_a_forked_child_ends_nothing():
-    """It has the descriptors of its parent, and closes them when it ends."""
+    """The child closes the descriptors of its parent when it ends."""
     heap = Heap(4096)
     address = _publish(heap)
     as_another_process(lambda: b"")
@@ -159,27 +159,15 @@ def test_a_forked_child_ends_nothing():
 # What is said of it.
 
 
-def without_memory_body(group):
-    """Meet where rank 1 gets no memory; return why ranks share none, and what is logged of it."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("shardlite").addHandler(handler)
+def test_less_than_was_asked_for_is_a_warning(group):
+    """Rank 1 gets no memory."""
 
     def refuse(heap: Heap) -> None:
         raise OSError("too many open files")
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if group.rank() == 1:
-                patch.setattr(rendezvous, "_publish", refuse)
-            met = meet(group)
-    finally:
-        logging.getLogger("shardlite").removeHandler(handler)
-    return met.why_not, [(record.levelname, record.getMessage()) for record in records]
-
-
-def test_less_than_was_asked_for_is_a_warning(cluster):
-    for why_not, logged in cluster.run(without_memory_body, 2):
-        assert why_not == "rank 1: this system provides no shared memory: too many open files"
-        assert logged == [("WARNING", f"no shared memory between the ranks of this host: {why_not}")]
+    with logged() as messages, pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 1:
+            patch.setattr(rendezvous, "_publish", refuse)
+        why_not = meet(group).why_not
+    assert why_not == "rank 1: this system provides no shared memory: too many open files"
+    assert messages == [f"no shared memory between the ranks of this host: {why_not}"]

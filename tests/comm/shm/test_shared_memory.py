@@ -1,11 +1,9 @@
-"""What ranks of one host share: blocks of memory, a mailbox, and how they come by them. Most are parts of one process.
+"""Messages in shared memory between ranks of one host: mailboxes and rendezvous. Most tests have ranks in one process.
 
 See `test_faults.py` for ranks that die, `test_soak.py` for many messages at once.
 """
 
 import gc
-import os
-import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -33,153 +31,15 @@ AMPLE = timedelta(seconds=seconds(20))  # for what ends at once
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """`small(pages)`: a heap of that many pages behind one that is reserved."""
-
-    def make(pages):
-        sizes = {"SC_PAGE_SIZE": PAGE, "SC_PHYS_PAGES": pages}
-        monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
-        return Heap(PAGE)
-
-    return make
-
-
-def resident(heap):
-    """Return the bytes of pages that a heap takes."""
-    return os.fstat(heap.descriptor).st_blocks * 512
-
-
 def world(size, alive=lambda peer: True, limit=AMPLE):
     """Ranks that see each other's memory as processes do: each maps it for itself."""
     heaps = [Heap(control_nbytes(size)) for _ in range(size)]
     return [
         SharedMemoryTransport(
-            Neighbours(r, heaps[r], [h if h is heaps[r] else Mapping(h.descriptor) for h in heaps], alive),
-            limit,
+            Neighbours(r, heaps[r], [h if h is heaps[r] else Mapping(h.descriptor) for h in heaps], alive), limit
         )
         for r in range(size)
     ]
-
-
-# Memory.
-
-
-def test_blocks_are_given_back_and_used_again(small):
-    heap = small(4)
-    blocks = [heap.empty(PAGE) for _ in range(4)]
-    places = [heap.offset_of(block) for block in blocks]
-    assert places == [PAGE * (1 + i) for i in range(4)]
-    view = blocks[1].view(torch.float32)[10:20]
-    del blocks[1], blocks[1]
-    assert heap.offset_of(heap.empty(PAGE - 1)) == places[2], "the other one is viewed"
-    del view
-    assert heap.offset_of(heap.empty(2 * PAGE)) == places[1], "two that touch are one"
-
-
-def test_a_heap_without_room_says_so(small):
-    heap = small(4)
-    kept = heap.empty(3 * PAGE)
-    with pytest.raises(CommError, match=r"no room for 8192 bytes in the 20480 bytes that ranks of this host share"):
-        heap.empty(PAGE + 1)
-    assert heap.empty(0).numel() == 0
-    assert heap.empty(PAGE).numel() == PAGE
-    del kept
-    assert heap.empty(3 * PAGE).numel() == 3 * PAGE
-
-
-def test_random_blocks_never_overlap_and_do_not_grow(small):
-    """What was reserved at most is bounded by what is in use at most: here half of it, in pieces."""
-    heap, random = small(256), Random(0)
-    kept = []
-    for i in range(4000):
-        block = heap.empty(random.randrange(1, 4 * PAGE))
-        block.fill_(i % 251)
-        kept.append((block, i % 251))
-        if len(kept) > 32:
-            old, value = kept.pop(random.randrange(len(kept)))
-            assert (old[0], old[-1]) == (value, value)
-    del block, old
-    kept.clear()
-    assert heap.empty(256 * PAGE).numel() == 256 * PAGE, "all is one block again"
-
-
-def test_so_many_free_pages_are_kept_as_asked_for(small):
-    heap = small(64)
-    blocks = [heap.empty(numel * PAGE).fill_(1) for numel in (8, 1, 4)]
-    del blocks[0], blocks[1]
-    heap.trim(keep=5 * PAGE)
-    assert resident(heap) == (5 + 1) * PAGE
-    heap.trim(keep=6 * PAGE)
-    blocks.append(heap.empty(5 * PAGE).fill_(1))
-    blocks.clear()
-    heap.trim(keep=2 * PAGE)
-    assert resident(heap) == 2 * PAGE
-
-
-def test_pages_are_kept_for_the_next_block_and_given_back_after_a_step_without_use(small):
-    heap = small(64)
-
-    def pages():
-        return resident(heap) // PAGE
-
-    def step(*numels):
-        blocks = [heap.empty(numel * PAGE).fill_(1) for numel in numels]
-        most = pages()
-        del blocks
-        heap.trim()
-        return most
-
-    assert [step(8, 8), pages()] == [16, 16]  # no new pages for the next step
-    assert [step(4), pages()] == [16, 4]  # what one step has not used
-    assert [step(), pages()] == [4, 0]
-    kept = heap.empty(3 * PAGE).fill_(1)
-    assert [step(2), step(), pages()] == [5, 5, 3]
-    assert kept.sum() == 3 * PAGE
-    step(8)
-    heap.trim(keep=0)
-    assert pages() == 3
-    del kept
-    assert pages() == 0, "no further block is expected"
-    again = heap.empty(PAGE).fill_(1)
-    del again
-    assert pages() == 1, "the next one is expected again"
-
-
-def test_pieces_that_are_too_short_for_what_comes_give_their_pages_back(small):
-    """So there are never more pages than were live at once, and 5 %."""
-    heap, random = small(4096), Random(1)
-    most = live = 0
-    kept = []
-    for _ in range(600):
-        if kept and random.random() < 0.5:
-            live -= kept.pop(random.randrange(len(kept))).numel()
-        else:
-            kept.append(heap.empty(PAGE * random.choice([1, 7, 40, 100])).fill_(1))
-            live += kept[-1].numel()
-        most = max(most, live)
-        assert resident(heap) <= 1.05 * most
-
-
-def test_threads_never_get_the_same_block(small):
-    heap, before = small(64), sys.getswitchinterval()
-    start = threading.Barrier(4)
-
-    def body(name):
-        start.wait()
-        for _ in range(400):
-            blocks = [heap.empty(PAGE) for _ in range(8)]
-            for block in blocks:
-                block[:8] = name
-            assert all((block[:8] == name).all() for block in blocks)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            for done in [pool.submit(body, name) for name in range(4)]:
-                done.result()
-    finally:
-        sys.setswitchinterval(before)
 
 
 def test_a_message_stays_until_it_is_given_back():
@@ -310,14 +170,13 @@ def test_a_message_outside_of_its_senders_heap_ends_both_ranks(beyond):
     first, second = world(2)
     told = Announcement(1, tag=3, kind=0, offset=8192, nbytes=16, receipt=4096)._replace(**beyond)
     first._neighbours._controls[1].announce(told)
-    assert "rank 0 sent unreadable data: the header of its message 1 names bytes" in failure(
-        second.irecv(torch.ones(4), 0, tag=3).wait
-    )
+    said = failure(second.irecv(torch.ones(4), 0, tag=3).wait)
+    assert "rank 0 sent unreadable data: the header of its message 1 names bytes" in said
     assert first._neighbours._controls[1].has_quit
 
 
 def test_a_message_may_be_kept_while_any_number_of_later_ones_are_taken():
-    """As by two lanes of which each holds what it was lent until the other has gone on."""
+    """As by two queues, each of which holds a loan until the other continues."""
     first, second = world(2)
     count = 3 * PLACES
     departing = [first.isend(torch.full((4,), float(i)), 1, tag=i) for i in range(count)]
@@ -369,9 +228,8 @@ def test_what_came_before_a_peer_went_is_received():
 def test_what_a_peer_that_gave_up_has_sent_is_not_used():
     first, second = world(2, limit=timedelta(seconds=0.1))
     failure(first.isend(torch.ones(4), 1, tag=3).wait)
-    assert failure(second.irecv(torch.zeros(4), 0, tag=3).wait).endswith(
-        "rank 0 has given up, because an operation of it failed."
-    )
+    said = failure(second.irecv(torch.zeros(4), 0, tag=3).wait)
+    assert said.endswith("rank 0 has given up, because an operation of it failed.")
 
 
 def test_more_messages_than_places_wait_for_nobody():
@@ -471,24 +329,6 @@ def _no_memory(*_):
     raise OSError("none left")
 
 
-def broken_body(group, kind):
-    """Return what `auto` gives, what a demand for shared memory says, and that messages travel all the same."""
-    with Broken(kind):
-        rendezvous._RENDEZVOUS.pop(group, None)
-        try:
-            transport = connect(group, CPU, AMPLE)
-            with pytest.raises(LayoutError) as refused:
-                connect(group, CPU, AMPLE, route=Route(transport="shared_memory"))
-            left, right = ((transport.rank + i) % transport.world_size for i in (-1, 1))
-            received = torch.zeros(1)
-            arriving = transport.irecv(received, left, tag=1)
-            transport.isend(torch.full((1,), float(transport.rank)), right, tag=1).wait()
-            arriving.wait()
-            return type(transport).__name__, str(refused.value), received.item()
-        finally:
-            rendezvous._RENDEZVOUS.pop(group, None)
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -501,19 +341,31 @@ def broken_body(group, kind):
         ("process", "rank 2 cannot open the memory of the others: "),
     ],
 )
-def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
-    names, refusals, received = zip(*cluster.run(broken_body, 3, kind), strict=True)
-    assert names == ("GlooTransport",) * 3
-    assert received == (2.0, 0.0, 1.0)
-    for refusal in refusals:
-        assert refusal.startswith("transport='shared_memory' is not available: ")
-        assert refusal.endswith(". Use 'p2p' or 'auto'")
-        assert reason in refusal
-    assert len(set(refusals)) == 1
+@pytest.mark.ranks(3)
+def test_all_ranks_use_messages_where_one_cannot_share(group, kind, reason):
+    with Broken(kind):
+        rendezvous._RENDEZVOUS.pop(group, None)
+        try:
+            transport = connect(group, CPU, AMPLE)
+            with pytest.raises(LayoutError) as refused:
+                connect(group, CPU, AMPLE, route=Route(transport="shared_memory"))
+            left, right = ((transport.rank + i) % transport.world_size for i in (-1, 1))
+            received = torch.zeros(1)
+            arriving = transport.irecv(received, left, tag=1)
+            transport.isend(torch.full((1,), float(transport.rank)), right, tag=1).wait()
+            arriving.wait()
+            assert type(transport).__name__ == "GlooTransport"
+            assert received.item() == left
+            said = str(refused.value)
+            assert said.startswith("transport='shared_memory' is not available: ")
+            assert said.endswith(". Use 'p2p' or 'auto'")
+            assert reason in said
+        finally:
+            rendezvous._RENDEZVOUS.pop(group, None)
 
 
-def descriptors_body(group):
-    """Meet, use and forget, again and again; returns which files are open before and after."""
+@pytest.mark.ranks(3)
+def test_a_meeting_leaves_no_descriptors_behind(group):
     files = []
     for _ in range(4):
         met = rendezvous._rendezvous(group, PATIENT)
@@ -522,17 +374,12 @@ def descriptors_body(group):
         del met
         gc.collect()
         files.append(sorted(_kind_of(each) for each in Path("/proc/self/fd").iterdir()))
-    return files[0], files[-1]
+    assert not Counter(files[-1]) - Counter(files[0])  # what an earlier test has left may go meanwhile
 
 
 def _kind_of(descriptor: Path) -> str:
-    """Say what a descriptor is, without the number of a socket."""
+    """Return the target of a descriptor, without the number of a socket."""
     try:
         return str(descriptor.readlink()).partition("[")[0]
     except FileNotFoundError:
         return "that of the folder"
-
-
-def test_a_meeting_leaves_no_descriptors_behind(cluster):
-    for before, after in cluster.run(descriptors_body, 3):
-        assert not Counter(after) - Counter(before)  # what an earlier test has left may go meanwhile

@@ -1,11 +1,11 @@
-"""Programs that train on a simulated GPU, in all the ways in which streams, memory and passes can meet."""
+"""Programs that train on a simulated GPU, with all combinations of streams, memory and passes."""
 
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from unittest import mock
 
 import torch
@@ -16,6 +16,7 @@ from shardlite import AdamW, EscapedViewWarning, Precision, Route, ShardLite
 from shardlite.engine import backward
 from shardlite.params import Weights
 from tests.comm.streams.simulated_gpu import Gpu
+from tests.support.internals import units
 
 BF16 = Precision(compute=torch.bfloat16)
 WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
@@ -68,9 +69,10 @@ class Training:
         self.optimizer = AdamW(self.model.parameters(), lr=0.01, state=state, in_backward=in_backward)
         self.clips = clip and not in_backward
 
-    def step(self):
-        loss(self.model).backward()
-        self.finish()
+    def step(self, times=1):
+        for _ in range(times):
+            loss(self.model).backward()
+            self.finish()
 
     def finish(self):
         if self.clips:
@@ -137,25 +139,22 @@ def evaluates(training):
 
 
 def leaves_out(training, block):
-    training.model.module[block].forward = lambda x: x
-    training.step()
-    del training.model.module[block].forward
+    with mock.patch.object(training.model.module[block], "forward", lambda x: x):
+        training.step()
     training.step()
 
 
 def needs_no_weights(training):
     block = training.model.module[1]
-    block.forward = lambda x: x + block.rise.weight.mean()  # its backward needs nothing but the shape
-    training.step()
-    del block.forward
+    with mock.patch.object(block, "forward", lambda x: x + block.rise.weight.mean()):  # needs a shape only
+        training.step()
     training.step()
 
 
 def leaves_out_a_bias(training):
     layer = training.model.module[3].fall
-    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
-    training.step()
-    del layer.forward
+    with mock.patch.object(layer, "forward", lambda x: torch.nn.functional.linear(x, layer.weight)):
+        training.step()
     training.step()
 
 
@@ -260,98 +259,87 @@ class CalledOnSide(TwoStreams):
 WORLD_SIZE = 4
 
 
-def trains(gpu: Gpu, name: str, steps: int = 4) -> None:
+def on_ranks(program):
+    """Run a program on a simulated GPU, and drop there what it leaves."""
+
+    @wraps(program)
+    def run(gpu: Gpu, *arguments, **options) -> None:
+        with gpu.ranks(WORLD_SIZE):
+            program(gpu, *arguments, **options)
+            gc.collect()
+
+    return run
+
+
+@on_ranks
+def trains(gpu: Gpu, name: str, **options) -> None:
     """Train for a few steps, and drop the model."""
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(**RUNS[name])
-        for _ in range(steps):
-            training.step()
-        del training
-        gc.collect()
+    Training(**RUNS[name], **options).step(4)
 
 
-def reduces_in_slices(gpu: Gpu, name: str, steps: int = 3) -> None:
+def reduces_in_slices(gpu: Gpu, name: str) -> None:
     """Train blocks whose reductions go in slices."""
     gpu.slice_nbytes = 1
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(Wide, **RUNS[name])
-        for _ in range(steps):
-            training.step()
-        del training
-        gc.collect()
+    trains(gpu, name, block=Wide)
 
 
+@on_ranks
 def is_interrupted(gpu: Gpu, event: str, **options) -> None:
     """Do something else between steps, twice."""
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(**options)
-        for _ in range(2):
-            training.step()
-        for _ in range(2):
-            EVENTS[event](training)
-            training.step()
-        del training
-        gc.collect()
+    training = Training(**options)
+    training.step(2)
+    for _ in range(2):
+        EVENTS[event](training)
+        training.step()
 
 
+@on_ranks
 def is_dropped(gpu: Gpu, where: str, transport: str = "collectives") -> None:
     """Drop a model with operations in flight, as a program does that runs out of memory."""
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(route=Route(transport=transport), prefetch=2)
-        for _ in range(2):
-            training.step()
-        if where == "forward":
-            training.model.module[2].register_forward_pre_hook(_fail)
-        else:
-            training.model.module[3].fall.register_full_backward_pre_hook(_fail)
-        with suppress(KeyError):
-            loss(training.model).backward()
-        assert where == "backward" or any(unit.phase is Weights.GATHERING for unit in training.model._units)
-        model = weakref.ref(training.model)
-        del training
-        gc.collect()
-        assert model() is None
+    training = Training(route=Route(transport=transport), prefetch=2)
+    training.step(2)
+    if where == "forward":
+        training.model.module[2].register_forward_pre_hook(_fail)
+    else:
+        training.model.module[3].fall.register_full_backward_pre_hook(_fail)
+    with suppress(KeyError):
+        loss(training.model).backward()
+    assert where == "backward" or any(unit.phase is Weights.GATHERING for unit in units(training.model))
+    model = weakref.ref(training.model)
+    del training
+    gc.collect()
+    assert model() is None
 
 
+@on_ranks
 def is_replaced(gpu: Gpu) -> None:
     """Drop models with operations in flight, each on a stream that waits for no other one."""
-    with gpu.ranks(WORLD_SIZE):
-        for _ in range(4):
-            with gpu.on(gpu.stream()):
-                training = Training(prefetch=2)
-                training.step()
-                training.model.module[2].register_forward_pre_hook(_fail)
-                with suppress(KeyError):
-                    loss(training.model)
-                assert any(unit.phase is Weights.GATHERING for unit in training.model._units)
-                del training
-                gc.collect()
+    for _ in range(4):
+        with gpu.on(gpu.stream()):
+            training = Training(prefetch=2)
+            training.step()
+            training.model.module[2].register_forward_pre_hook(_fail)
+            with suppress(KeyError):
+                loss(training.model)
+            assert any(unit.phase is Weights.GATHERING for unit in units(training.model))
+            del training
+            gc.collect()
 
 
+@on_ranks
 def has_two_streams(gpu: Gpu, block: type[TwoStreams], *, trains_both: bool, **options) -> None:
     """Train a model whose blocks compute on two streams."""
     TwoStreams.gpu, TwoStreams.side = gpu, gpu.stream("side")
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(partial(block, trains_both), units=block, **options)
-        for _ in range(3):
-            training.step()
-        del training
-        gc.collect()
+    Training(partial(block, trains_both), units=block, **options).step(3)
 
 
+@on_ranks
 def grows(gpu: Gpu, **options) -> None:
     """Use a unit that earlier steps have left out: it is not in the gather order."""
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(**options)
-        block = training.model.module[2]
-        block.forward = lambda x: x
-        for _ in range(2):
-            training.step()
-        del block.forward
-        for _ in range(2):
-            training.step()
-        del training, block
-        gc.collect()
+    training = Training(**options)
+    with mock.patch.object(training.model.module[2], "forward", lambda x: x):
+        training.step(2)
+    training.step(2)
 
 
 KEPT = "a view that is kept"
@@ -366,43 +354,39 @@ def keeps_a_view(training):
     handle.remove()
 
 
+@on_ranks
 def moves(gpu: Gpu, event: str, **options) -> None:
     """Go on with a run on another stream, and come back; before that, or there, `event` leaves something in a cache."""
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(**options)
-        training.step()
-        if event != KEPT:  # else no unit has a buffer when the run moves
-            EVENTS[event](training)
-            loss(training.model)
-        own = gpu.stream("own")
-        own.wait_stream(gpu.current())
-        with gpu.on(own):
-            for _ in range(2):
-                training.step()
-            if event == KEPT:
-                keeps_a_view(training)
-            loss(training.model)
-        gpu.current().wait_stream(own)
-        training.step()
-        del training
-        gc.collect()
+    training = Training(**options)
+    training.step()
+    if event != KEPT:  # else no unit has a buffer when the run moves
+        EVENTS[event](training)
+        loss(training.model)
+    own = gpu.stream("own")
+    own.wait_stream(gpu.current())
+    with gpu.on(own):
+        training.step(2)
+        if event == KEPT:
+            keeps_a_view(training)
+        loss(training.model)
+    gpu.current().wait_stream(own)
+    training.step()
 
 
+@on_ranks
 def alternates(gpu: Gpu, **options) -> None:
     """Evaluate on two streams by turns. No stream waits for the other: only weights are read, of a step before both."""
-    with gpu.ranks(WORLD_SIZE):
-        training = Training(**options)
-        training.step()
-        own = gpu.stream("own")
-        own.wait_stream(gpu.current())
-        for turn in range(6):
-            with gpu.on(own if turn % 2 else gpu.current()):
-                evaluates(training)
-        gpu.current().wait_stream(own)
-        del training
-        gc.collect()
+    training = Training(**options)
+    training.step()
+    own = gpu.stream("own")
+    own.wait_stream(gpu.current())
+    for turn in range(6):
+        with gpu.on(own if turn % 2 else gpu.current()):
+            evaluates(training)
+    gpu.current().wait_stream(own)
 
 
+@on_ranks
 def accumulates_elsewhere(gpu: Gpu, **options) -> None:
     """Have gradients on another stream, as parameters do that were used there first."""
     side = gpu.stream("side")
@@ -417,23 +401,15 @@ def accumulates_elsewhere(gpu: Gpu, **options) -> None:
         gpu.current().wait_stream(side)
 
     real = backward._deliver
-    with gpu.ranks(WORLD_SIZE), mock.patch.object(backward, "_deliver", deliver):
-        training = Training(**options)
-        for _ in range(3):
-            training.step()
-        del training
-        gc.collect()
+    with mock.patch.object(backward, "_deliver", deliver):
+        Training(**options).step(3)
 
 
+@on_ranks
 def has_two_models(gpu: Gpu) -> None:
     """Train two models by one loss."""
-    with gpu.ranks(WORLD_SIZE):
-        first, second = Training(), Training(stage=2)
-        for _ in range(3):
-            together = loss(first.model) + loss(second.model)
-            together.backward()
-            first.finish()
-            second.finish()
-            del together
-        del first, second
-        gc.collect()
+    first, second = Training(), Training(stage=2)
+    for _ in range(3):
+        (loss(first.model) + loss(second.model)).backward()
+        first.finish()
+        second.finish()

@@ -1,4 +1,4 @@
-"""A GPU as far as order goes: streams, events, an allocator and NCCL, played on the CPU, which finds races.
+"""A simulated GPU that detects races: streams, events, an allocator and NCCL, executed on the CPU.
 
 The streams of a GPU run beside each other, and only events order them. Here every operation is carried out at once, by
 the CPU, and noted: on which stream, and which bytes it reads and writes. Each stream has a vector clock, which tells

@@ -1,4 +1,4 @@
-"""Ranks that part in a backward do not wait for each other for good, though streams wait for reductions.
+"""Ranks that diverge in a backward do not deadlock, although streams wait for reductions.
 
 Each collective of a rank is behind others: those that its stream, and those that this one has waited for, have
 launched before. The k-th collective of a stream meets the k-th of the same stream on the other ranks, as in NCCL. So

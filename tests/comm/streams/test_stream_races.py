@@ -1,4 +1,4 @@
-"""No two streams of a GPU touch the same bytes in an order of their own, whatever a program does."""
+"""No two streams of a GPU access the same bytes without an order between them, whatever a program does."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,20 +15,18 @@ from shardlite.grads.backward_run import StreamRun
 from shardlite.grads.bucket import Bucket
 from shardlite.optim import in_backward
 from tests.comm.streams import programs, simulated_gpu
-from tests.comm.streams.programs import (
-    EVENTS,
-    NOT_IN_BACKWARD,
-    RUNS,
-    WORLD_SIZE,
-    CalledOnSide,
-    Training,
-    TwoStreams,
-)
+from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WORLD_SIZE, CalledOnSide, Training, TwoStreams
 from tests.comm.streams.simulated_gpu import Gpu
 
 
 def assert_no_race(gpu):
     assert not gpu.races, "\n".join(f"{count} x {race}" for race, count in gpu.races.most_common(8))
+
+
+def assert_free_of_races(program, *arguments, lag=1, **options):
+    program(gpu := Gpu(lag), *arguments, **options)
+    assert_no_race(gpu)
+    return gpu
 
 
 def by_lag():
@@ -45,14 +43,12 @@ def by_lag():
 @pytest.mark.parametrize(("name", "lag"), [*by_lag()])
 @pytest.mark.sample(3)
 def test_training(name, lag):
-    programs.trains(gpu := Gpu(lag), name)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.trains, name, lag=lag)
 
 
 @pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 3", "in_backward, stage 3", "bf16 on the wire"])
 def test_training_with_reductions_in_slices(name):
-    programs.reduces_in_slices(gpu := Gpu(1), name)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.reduces_in_slices, name)
 
 
 BUCKET = 160 << 10
@@ -106,20 +102,17 @@ OTHERS = [{"stage": 3}, {"in_backward": True}]
 )
 @pytest.mark.sample(2)
 def test_between_steps(event, options):
-    programs.is_interrupted(gpu := Gpu(1), event, **options)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.is_interrupted, event, **options)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("transport", ["collectives", "p2p"])
 def test_a_model_that_is_dropped_with_operations_in_flight(where, transport):
-    programs.is_dropped(gpu := Gpu(1), where, transport)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.is_dropped, where, transport)
 
 
 def test_models_that_have_the_communicators_of_former_ones():
-    programs.is_replaced(gpu := Gpu(1))
-    assert_no_race(gpu)
+    gpu = assert_free_of_races(programs.is_replaced)
     assert len(gpu.communicators) == 3  # gathers, reductions, and what stands for the program's
 
 
@@ -129,47 +122,39 @@ def test_models_that_have_the_communicators_of_former_ones():
 @pytest.mark.parametrize("trains_both", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("block", [TwoStreams, CalledOnSide])
 def test_a_model_on_two_streams(block, trains_both, options):
-    programs.has_two_streams(gpu := Gpu(1), block, trains_both=trains_both, **options)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.has_two_streams, block, trains_both=trains_both, **options)
 
 
-@pytest.mark.parametrize("event", ["an evaluation", "no_sync", "gathered()"])
-def test_a_run_that_moves_to_another_stream(event):
-    programs.moves(gpu := Gpu(1), event)
-    assert_no_race(gpu)
-
-
-def test_a_run_that_moves_with_weights_that_stay():
-    programs.moves(gpu := Gpu(1), "an evaluation", reshard_after_forward=False)
-    assert_no_race(gpu)
-
-
-def test_a_run_that_gives_up_a_buffer_on_another_stream():
-    programs.moves(gpu := Gpu(1), programs.KEPT)
-    assert_no_race(gpu)
+@pytest.mark.parametrize(
+    ("event", "options"),
+    [
+        *((event, {}) for event in ("an evaluation", "no_sync", "gathered()", programs.KEPT)),
+        ("an evaluation", {"reshard_after_forward": False}),
+    ],
+    ids=str,
+)
+def test_a_run_that_moves_to_another_stream(event, options):
+    """It has weights that are gathered or stay, gradients that are kept, or gives up a buffer there."""
+    assert_free_of_races(programs.moves, event, **options)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_evaluations_on_two_streams_by_turns(prefetch):
-    programs.alternates(gpu := Gpu(1), prefetch=prefetch)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.alternates, prefetch=prefetch)
 
 
 @pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3}, {"in_backward": True}], ids=str)
 def test_gradients_of_another_stream(options):
-    programs.accumulates_elsewhere(gpu := Gpu(1), **options)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.accumulates_elsewhere, **options)
 
 
 @pytest.mark.parametrize("options", [*OTHERS, {"precision": Precision(quantized_gather=True)}], ids=str)
 def test_a_unit_that_comes_later(options):
-    programs.grows(gpu := Gpu(1), **options)
-    assert_no_race(gpu)
+    assert_free_of_races(programs.grows, **options)
 
 
 def test_two_models():
-    programs.has_two_models(gpu := Gpu(1))
-    assert_no_race(gpu)
+    assert_free_of_races(programs.has_two_models)
 
 
 LAUNCHES = {
@@ -196,10 +181,7 @@ def counted_memory():
         free(run)
         lent.append(len(run.copying))
 
-    with (
-        mock.patch.object(Bucket, "allocate", taking),
-        mock.patch.object(StreamRun, "free_copied", freeing),
-    ):
+    with mock.patch.object(Bucket, "allocate", taking), mock.patch.object(StreamRun, "free_copied", freeing):
         yield buckets, lent
 
 
@@ -227,8 +209,7 @@ def test_a_steady_step_waits_for_nothing(name):
     gpu = Gpu(lag=3)
     with gpu.ranks(WORLD_SIZE):
         training = Training(**RUNS[name])
-        for _ in range(3):
-            training.step()
+        training.step(3)
         gpu.launched.clear()
         gpu.waits.clear()
         with counted_memory() as (buckets, lent), where_the_host_would_wait():
@@ -247,8 +228,7 @@ def test_a_step_can_be_captured(name):
     gpu = Gpu(lag=3)
     with gpu.ranks(WORLD_SIZE):
         training = Training(**RUNS[name])
-        for _ in range(4):
-            training.step()
+        training.step(4)
         with where_the_host_would_wait():
             with gpu.capturing():
                 training.step()
@@ -290,8 +270,7 @@ def test_a_capture_in_which_a_parameter_gets_no_gradient_is_refused():
     gpu = Gpu()
     with gpu.ranks(WORLD_SIZE):
         training = Training()
-        for _ in range(3):
-            training.step()
+        training.step(3)
         with gpu.capturing(), pytest.raises(PhaseError, match="1 parameters got no gradient on rank 0"):
             EVENTS["a bias that is left out"](training)
 

@@ -1,7 +1,6 @@
-"""Communicators of NCCL: their options, which are used again, and memory registered with them. NCCL is played."""
+"""Communicators of a simulated NCCL: options, reuse, and registered memory."""
 
 import gc
-import inspect
 import warnings
 from contextlib import contextmanager
 from copy import copy
@@ -15,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from bench.support.fake_group import as_over_nccl, fake_group
-from shardlite import Precision, Route, ShardLite
+from shardlite import LayoutError, Precision, Route, ShardLite
 from shardlite.comm import context
 from shardlite.comm.transport import nccl
 from shardlite.comm.transport.nccl import Communicator, NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import take_deprecated
+from shardlite.errors import CommError
+from tests.support.internals import context as context_of
 from tests.support.patience import seconds
 
 CUDA = torch.device("cuda", 0)
@@ -123,7 +124,7 @@ def test_a_model_has_the_communicators_of_one_that_is_gone(cluster):
     assert len({*used}) == 2
 
 
-def drop_at_other_times(group):
+def test_one_that_another_rank_still_uses_is_not_taken(group):
     """Rank 1 has garbage that rank 0 has collected."""
     with over_nccl() as made:
         first = a_model(group)
@@ -135,15 +136,11 @@ def drop_at_other_times(group):
         third = a_model(group)
         assert names(third) == former
         fourth = a_model(group)
-        return len(made), len({*names(second), *names(third), *names(fourth)})
+        assert (len(made), len({*names(second), *names(third), *names(fourth)})) == (6, 6)
 
 
-def test_one_that_another_rank_still_uses_is_not_taken(cluster):
-    assert cluster.run(drop_at_other_times, 2) == [(6, 6)] * 2
-
-
-def drop_after_unequal_operations(group):
-    """Rank 0 has begun an operation that rank 1 never comes to, as where a forward has failed on one rank."""
+def test_one_in_which_an_operation_may_still_wait_is_not_taken(group):
+    """Rank 0 has started an operation that rank 1 never starts, as after a forward that failed on one rank."""
     with over_nccl() as made:
         gathers, reductions = a_model(group)
         former = names([gathers, reductions])
@@ -153,14 +150,10 @@ def drop_after_unequal_operations(group):
         later = names(a_model(group))
         assert later[0] == former[1]
         assert later[1] != former[0]
-        return len(made)
+        assert len(made) == 3
 
 
-def test_one_in_which_an_operation_may_still_wait_is_not_taken(cluster):
-    assert cluster.run(drop_after_unequal_operations, 2) == [3] * 2
-
-
-def wrap_with_others(group):
+def test_ranks_route_and_timeout_must_be_equal(group):
     with over_nccl() as made:
         for route in ({}, {"max_ctas": 4}, {"high_priority": False}, {"transport": "p2p"}):
             a_model(group, **route)
@@ -169,53 +162,34 @@ def wrap_with_others(group):
         count = len(made)
     with over_nccl(max_ctas=2) as made:
         a_model(group)
-        return count, len(made)
+        assert (count, len(made)) == (9, 2)
 
 
-def test_ranks_route_and_timeout_must_be_equal(cluster):
-    assert cluster.run(wrap_with_others, 2) == [(9, 2)] * 2
-
-
-def refuse_to_connect(group):
+def test_after_a_failure_all_are_free(group):
     with over_nccl():
         a_model(group)
         free = [each for each in nccl._all if each.is_free]
-        with (
-            mock.patch.object(nccl, "_agree", side_effect=ZeroDivisionError),
-            pytest.raises(ZeroDivisionError),
-        ):
+        with mock.patch.object(nccl, "_agree", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
             connect(group, CUDA, AMPLE, apart=True)
-        return len(free), [each for each in nccl._all if each.is_free] == free
+        assert len(free) == 2
+        assert [each for each in nccl._all if each.is_free] == free
 
 
-def test_after_a_failure_all_are_free(cluster):
-    assert cluster.run(refuse_to_connect, 2) == [(2, True)] * 2
-
-
-def connect_in_a_cycle(group):
+def test_one_is_free_when_garbage_is_collected(group):
     with over_nccl():
         model = SimpleNamespace(transports=a_model(group))
         model.itself = model
         del model
         before = [each.is_free for each in nccl._all]
         gc.collect()
-        return before, [each.is_free for each in nccl._all]
+        assert (before, [each.is_free for each in nccl._all]) == ([False] * 2, [True] * 2)
 
 
-def test_one_is_free_when_garbage_is_collected(cluster):
-    assert cluster.run(connect_in_a_cycle, 2) == [([False] * 2, [True] * 2)] * 2
-
-
-def fail_to_connect(group):
+def test_what_the_backend_says_is_reported(group):
+    expected = rf"^rank {group.rank()} cannot open another connection to ranks \[0, 1\] over nccl\. "
     with over_nccl(), mock.patch.object(FakeNccl, "__init__", side_effect=RuntimeError("no route to host")):
-        connect(group, CUDA, AMPLE, apart=True)
-
-
-def test_what_the_backend_says_is_reported(cluster):
-    for rank, (kind, message) in enumerate(cluster.failures(fail_to_connect, 2)):
-        assert kind == "CommError"
-        assert message.startswith(f"rank {rank} cannot open another connection to ranks [0, 1] over nccl. ")
-        assert message.endswith("The backend reports: no route to host")
+        with pytest.raises(CommError, match=rf"(?s){expected}.*The backend reports: no route to host$"):
+            connect(group, CUDA, AMPLE, apart=True)
 
 
 # ---- who has one ----------------------------------------------------------------------------------------------------
@@ -226,7 +200,7 @@ def test_gathers_and_reductions_have_their_own_and_inline_operations_that_of_the
     with fake_group(2), as_over_nccl(), mock.patch.object(context, "connect", side_effect=context.connect) as connected:
         model = ShardLite(torch.nn.Linear(4, 4), route=Route(transport=transport))
         apart = [call.kwargs.get("apart", False) for call in connected.call_args_list]
-    own = model._context
+    own = context_of(model)
     assert apart == [True, False, True]
     assert len({own.transport, own.inline[0], own.reducing[0]}) == 3
 
@@ -234,34 +208,22 @@ def test_gathers_and_reductions_have_their_own_and_inline_operations_that_of_the
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def describe_options(group, **route):
+@pytest.mark.parametrize(
+    ("route", "priority", "min_ctas", "max_ctas"),
+    [({}, True, 8, 16), ({"max_ctas": 12}, True, 8, 12), ({"max_ctas": 4, "high_priority": False}, False, 4, 4)],
+)
+def test_they_have_the_options_of_the_group_and_the_route_and_are_closed(group, route, priority, min_ctas, max_ctas):
     with over_nccl(max_ctas=16, min_ctas=8, net_name="IB") as made:
         a_model(group, **route)
         nccl._close()
     (rank, size, options), _ = said = [each.said for each in made]
     assert [each.calls for each in made] == [["shutdown"]] * 2
     assert len({each.group_name for _, _, each in said}) == 2
-    return (
-        rank,
-        size,
-        options.is_high_priority_stream,
-        vars(options.config),
-        options.global_ranks_in_group,
-        options.group_name.startswith("shardlite "),
-        options._timeout,
-    )
-
-
-@pytest.mark.parametrize(
-    ("route", "priority", "min_ctas", "max_ctas"),
-    [({}, True, 8, 16), ({"max_ctas": 12}, True, 8, 12), ({"max_ctas": 4, "high_priority": False}, False, 4, 4)],
-)
-def test_they_have_the_options_of_the_group_and_of_the_route_and_are_closed_at_the_end(
-    cluster, route, priority, min_ctas, max_ctas
-):
-    config = {"min_ctas": min_ctas, "max_ctas": max_ctas, "net_name": "IB"}
-    for rank, found in enumerate(cluster.run(describe_options, 2, **route)):
-        assert found == (rank, 2, priority, config, [0, 1], True, AMPLE)
+    assert (rank, size, options._timeout) == (group.rank(), 2, AMPLE)
+    assert vars(options.config) == {"min_ctas": min_ctas, "max_ctas": max_ctas, "net_name": "IB"}
+    assert options.is_high_priority_stream == priority
+    assert options.global_ranks_in_group == [0, 1]
+    assert options.group_name.startswith("shardlite ")
 
 
 NCCL_ONLY = [{"registered": True}, {"max_ctas": 4}, {"high_priority": False}]
@@ -302,28 +264,23 @@ def test_wrong_options_are_named(options, error, message):
         Route(**options)
 
 
-def wrap_by_a_route(group, options):
-    return repr(ShardLite(torch.nn.Linear(4, 4), group=group, **options))
-
-
-def test_a_model_takes_a_route(cluster):
-    for found in cluster.run(wrap_by_a_route, 2, {"route": Route(transport="p2p", algorithm="direct")}):
-        assert "transport=GlooTransport, algorithm=direct" in found
+def test_a_model_takes_a_route(group):
+    model = ShardLite(torch.nn.Linear(4, 4), group=group, route=Route(transport="p2p", algorithm="direct"))
+    assert "transport=GlooTransport, algorithm=direct" in repr(model)
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "message"),
+    ("options", "message"),
     [
-        ({"route": "p2p"}, "TypeError", "route takes a shardlite.Route, got 'p2p'"),
-        ({"transprot": "p2p"}, "TypeError", "ShardLite() got an unexpected keyword argument 'transprot'"),
-        ({"precision": "bf16"}, "TypeError", "precision takes a shardlite.Precision, got 'bf16'"),
+        ({"route": "p2p"}, r"route takes a shardlite\.Route, got 'p2p'"),
+        ({"transprot": "p2p"}, r"ShardLite\(\) got an unexpected keyword argument 'transprot'"),
+        ({"precision": "bf16"}, r"precision takes a shardlite\.Precision, got 'bf16'"),
     ],
     ids=str,
 )
-def test_unknown_options_are_refused(cluster, options, kind, message):
-    for found, said in cluster.failures(wrap_by_a_route, 2, options):
-        assert found == kind
-        assert said.startswith(message)
+def test_unknown_options_are_refused(group, options, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        ShardLite(torch.nn.Linear(4, 4), group=group, **options)
 
 
 def test_keywords_of_before_are_fields_of_records():
@@ -344,58 +301,38 @@ def test_keywords_of_before_are_fields_of_records():
         take_deprecated(Route(max_ctas=4), Precision(), {"transport": "p2p"})
 
 
-def wrap_by_keywords(group):
+def test_a_model_takes_keywords_of_before(group):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", DeprecationWarning)
         options = {"transport": "p2p", "quantized_gather": True}
         model = ShardLite(torch.nn.Linear(4, 4), group=group, **options)
     told = [each for each in warned if each.category is DeprecationWarning]
     assert [each.filename for each in told] == [__file__, __file__]
-    return repr(model)
-
-
-def test_a_model_takes_keywords_of_before(cluster):
-    for found in cluster.run(wrap_by_keywords, 2):
-        assert "transport=GlooTransport" in found
-
-
-def test_a_model_has_at_most_fourteen_keywords():
-    kinds = [each.kind for each in inspect.signature(ShardLite.__init__).parameters.values()]
-    assert kinds.count(inspect.Parameter.KEYWORD_ONLY) <= 14
+    assert "transport=GlooTransport" in repr(model)
 
 
 # ---- registered memory ----------------------------------------------------------------------------------------------
 
 
-def take_buffers(group, registered):
+@pytest.mark.parametrize("registered", [True, False])
+def test_buffers_that_are_kept_are_registered_with_the_communicator_that_sends_them(group, registered):
+    calls = [("connect", CUDA), ("allocate", 24, torch.uint8, CUDA)]
     with over_nccl() as made:
         transports = a_model(group, registered=registered)
         inline = connect(group, CUDA, AMPLE, route=Route(registered=registered))
         on_cpu = torch.device("cpu")
         memory = [each.empty_persistent(24, on_cpu) for each in (*transports, inline)]
         assert all((each.numel(), each.dtype) == (24, torch.uint8) for each in memory)
-        return [each.calls for each in made]
+        assert [each.calls for each in made] == [calls if registered else []] * 2
 
 
-def test_buffers_that_are_kept_are_registered_with_the_communicator_that_sends_them(cluster):
-    calls = [("connect", CUDA), ("allocate", 24, torch.uint8, CUDA)]
-    assert cluster.run(take_buffers, 2, True) == [[calls] * 2] * 2
-    assert cluster.run(take_buffers, 2, False) == [[[]] * 2] * 2
-
-
-def register(group):
-    with over_nccl(refusing=(1,)):
+def test_a_rank_without_the_allocator_is_an_error_on_all(group):
+    with over_nccl(refusing=(1,)), pytest.raises(LayoutError, match=r"Remove registered=True$") as failed:
         connect(group, CUDA, AMPLE, route=Route(registered=True), apart=True)
-
-
-def test_a_rank_without_the_allocator_is_an_error_on_all(cluster):
-    for kind, message in cluster.failures(register, 2):
-        assert kind == "LayoutError"
-        assert message.startswith(
-            "Route(registered=True) requires NCCL's allocator, which is not available. The backend reports on rank 1: "
-            "NCCL mem allocator is not supported in this NCCL version. "
-        )
-        assert message.endswith("Remove registered=True")
+    assert str(failed.value).startswith(
+        "Route(registered=True) requires NCCL's allocator, which is not available. The backend reports on rank 1: NCCL "
+        "mem allocator is not supported in this NCCL version. "
+    )
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
@@ -438,14 +375,10 @@ def test_a_stream_that_is_captured_waits_for_none_that_is_not():
     assert (one.waits, other.waits, third.waits) == ([], [], [other])
 
 
-def exchange_nothing(group):
+def test_every_exchange_counts(group):
     """A rank whose messages are empty begins as many operations as the others."""
     with over_nccl(), on(None):
         transport = connect(group, CUDA, AMPLE, route=Route(transport="p2p"), apart=True)
         assert isinstance(transport, NcclTransport)
         transport.exchange([], tag=0).wait()
-        return transport._communicator.operations
-
-
-def test_every_exchange_counts(cluster):
-    assert cluster.run(exchange_nothing, 2) == [1, 1]
+        assert transport._communicator.operations == 1

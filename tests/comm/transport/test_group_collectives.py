@@ -1,10 +1,11 @@
-"""Whole collectives of a process group: training over them has the bits of the ring; slices, errors, and who gets them.
+"""Collectives of a process group: training has the bits of the ring; slices, errors, and selection.
 
 That each collective has those bits is shown in `test_ring.py`, at 1 to 8 ranks.
 
 Legend: `W` ranks.
 """
 
+import re
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -15,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlite import Precision, ShardLite
+from shardlite import LayoutError, Precision, ShardLite
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
+from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
@@ -26,7 +28,6 @@ from shardlite.config import Route
 from tests.support.models.losses import MODELS, on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.patience import seconds
-from tests.support.ranks.cluster import Cluster
 from tests.support.transports.both_ways import train_over_both
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import FLOATS, Case, assert_equal_bits, cases_for, reduce_everything, ring_sum
@@ -44,25 +45,19 @@ NARROW_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def train_at_every_stage(group, name):
+@pytest.mark.parametrize(
+    ("name", "group"), [("plain", 2), ("mixed", 3), slow("plain", 4), slow("frozen", 2)], indirect=["group"]
+)
+def test_every_stage_has_the_bits_of_plain_data_parallel(group, name):
     for stage in STAGES:
         trained(*MODELS[name], group, stage=stage, route=COLLECTIVES)
 
 
-@pytest.mark.parametrize(("name", "size"), [("plain", 2), ("mixed", 3), slow("plain", 4), slow("frozen", 2)])
-def test_every_stage_has_the_bits_of_plain_data_parallel(cluster, name, size):
-    cluster.check(train_at_every_stage, size, name)
-
-
-def train_over_its_own_all_gather(group, name):
+@pytest.mark.parametrize(("name", "group"), [("plain", 2), ("mixed", 3)], indirect=["group"])
+def test_gathers_by_the_process_group_have_the_same_bits(group, name):
+    """As over NCCL: with equal segments in place, and with others in rows that are padded."""
     with patch.object(GlooCollectives, "all_gather", GroupCollectives.all_gather):
         trained(*MODELS[name], group, stage=3, route=COLLECTIVES)
-
-
-@pytest.mark.parametrize(("name", "size"), [("plain", 2), ("mixed", 3)])
-def test_gathers_by_the_process_group_have_the_same_bits(cluster, name, size):
-    """As over NCCL: with equal segments in place, and with others in rows that are padded."""
-    cluster.check(train_over_its_own_all_gather, size, name)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -81,20 +76,19 @@ def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward
     cluster.check(train_over_both, size, stage, "auto", in_backward, optimizer, options)
 
 
-def train_replicas(_):
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_replicas_have_the_same_bits(group):
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     pair = Pair(LanguageModel, mesh, replicas=2, route=COLLECTIVES)
     for _ in range(2):
         pair.step(on_tokens, clip=0.01)
 
 
-@pytest.mark.slow
-def test_replicas_have_the_same_bits(cluster):
-    cluster.check(train_replicas, 4)
-
-
-def count_messages(group, in_backward):
-    """Train until the order of gathers is known; return how many calls and messages each purpose took in a step."""
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.ranks(2, 3)
+def test_an_operation_is_one_message_on_any_number_of_ranks(group, in_backward):
+    """Train until the order of gathers is known; count the calls and messages of each purpose in a step."""
     model = ShardLite(LanguageModel(), group=group, route=Route(transport="collectives"))
     assert "GlooCollectives" in repr(model)
     side = Side(model, in_backward=in_backward)
@@ -103,7 +97,10 @@ def count_messages(group, in_backward):
         before = of_units(model)
         side.backward(on_tokens, [Turn(step, dist.get_rank(), 0)], ["step"])
         side.finish()
-    return of_units(model) - before
+    found = of_units(model) - before
+    purposes = {"gather", "reduce", *(["used"] if in_backward else [])}
+    assert found.keys() == {(purpose, what) for purpose in purposes for what in ("calls", "messages")}
+    assert all(found[purpose, "calls"] == found[purpose, "messages"] > 0 for purpose in purposes)
 
 
 def of_units(model):
@@ -114,15 +111,6 @@ def of_units(model):
             found[purpose, "calls"] += sent.calls
             found[purpose, "messages"] += sent.messages
     return found
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward):
-    for size in (2, 3):
-        for found in cluster.run(count_messages, size, in_backward):
-            purposes = {"gather", "reduce", *(["used"] if in_backward else [])}
-            assert found.keys() == {(purpose, what) for purpose in purposes for what in ("calls", "messages")}
-            assert all(found[purpose, "calls"] == found[purpose, "messages"] > 0 for purpose in purposes)
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -200,11 +188,7 @@ def test_a_fast_sum_is_close_and_an_uneven_one_exact(cluster):
 
 def calls_of(group, reduce):
     """Which collectives a step calls, and its weights."""
-    model = ShardLite(
-        _seeded(LanguageModel),
-        group=group,
-        route=Route(transport="collectives", reduce=reduce),
-    )
+    model = ShardLite(_seeded(LanguageModel), group=group, route=Route(transport="collectives", reduce=reduce))
     side = Side(model, in_backward=True)
     called, run_one = set(), GlooCollectives._run
 
@@ -219,23 +203,14 @@ def calls_of(group, reduce):
 
 
 def test_a_fast_reduction_is_made_on_request(cluster):
-    for (exact, weights), (fast, others) in zip(
-        cluster.run(calls_of, 2, "exact"), cluster.run(calls_of, 2, "fast"), strict=True
-    ):
+    both = [cluster.run(calls_of, 2, how) for how in ("exact", "fast")]
+    for (exact, weights), (fast, others) in zip(*both, strict=True):
         assert exact == {"all-to-all", "all-reduce", "broadcast"}, "gathers are messages over gloo"
         assert fast == {"reduce-scatter", "all-reduce", "broadcast"}
         torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-4)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def throwaway(fork_server):
-    """A cluster for a body that breaks connections."""
-    gloo = Cluster(fork_server, sizes=[2])
-    yield gloo
-    gloo.close()
 
 
 def be_alone(group):
@@ -257,20 +232,11 @@ def test_a_silent_peer_is_an_error_with_the_operation(throwaway):
 # ---- who gets them --------------------------------------------------------------------------------------------------
 
 
-def connections(group):
+def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(group):
     made = [connect(group, CPU, AMPLE, route=COLLECTIVES) for _ in range(2)]
     assert made[0]._group is not made[1]._group  # they have no tags
-    return [type(each).__name__ for each in (*made, connect_hosts(group, AMPLE, route=COLLECTIVES))]
-
-
-def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(cluster):
-    assert cluster.run(connections, 2) == [["GlooCollectives", "GlooCollectives", "SharedMemoryTransport"]] * 2
-
-
-def refused(group, route, device="cpu"):
-    names = dist.get_backend_config(group) if device == "cpu" else "cpu:gloo,cuda:gloo"
-    with patch("torch.distributed.get_backend_config", lambda _: names):
-        connect(group, torch.device(device), AMPLE, route=route)
+    assert [type(each) for each in made] == [GlooCollectives] * 2
+    assert isinstance(connect_hosts(group, AMPLE, route=COLLECTIVES), SharedMemoryTransport)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +255,13 @@ def refused(group, route, device="cpu"):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(cluster, route, device, message):
-    for kind, said in cluster.failures(refused, 2, route, device):
-        assert kind == "LayoutError"
-        assert said.startswith(message)
+def test_what_does_not_go_together_is_refused(group, route, device, message):
+    names = dist.get_backend_config(group) if device == "cpu" else "cpu:gloo,cuda:gloo"
+    with (
+        patch("torch.distributed.get_backend_config", lambda _: names),
+        pytest.raises(LayoutError, match=f"^{re.escape(message)}"),
+    ):
+        connect(group, torch.device(device), AMPLE, route=route)
 
 
 def test_a_schedule_is_of_messages():

@@ -1,4 +1,4 @@
-"""Symmetric memory, which is played here: windows, barriers, launches, training, and who gets it.
+"""Simulated symmetric memory: windows, barriers, launches, training, and selection.
 
 Its collectives are tried like those of any transport in `test_ring.py`, and the ring kernel in
 `tests/kernels/interpreted/test_symmetric_ring.py`.
@@ -25,12 +25,12 @@ from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import why_not
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from tests.comm.transport import test_symmetric_cuda as on_cuda
 from tests.support.patience import seconds
 from tests.support.simulated_cuda import Simulated
 from tests.support.transports.played_symmetric import CPU, RING, launches, played, run_memories, run_played
 from tests.support.transports.ring_cases import (
     Case,
+    assert_equal_bits,
     assert_gathered_and_summed,
     broadcast_everything,
     cases_for,
@@ -38,6 +38,7 @@ from tests.support.transports.ring_cases import (
     reduce_everything,
     tensor_of,
 )
+from tests.support.transports.symmetric_bodies import every_dtype, rings, trained
 from tests.support.transports.symmetric_training import train, train_in_backward
 from tests.support.twins.sharded import slow
 
@@ -64,20 +65,16 @@ def test_steps_in_the_backward_have_the_same_bits(cluster, tmp_path, size, stage
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("body", [on_cuda.every_dtype, on_cuda.rings])
+@pytest.mark.parametrize("body", [every_dtype, rings])
 def test_bodies_for_gpus_pass_on_the_cpu(body, size):
     assert run_played(body, size, CPU) == [None] * size
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_the_training_for_gpus_passes_on_the_cpu(cluster, in_backward):
-    cluster.check(train_twice, 2, in_backward)
-
-
-def train_twice(group, in_backward):
-    for name, weight in on_cuda.trained(group, CPU, "p2p", in_backward=in_backward).items():
-        other = on_cuda.trained(group, CPU, "shared_memory", in_backward=in_backward)
-        on_cuda.assert_equal_bits(weight, other[name])
+def test_the_training_for_gpus_passes_on_the_cpu(group, in_backward):
+    for name, weight in trained(group, CPU, "p2p", in_backward=in_backward).items():
+        other = trained(group, CPU, "shared_memory", in_backward=in_backward)
+        assert_equal_bits(weight, other[name])
 
 
 # What a collective enqueues.
@@ -125,7 +122,7 @@ def test_long_buffers_go_in_rounds_however_late_ranks_pull(size):
     assert_gathered_and_summed([result[:2] for result in results], cases)
     for *_, sent in results:
         for i, (got, case) in enumerate(zip(sent, cases, strict=True)):
-            on_cuda.assert_equal_bits(got, tensor_of(i % size, case.numel, case.dtype))
+            assert_equal_bits(got, tensor_of(i % size, case.numel, case.dtype))
 
 
 def pull_late(memory, shown):
@@ -181,10 +178,8 @@ def be_alone(memory):
 def test_a_silent_peer_is_an_error_with_the_operation():
     with pytest.raises(CommError) as failed:
         run_memories(be_alone, 2)
-    assert str(failed.value).startswith(
-        "all-gather of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 in all-gather failed: 16 bytes, "
-        "timeout "
-    )
+    expected = "(operation 3, 4 elements of torch.float32): rank 1 in all-gather failed: 16 bytes, timeout "
+    assert str(failed.value).startswith(f"all-gather of unit 'head' {expected}")
     assert "trap: the signal (owner, source) (1, 0) is not 1" in str(failed.value)
 
 
@@ -246,12 +241,6 @@ def machine(*, gpus=4, backend="CUDA", peers=True, hosts=1, overlap=False):
     return stack
 
 
-def ask(group, device, given):
-    own = torch.device("cuda", group.rank()) if device == "own" else torch.device(device)
-    with machine(**given):
-        return why_not(group, own)
-
-
 @pytest.mark.parametrize(
     ("device", "given", "reason"),
     [
@@ -269,8 +258,10 @@ def ask(group, device, given):
         ("cuda:0", {}, "ranks [0, 1] all use cuda:0. "),
     ],
 )
-def test_why_not(cluster, device, given, reason):
-    for said in cluster.run(ask, 2, device, given):
+def test_why_not(group, device, given, reason):
+    own = torch.device("cuda", group.rank()) if device == "own" else torch.device(device)
+    with machine(**given):
+        said = why_not(group, own)
         assert said.startswith(reason)
         assert bool(said) == bool(reason)
         assert reason != "ranks [0, 1] all use cuda:0. " or "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in said
@@ -280,32 +271,27 @@ def ask_for_it(group, device, transport="symmetric_memory"):
     connect(group, torch.device(device), AMPLE, route=Route(transport=transport))
 
 
-def test_where_it_cannot_be_had_the_error_says_why(cluster):
-    for kind, message in cluster.failures(ask_for_it, 2, "cuda:0"):
-        assert kind == "LayoutError"
-        assert message == (
-            "transport='symmetric_memory' is not available: rank 0: requires a CUDA device, and there is none. "
-            "Use 'p2p' or 'auto'"
-        )
-    for kind, message in cluster.failures(ask_for_it, 2, "cpu"):
-        assert kind == "LayoutError"
-        assert message.startswith("transport='symmetric_memory' is for CUDA tensors, these are on the CPU")
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda:0", "is not available: rank 0: requires a CUDA device, and there is none. Use 'p2p' or 'auto'$"),
+        ("cpu", "is for CUDA tensors, these are on the CPU"),
+    ],
+)
+def test_where_it_is_not_available_the_error_says_why(group, device, expected):
+    with pytest.raises(LayoutError, match=f"^transport='symmetric_memory' {expected}"):
+        ask_for_it(group, device)
 
 
-def fail_to_rendezvous(group):
+def test_a_rendezvous_that_fails_on_one_rank_is_an_error_on_all(group):
     def rendezvous(area, name):
         if group.rank() == 1:
             raise RuntimeError("no descriptor came")
 
     with machine():
         symmetric._SymmetricMemory.rendezvous = rendezvous
-        ask_for_it(group, f"cuda:{group.rank()}")
-
-
-def test_a_rendezvous_that_fails_on_one_rank_is_an_error_on_all(cluster):
-    for kind, message in cluster.failures(fail_to_rendezvous, 2):
-        assert kind == "LayoutError"
-        assert "is not available: rank 1: no descriptor came. Use" in message
+        with pytest.raises(LayoutError, match=r"is not available: rank 1: no descriptor came\. Use"):
+            ask_for_it(group, f"cuda:{group.rank()}")
 
 
 class Handle:
@@ -322,7 +308,8 @@ class Handle:
         pass
 
 
-def what_is_connected(group, backends):
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_it_is_connected_where_it_is_asked_for(group, backends):
     """Connect as one does for gathers and for reductions; `asked` has what PyTorch was asked for."""
     asked = []
 
@@ -345,20 +332,12 @@ def what_is_connected(group, backends):
     assert [str(each.message) for each in said] == [
         "transport='symmetric_memory' is experimental: it has not run between GPUs"
     ]
-    return [(type(each).__name__, each.rank, each.world_size) for each in made], asked
+    expected = "SymmetricMemoryTransport", group.rank(), 2
+    assert [(type(each).__name__, each.rank, each.world_size) for each in made] == [expected] * 2
+    assert asked == [((64 << 20,), (1,), torch.uint8, str(device))] * 2
 
 
-@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
-def test_it_is_connected_where_it_is_asked_for(cluster, backends):
-    for rank, (made, asked) in enumerate(cluster.run(what_is_connected, 2, backends)):
-        assert made == [("SymmetricMemoryTransport", rank, 2)] * 2
-        assert asked == [((64 << 20,), (1,), torch.uint8, f"cuda:{rank}")] * 2
-
-
-def without_others(group):
+@pytest.mark.ranks(1)
+def test_one_rank_needs_none(group):
     with machine():
-        return type(connect(group, CUDA, AMPLE, route=Route(transport="symmetric_memory"))).__name__
-
-
-def test_one_rank_needs_none(cluster):
-    assert cluster.run(without_others, 1) == ["StagedTransport"]
+        assert isinstance(connect(group, CUDA, AMPLE, route=Route(transport="symmetric_memory")), StagedTransport)

@@ -1,4 +1,4 @@
-"""Symmetric memory between ranks on one GPU, which PyTorch allows if it is told to: the same bits as anywhere else.
+"""Symmetric memory between ranks on one GPU, which PyTorch allows on request, has the same bits as other transports.
 
 The bodies take a device. `test_symmetric.py` runs them on the CPU, over a symmetric memory that is played.
 """
@@ -10,11 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from shardlite import AdamW, ShardLite
-from shardlite.comm.chunking import cut_up
-from shardlite.comm.operation import Operation
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, symmetric_memory
 from shardlite.config import Route
@@ -22,59 +18,15 @@ from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
 from tests.support.transports.calls import all_gather, reduce_scatter
 from tests.support.transports.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
+from tests.support.transports.symmetric_bodies import every_dtype, rings, trained
 
 TIMEOUT = timedelta(seconds=30)
 SMALL = (8 << 20) + (1 << 18)  # bytes of an area in which long gathers take several rounds
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-def cases_of(size):
-    n = 10_007
-    return [
-        Case(numel, dtype, 1 << 20, cuts)
-        for numel, cuts in ((0, None), (5, None), (n, None), (20 * n, None), (n, [0, *[n // 3] * (size - 1), n]))
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 # Bodies: on any device.
-
-
-def every_dtype(transport, device):
-    """From the last rank, and from each."""
-    for i, dtype in enumerate(DTYPES):
-        full = tensor_of(transport.rank, 1001, dtype).to(device)
-        transport.broadcast(full, transport.world_size - 1)
-        assert_equal_bits(
-            full.cpu().view(torch.uint8), tensor_of(transport.world_size - 1, 1001, dtype).view(torch.uint8)
-        )
-        expected = tensor_of(i, 1001, dtype)
-        cut = cut_up(1001, dtype, transport, None, None)
-        start, stop = cut.bounds[transport.rank]
-        gathered = torch.zeros_like(expected, device=device)
-        gathered[start:stop] = expected[start:stop].to(device)
-        transport.all_gather(gathered, cut)
-        assert_equal_bits(gathered.cpu().view(torch.uint8), expected.view(torch.uint8))
-
-
-def rings(transport, device):
-    """Gathers and reductions, against the written-out order of the ring."""
-    size, rank = transport.world_size, transport.rank
-    for i, case in enumerate(cases_of(size)):
-        start, stop = case.bounds(size)[rank]
-        full = tensor_of(99, case.numel, case.dtype)
-        gathered = torch.zeros_like(full, device=device)
-        gathered[start:stop] = full[start:stop].to(device)
-        all_gather(gathered, transport, cuts=case.cuts, operation=Operation("gather", i))
-        assert_equal_bits(gathered.cpu(), full)
-        summand = tensor_of(rank, case.numel, case.dtype).to(device)
-        shard = reduce_scatter(summand, transport, divisor=size, cuts=case.cuts, operation=Operation("reduce", i))
-        assert_equal_bits(shard.cpu(), ring_sum(size, case, size)[start:stop])
 
 
 def back_to_back(transport, device, times=50, numel=700):
@@ -87,22 +39,6 @@ def back_to_back(transport, device, times=50, numel=700):
     return [full[:, ::99].tolist() for full in fulls], [
         [[100.0 * i + peer] * len(range(0, numel, 99)) for peer in range(size)] for i in range(times)
     ]
-
-
-def trained(group, device, transport, *, in_backward):
-    """Return the weights after three steps at stage 3, on the CPU."""
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 30)) for _ in range(3)]
-    model = ShardLite(nn.Sequential(*blocks).to(device), group=group, route=Route(transport=transport))
-    optimizer = AdamW(model.parameters(), lr=0.01, in_backward=in_backward)
-    for step in range(3):
-        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + dist.get_rank(group))).to(device)
-        model(x).square().mean().backward()
-        if not in_backward:
-            model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: weight.cpu() for name, weight in model.full_state_dict().items()}
 
 
 # On a GPU.

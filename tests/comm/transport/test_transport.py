@@ -1,8 +1,7 @@
-"""Every transport: order, dtypes, empty messages, silent peers; which one serves what. And the tests' own cluster."""
+"""Every transport: order, dtypes, empty messages, and silent peers."""
 
 import os
 import time
-import warnings
 import weakref
 from datetime import timedelta
 from unittest.mock import patch
@@ -16,21 +15,17 @@ from torch.testing import assert_close
 from shardlite.comm import streams
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ThreadQueue
-from shardlite.comm.traffic import Tally
-from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, reconnect
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect
-from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.support.patience import seconds, until
-from tests.support.ranks.cluster import Cluster, RemoteError, run_local
+from tests.support.ranks.cluster import run_local
 from tests.support.ranks.local_world import local_world
 from tests.support.transports.calls import all_gather, reduce_scatter
-from tests.support.transports.delays import Delayed
-from tests.support.transports.delegating import Counted, Delegating
-from tests.support.transports.worlds import Batched, run
+from tests.support.transports.delegating import Delegating
+from tests.support.transports.worlds import run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
@@ -215,8 +210,8 @@ def test_a_local_message_of_another_kind_is_an_error():
         right.irecv(torch.zeros(4), 0, tag=0).wait()
 
 
-def talk_past_each_other(group):
-    """Rank 0 sends what rank 1 does not expect, rank 1 expects what rank 0 does not send."""
+def send_unexpected_messages(group):
+    """Rank 0 sends a message that rank 1 does not expect, and conversely."""
     transport = GlooTransport(group, timedelta(milliseconds=200))
     if transport.rank == 0:
         transport.isend(torch.zeros(1_000_000), 1, tag=7).wait()
@@ -255,16 +250,8 @@ def leave_a_wait(group):
     return str(failed.value)
 
 
-@pytest.fixture(scope="module")
-def throwaway(fork_server):
-    """A cluster for bodies that break gloo connections or ranks: the session's stays as it is."""
-    gloo = Cluster(fork_server, sizes=[2])
-    yield gloo
-    gloo.close()
-
-
 def test_silent_gloo_peers_are_named(throwaway):
-    (first, sending), (second, receiving) = throwaway.failures(talk_past_each_other, 2)
+    (first, sending), (second, receiving) = throwaway.failures(send_unexpected_messages, 2)
     assert first == second == "CommError"
     assert "rank 0 sending to rank 1 failed: 4000000 bytes, tag 7, timeout 0.2 s" in sending
     assert "rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s" in receiving
@@ -275,88 +262,39 @@ def test_no_thread_waits_in_gloo_when_a_program_ends(throwaway):
     assert message.startswith("rank 0 receiving from rank 1 failed: 16 bytes, tag 8, timeout")
 
 
-def test_an_absent_gloo_peer_is_named_with_the_operation(throwaway):
-    silent, (kind, message) = throwaway.failures(be_alone, 2)
-    assert (silent, kind) == (None, "CommError")
-    assert message.startswith("all-gather of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 ")
-
-
-def test_a_silent_peer_of_a_batch_is_named(throwaway):
-    silent, (kind, message) = throwaway.failures(exchange_with_nobody, 2)
-    assert (silent, kind) == (None, "CommError")
-    assert message.startswith("rank 1 receiving from rank 0 and sending to rank 0 failed: 432 bytes, tag 8. The peer ")
-
-
 def stage_for_nobody(group):
     if dist.get_rank(group) == 1:
         StagedTransport(group, timedelta(milliseconds=200)).irecv(torch.zeros(4), 0, tag=8).wait()
 
 
-def test_a_silent_peer_of_a_staged_message_is_named(throwaway):
-    silent, (kind, message) = throwaway.failures(stage_for_nobody, 2)
-    assert (silent, kind) == (None, "CommError")
-    assert message.startswith("rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s. The peer ")
-
-
-def use_device_tensor(group):
-    GlooTransport(group, timedelta(seconds=1)).isend(torch.zeros(4, device="meta"), 0, tag=0)
-
-
-def test_only_cpu_tensors_go_through_gloo(cluster):
-    assert (
-        cluster.failures(use_device_tensor, 2)
-        == [("LayoutError", "GlooTransport sends CPU tensors, got one on meta")] * 2
-    )
-    assert issubclass(LayoutError, ValueError)
-
-
-# Which transport serves what.
-
-
-def describe_connections(group, backends, device):
-    """The transport over `group`, if its backends had these names; `None` leaves its own."""
-    names = dist.get_backend_config(group) if backends is None else backends
-    with patch("torch.distributed.get_backend_config", lambda _: names):
-        transport = connect(group, device, AMPLE)
-    return type(transport).__name__, transport.rank, transport.world_size, transport.batched, transport.blocking
+def reconnect_alone(group):
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 1:
+        reconnect(group, timedelta(seconds=seconds(0.2)))
 
 
 @pytest.mark.parametrize(
-    ("backends", "device", "expected"),
+    ("body", "words"),
     [
-        (None, CPU, ("SharedMemoryTransport", False, True)),
-        (None, CUDA, ("StagedTransport", False, True)),
-        ("cpu:gloo,cuda:nccl", CPU, ("SharedMemoryTransport", False, True)),
-        ("cpu:gloo,cuda:nccl", torch.device("cuda:1"), ("NcclCollectives", True, False)),
-        ("cuda:nccl", CUDA, ("NcclCollectives", True, False)),
-        ("cpu:gloo,cuda:gloo", CUDA, ("StagedTransport", False, True)),
+        (be_alone, "all-gather of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 "),
+        (
+            exchange_with_nobody,
+            "rank 1 receiving from rank 0 and sending to rank 0 failed: 432 bytes, tag 8. The peer ",
+        ),
+        (stage_for_nobody, "rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s. The peer "),
+        (reconnect_alone, "another connection over gloo: rank 1 timed out after "),
     ],
 )
-def test_the_backend_for_the_device_decides(cluster, backends, device, expected):
-    name, batched, blocking = expected
-    for rank, found in enumerate(cluster.run(describe_connections, 2, backends, device)):
-        assert found == (name, rank, 2, batched, blocking)
+def test_an_absent_peer_is_named(throwaway, body, words):
+    silent, (kind, message) = throwaway.failures(body, 2)
+    assert (silent, kind) == (None, "CommError")
+    assert message.startswith(words)
 
 
-@pytest.mark.parametrize(
-    ("backends", "device"), [("cuda:nccl", CPU), ("cpu:gloo", CUDA), ("cuda:ucc", CUDA), (None, torch.device("meta"))]
-)
-def test_tensors_that_no_backend_carries_are_refused(cluster, backends, device):
-    for kind, message in cluster.failures(describe_connections, 2, backends, device):
-        assert kind == "LayoutError"
-        assert f"no transport for tensors on {device} over a process group with the backends {{" in message
-        assert "init_process_group('cpu:gloo,cuda:nccl')" in message
-
-
-def connect_from_outside(group):
-    connect(dist.GroupMember.NON_GROUP_MEMBER, CPU, AMPLE)
-
-
-def test_a_group_of_others_is_refused(cluster):
-    assert (
-        cluster.failures(connect_from_outside, 2)
-        == [("LayoutError", "this process is not a member of the process group that it was given")] * 2
-    )
+def test_only_cpu_tensors_go_through_gloo(group):
+    with pytest.raises(LayoutError, match=r"^GlooTransport sends CPU tensors, got one on meta$"):
+        GlooTransport(group, timedelta(seconds=1)).isend(torch.zeros(4, device="meta"), 0, tag=0)
+    assert issubclass(LayoutError, ValueError)
 
 
 def exchange_in_a_subgroup(group):
@@ -369,65 +307,11 @@ def exchange_in_a_subgroup(group):
     return [exchange_at_once(transport) for transport in transports]
 
 
-def test_peers_are_ranks_of_the_group(throwaway_of_three):
-    outside, *inside = throwaway_of_three.run(exchange_in_a_subgroup, 3)
+def test_peers_are_ranks_of_the_group(throwaway):
+    outside, *inside = throwaway.run(exchange_in_a_subgroup, 3)
     assert outside is None
     for results in zip(*inside, strict=True):
         assert_came_from_the_left(list(results))
-
-
-@pytest.fixture
-def throwaway_of_three(fork_server):
-    """A cluster for groups that the session's should not keep."""
-    gloo = Cluster(fork_server, sizes=[3])
-    yield gloo
-    gloo.close()
-
-
-# Transports around transports.
-
-
-def test_what_is_sent_is_counted():
-    tallies = [Tally(), Tally()]
-
-    def body(transport):
-        counted = Counted(transport, tallies[transport.rank])
-        peer = 1 - transport.rank
-        tensor, received = torch.ones(3 + transport.rank), [torch.zeros(4 - transport.rank) for _ in range(2)]
-        counted.isend(tensor, peer, tag=0).wait()
-        counted.irecv(received[0], peer, tag=0).wait()
-        messages = [Message(tensor, peer, outgoing=True), Message(received[1], peer, outgoing=False)]
-        counted.exchange(messages, tag=0).wait()
-        return [each.tolist() for each in received]
-
-    assert run_local(body, 2) == [[[1.0] * 4] * 2, [[1.0] * 3] * 2]
-    assert tallies == [Tally(2, 24), Tally(2, 32)]
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_what_is_around_a_transport_has_its_properties(blocking):
-    inner = local_world(3)[2]
-    inner.blocking = blocking
-    for outer in (Counted(inner, Tally()), Delayed(inner, 0, longest=0.0)):
-        assert (outer.rank, outer.world_size, outer.batched, outer.blocking) == (2, 3, False, blocking)
-    for outer in (Counted(Batched(inner), Tally()), Delayed(Batched(inner), 0, longest=0.0)):
-        assert (outer.rank, outer.world_size, outer.batched, outer.blocking) == (2, 3, True, blocking)
-
-
-def test_delays_are_random_and_the_same_for_the_same_seed():
-    def pauses(rank, seed):
-        slept = []
-        with patch("tests.support.transports.delays.time.sleep", slept.append):
-            delayed = Delayed(local_world(2)[rank], seed, longest=0.5)
-            for _ in range(4):
-                delayed.isend(torch.zeros(1), 1 - rank, tag=0)
-                delayed.irecv(torch.zeros(1), 1 - rank, tag=0)
-                delayed.exchange([], tag=0)
-        return slept
-
-    assert pauses(0, 1) == pauses(0, 1)
-    assert len({*pauses(0, 1), *pauses(1, 1), *pauses(0, 2)}) == 36
-    assert all(0.0 <= pause <= 0.5 for pause in pauses(0, 1))
 
 
 @pytest.mark.gpu
@@ -446,89 +330,6 @@ def exchange_on_device(group):
     transport.exchange(messages, tag=5).wait()
     arrived = [tensor.cpu() for tensor in received]
     return [tensor.float() if tensor.dtype.itemsize == 1 else tensor for tensor in arrived]
-
-
-# The cluster itself.
-
-
-def describe(group, *, factor):
-    return os.environ["SHARDLITE_POISON"], torch.get_num_threads(), dist.get_rank(group) * factor, torch.rand(1)
-
-
-def fail_on_rank_one(group):
-    if dist.get_rank(group) == 1:
-        raise ZeroDivisionError("on purpose")
-
-
-def warn(group):
-    warnings.warn("on purpose", stacklevel=1)
-
-
-class WarnsAtItsEnd:
-    def __del__(self):
-        warn(None)
-
-
-def warn_at_an_end(group):
-    WarnsAtItsEnd()
-
-
-def die(group):
-    if dist.get_rank(group) == 1:
-        os._exit(3)
-
-
-def test_bodies_run_by_rank_with_the_same_seed(cluster):
-    results = cluster.run(describe, 3, factor=10)
-    assert [r[:3] for r in results] == [("1", 1, 0), ("1", 1, 10), ("1", 1, 20)]
-    assert len({r[3].item() for r in results}) == 1
-
-
-def test_warnings_are_errors_on_every_rank(cluster):
-    assert cluster.failures(warn, 4) == [("UserWarning", "on purpose")] * 4
-    for kind, message in cluster.failures(warn_at_an_end, 2):  # Python only prints those
-        assert kind == "AssertionError"
-        assert "UserWarning: on purpose" in message
-
-
-def test_a_failing_or_dying_rank_is_named_and_the_cluster_recovers(throwaway):
-    with pytest.raises(RemoteError, match=r"(?s)rank 1:\nTraceback.*ZeroDivisionError: on purpose"):
-        throwaway.run(fail_on_rank_one, 2)
-    assert throwaway.failures(die, 2) == [None, ("WorkerDied", "the worker died with exit code 3")]
-    assert len(throwaway.run(describe, 2, factor=1)) == 2
-
-
-def made_connections(group):
-    """Connect with and without operations of one's own, and return between whom NCCL was connected once more."""
-    made = []
-
-    def communicator(group, device, timeout, route):
-        assert (device, timeout, route) == (CUDA, AMPLE, Route())
-        made.append(dist.get_process_group_ranks(group))
-        return group
-
-    with (
-        patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"),
-        patch.object(select, "communicator", communicator),
-    ):
-        for device in (CPU, CUDA):
-            for apart in (False, True):
-                connect(group, device, AMPLE, apart=apart)
-    return made
-
-
-def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(cluster):
-    assert cluster.run(made_connections, 2) == [[[0, 1]]] * 2
-
-
-def test_an_algorithm_is_walked_in_batches_over_nccl(cluster):
-    assert cluster.run(connect_by_ring, 2) == [["NcclTransport", "NcclTransport", "NcclCollectives"]] * 2
-
-
-def connect_by_ring(group):
-    routes = Route(algorithm="ring"), Route(transport="p2p"), Route(transport="collectives")
-    with patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):
-        return [type(connect(group, CUDA, AMPLE, route=route)).__name__ for route in routes]
 
 
 # Connections beside those of a process group.
@@ -558,7 +359,7 @@ def test_ranks_in_different_numbers_of_groups_are_connected_and_the_connection_i
 
 
 def reconnect_late(group):
-    """Rank 0 is connected and hears of it late. Return when this rank heard of it, and when it may drop the result."""
+    """Delay the connection of rank 0. Return the times at which this rank was connected and returned."""
     heard = []
 
     def connected(*arguments):
@@ -576,15 +377,3 @@ def test_no_rank_returns_before_all_are_connected(cluster):
     """A rank that drops the connection closes it, and gloo fails on peers that were still waiting to be connected."""
     heard, returned = zip(*cluster.run(reconnect_late, 2), strict=True)
     assert min(returned) >= max(heard)
-
-
-def reconnect_alone(group):
-    group = dist.new_group([0, 1])
-    if dist.get_rank() == 1:
-        reconnect(group, timedelta(seconds=seconds(0.2)))
-
-
-def test_a_rank_that_does_not_come_to_connect_is_named(throwaway):
-    silent, (kind, message) = throwaway.failures(reconnect_alone, 2)
-    assert (silent, kind) == (None, "CommError")
-    assert message.startswith("another connection over gloo: rank 1 timed out after ")

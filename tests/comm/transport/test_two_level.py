@@ -1,9 +1,8 @@
-"""Reductions in two levels over whole collectives: order, bytes, memory, training, and who gets them.
+"""Reductions in two levels over collectives: order, bytes, memory, training, and selection.
 
 Legend: `W` ranks in `N` nodes of `L`.
 """
 
-import logging
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -29,10 +28,12 @@ from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.comm.transport.group_collectives import GroupCollectives, TwoLevelCollectives, as_bytes
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
+from tests.support.internals import units
+from tests.support.logs import logged
 from tests.support.models.losses import MODELS, on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.patience import seconds
-from tests.support.ranks.cluster import Cluster, run_local
+from tests.support.ranks.cluster import run_local
 from tests.support.transports.both_ways import train_over_both
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import FLOATS, Case, add, assert_equal_bits, cases_for, tensor_of
@@ -252,7 +253,11 @@ def two_level_mean(node, of):
     return mean
 
 
-def train_at_every_stage(group, name, recipe):
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("plain", "adamw"), ("mlp", "sgd"), slow("mixed", "adamw"), slow("frozen", "adamw")]
+)
+def test_every_stage_has_the_bits_of_the_written_out_order(group, name, recipe):
     make, loss = {**MODELS, "mlp": (partial(MLP, [7, 33, 5]), on_rows)}[name]
     for stage in STAGES:
         with hosts_of(2):
@@ -263,28 +268,19 @@ def train_at_every_stage(group, name, recipe):
         pair.step(loss, ("local", "step"), clip=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"), [("plain", "adamw"), ("mlp", "sgd"), slow("mixed", "adamw"), slow("frozen", "adamw")]
-)
-def test_every_stage_has_the_bits_of_the_written_out_order(cluster, name, recipe):
-    cluster.check(train_at_every_stage, 4, name, recipe)
-
-
-def train_both_ways(group, stage, in_backward, options):
-    with hosts_of(2):
-        train_over_both(group, stage, "hierarchical", in_backward, {}, options)
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("stage", "in_backward", "options"),
     [(3, True, {"precision": NARROW_WIRE}), (2, False, {}), slow(0, True, {}), slow(3, True, {})],
 )
-def test_training_has_the_bits_of_messages(cluster, stage, in_backward, options):
-    cluster.check(train_both_ways, 4, stage, in_backward, options)
+def test_training_has_the_bits_of_messages(group, stage, in_backward, options):
+    with hosts_of(2):
+        train_over_both(group, stage, "hierarchical", in_backward, {}, options)
 
 
-def traffic_of(group):
-    """Train by two levels and by replicas; return bytes by unit and what the layouts say of each bucket."""
+@pytest.mark.ranks(4)
+def test_traffic_has_the_bytes_across_nodes(group):
+    """Of a bucket of `n` bytes, 2 nodes of 2: `(N-1)/N n/L` across with full sharding, and twice that with replicas."""
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     found = []
@@ -292,42 +288,30 @@ def traffic_of(group):
         with hosts_of(2):
             model = ShardLite(LanguageModel(), group=ranks, route=route)
         on_tokens(model, Turn(0, dist.get_rank(), 0)).backward()
-        sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in model._units}
+        sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in units(model)}
         found.append((sizes, {unit: dict(sent) for unit, sent in model.traffic().items()}))
-    return found
-
-
-def test_traffic_has_the_bytes_across_nodes(cluster):
-    """Of a bucket of `n` bytes, 2 nodes of 2: `(N-1)/N n/L` across with full sharding, and twice that with replicas."""
-    for (sizes, levels), (halves, hybrid) in cluster.run(traffic_of, 4):
-        for unit, nbytes in sizes.items():
-            reduce = levels[unit]["reduce"]
-            assert (reduce.nbytes, reduce.across) == (nbytes * 3 // 4, nbytes // 4)
-        for unit, nbytes in halves.items():
-            assert hybrid[unit]["reduce"].nbytes == nbytes // 2
-            assert hybrid[unit]["reduce over replicas"].nbytes == nbytes // 2
+    (sizes, levels), (halves, hybrid) = found
+    for unit, nbytes in sizes.items():
+        reduce = levels[unit]["reduce"]
+        assert (reduce.nbytes, reduce.across) == (nbytes * 3 // 4, nbytes // 4)
+    for unit, nbytes in halves.items():
+        assert hybrid[unit]["reduce"].nbytes == nbytes // 2
+        assert hybrid[unit]["reduce over replicas"].nbytes == nbytes // 2
 
 
 # ---- who gets them, and errors --------------------------------------------------------------------------------------
 
 
-def logged(group, node, route):
-    """Connect twice; return what is logged of it at least as a warning."""
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    logging.getLogger("shardlite").addHandler(handler)
-    try:
-        with hosts_of(node), patch.object(select, "_reported", set()):
-            for _ in range(2):
-                connect(group, CPU, AMPLE, route=route, apart=True, reduces=True)
-    finally:
-        logging.getLogger("shardlite").removeHandler(handler)
-    return [record.getMessage() for record in records]
+def warnings_of(group, node, route):
+    """Connect twice; return the warnings that are logged."""
+    with hosts_of(node), patch.object(select, "_reported", set()), logged() as messages:
+        for _ in range(2):
+            connect(group, CPU, AMPLE, route=route, apart=True, reduces=True)
+    return messages
 
 
 def test_one_exchange_across_nodes_is_logged_once_with_what_to_take_instead(cluster):
-    first, *others = cluster.run(logged, 4, 2, Route(transport="collectives"))
+    first, *others = cluster.run(warnings_of, 4, 2, Route(transport="collectives"))
     assert first == [
         "gradients are reduced by one exchange among 4 ranks on 2 nodes, in which each rank sends 2/4 of its "
         "gradients to other nodes. Route(algorithm='hierarchical') sends only 1/4, but rounds differently "
@@ -348,10 +332,11 @@ def test_one_exchange_across_nodes_is_logged_once_with_what_to_take_instead(clus
     ],
 )
 def test_nothing_is_logged_where_two_levels_are_taken_or_save_nothing(cluster, node, route):
-    assert cluster.run(logged, 4, node, route) == [[]] * 4
+    assert cluster.run(warnings_of, 4, node, route) == [[]] * 4
 
 
-def over_nccl(group):
+@pytest.mark.ranks(4)
+def test_over_nccl_only_reductions_know_nodes(group):
     """Which transports a route selects where the group has NCCL, and between which ranks it connects again."""
     made = []
 
@@ -369,38 +354,23 @@ def over_nccl(group):
             connect(group, torch.device("cuda:0"), AMPLE, route=route, apart=True, reduces=each)
             for each in (False, True)
         ]
-    return [type(each).__name__ for each in kinds], made
+    assert [type(each).__name__ for each in kinds] == ["NcclCollectives", "TwoLevelCollectives"]
+    inside, across = [[0, 1], [2, 3]][dist.get_rank() // 2], [[0, 2], [1, 3]][dist.get_rank() % 2]
+    assert made == [None, None, inside, across], "one for gathers, three for reductions"
 
 
-def test_over_nccl_only_reductions_know_nodes(cluster):
-    for rank, (kinds, made) in enumerate(cluster.run(over_nccl, 4)):
-        assert kinds == ["NcclCollectives", "TwoLevelCollectives"]
-        inside, across = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
-        assert made == [None, None, inside, across], "one for gathers, three for reductions"
-
-
-def connect_unequal_hosts(group):
-    with hosts_of(3):
+@pytest.mark.ranks(4)
+def test_hosts_of_different_size_are_refused(group):
+    with (
+        hosts_of(3),
+        pytest.raises(LayoutError, match=r"^algorithm='hierarchical' requires the same number of ranks on"),
+    ):
         connect(group, CPU, AMPLE, route=LEVELS, apart=True, reduces=True)
-
-
-def test_hosts_of_different_size_are_refused(cluster):
-    for kind, message in cluster.failures(connect_unequal_hosts, 4):
-        assert kind == LayoutError.__name__
-        assert message.startswith("algorithm='hierarchical' requires the same number of ranks on each host")
 
 
 def test_the_order_of_two_levels_is_fixed():
     with pytest.raises(ValueError, match=r"algorithm='hierarchical' fixes the order .* reduce='fast' leaves it to"):
         Route(algorithm="hierarchical", reduce="fast")
-
-
-@pytest.fixture
-def throwaway(fork_server):
-    """A cluster for a body that breaks connections."""
-    gloo = Cluster(fork_server, sizes=[4])
-    yield gloo
-    gloo.close()
 
 
 def be_alone(group):

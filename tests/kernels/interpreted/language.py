@@ -1,4 +1,4 @@
-"""Two things that the interpreter does again and again for nothing; without them these tests take half the time."""
+"""Skip two redundant operations of the interpreter, which halves the time of these tests."""
 
 from dataclasses import replace
 from functools import cache

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite.optim import counts
 from shardlite.optim.adamw import AdamW
-from tests.kernels.bits import assert_same_bits
+from tests.kernels.bits import assert_all_same_bits, assert_same_bits
 from tests.support.optim_cases import HYPER, SCENARIOS, Alone, by_reference, flags, make_arena, small_model
 
 
@@ -141,9 +141,7 @@ def test_numbers_are_sent_when_they_have_changed_and_only_then(monkeypatch):
     for name in ("send", "hyper_table"):
         original = getattr(counts, name)
         monkeypatch.setattr(
-            counts,
-            name,
-            lambda *args, name=name, original=original: (sent.append(name), original(*args))[1],
+            counts, name, lambda *args, name=name, original=original: (sent.append(name), original(*args))[1]
         )
     seen = []
     for change in ("nothing", "lr", "nothing", "fewer gradients", "fewer gradients", "nothing"):
@@ -173,5 +171,4 @@ def test_steps_in_the_backward_have_the_same_bits(moments):
             optimizer.zero_grad()
         entries = [optimizer.state[param] for param in model.parameters()]
         outcomes.append([*model.parameters(), *(value for entry in entries for value in entry.values())])
-    for got, expected in zip(*outcomes, strict=True):
-        assert_same_bits(got, expected)
+    assert_all_same_bits(*outcomes)

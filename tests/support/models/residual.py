@@ -1,6 +1,6 @@
-"""The plainest model with repeated blocks, and a loss: for tests that are about something else than the model."""
+"""The plainest model with repeated blocks, and a loss: for tests that are not about the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,25 @@ class Block(nn.Module):
 
 def net(count: int = 3, make: Callable[[], nn.Module] = Block) -> nn.Sequential:
     return nn.Sequential(*(make() for _ in range(count)))
+
+
+class Chain(nn.Module):
+    """`first`, blocks one after the other, and `head`; `end` makes the output of the head's."""
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        first: nn.Module | None = None,
+        head: nn.Module | None = None,
+        end: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
+        super().__init__()
+        self.first, self.blocks, self.head, self.end = first, nn.ModuleList(blocks), head, end
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in (self.first, *self.blocks, self.head):
+            x = x if module is None else module(x)
+        return self.end(x)
 
 
 def batch() -> Tensor:

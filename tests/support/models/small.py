@@ -1,4 +1,4 @@
-"""Small models for tests; each has something that is easily got wrong when parameters are sharded.
+"""Small models for tests; each has a property that is easily handled wrongly when parameters are sharded.
 
 Sizes are odd on purpose: almost no parameter is a multiple of 32 elements, so cuts between ranks fall inside
 parameters.
@@ -6,6 +6,7 @@ parameters.
 Legend: `B` rows of a batch, `T` tokens in a row, `D` width.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,13 +54,7 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(
-        self,
-        blocks: int = 2,
-        *,
-        tied: bool = True,
-        dropout: float = 0.0,
-        reentrant: bool | None = None,
-        span: int = 1,
+        self, blocks: int = 2, *, tied: bool = True, dropout: float = 0.0, reentrant: bool | None = None, span: int = 1
     ):
         super().__init__()
         self.reentrant = reentrant
@@ -124,6 +119,11 @@ class MLP(nn.Sequential):
         for inputs, outputs in pairwise(widths):
             layers += [nn.Linear(inputs, outputs), nn.GELU()]
         super().__init__(*layers[:-1])
+
+
+def named(**modules: nn.Module) -> nn.Sequential:
+    """Return modules that run one after the other, under these names."""
+    return nn.Sequential(OrderedDict(modules))
 
 
 class Residual(nn.Module):

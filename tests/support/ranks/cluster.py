@@ -1,7 +1,7 @@
-"""Ranks for tests: threads for breadth, and clusters of gloo processes that are kept for the real thing.
+"""Ranks for tests: threads for breadth, and clusters of gloo processes that are kept between tests.
 
 The processes are forked from a server that has imported everything, so a cluster that has to be started again costs a
-fraction of a second. That is done when it may be broken: a rank hung, died, or failed alone (the others may still be
+fraction of a second. It is started again when it may be broken: a rank hung, died, or failed alone (the others may be
 waiting for it).
 """
 
@@ -55,7 +55,7 @@ class RemoteError(AssertionError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says about an exception. `lost` means that the rank itself is of no more use."""
+    """An exception on a rank. `lost` means that the rank itself is unusable."""
 
     kind: str
     message: str

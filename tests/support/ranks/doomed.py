@@ -28,7 +28,7 @@ JOIN = seconds(45)  # that ranks have to end
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a rank."""
+    """The end of a rank: its result, error, status and log."""
 
     status: int
     """Its exit status; negative: the signal that ended it."""
@@ -56,18 +56,18 @@ class Doomed:
         directory: Path,
         limit: float = JOIN,
         killed: int | None = None,
-        keeper: bool = False,
+        tcp_store: bool = False,
     ) -> list[Ended]:
-        """Run `body(group, *args)` on each of some ranks; return what became of them. `args` are what JSON can say.
+        """Run `body(group, *args)` on each of some ranks; return their ends. `args` must be valid JSON.
 
-        Rank `killed` is killed once all others have ended. Nothing may be left behind by any of them. With a `keeper`
-        the store of the process group is in rank 0, and stops with it; otherwise it is a file.
+        Rank `killed` is killed once all others have ended. Nothing may be left behind by any of them. With `tcp_store`
+        the store of the process group is served by rank 0, and stops with it; otherwise it is a file.
         """
         for name in ("tmp", "said"):
             (directory / name).mkdir()
         pids = [
             self._server.fork(
-                _be, rank, world_size, str(directory), keeper, name_of(body), args, log=directory / f"log-{rank}"
+                _be, rank, world_size, str(directory), tcp_store, name_of(body), args, log=directory / f"log-{rank}"
             )
             for rank in range(world_size)
         ]
@@ -94,14 +94,14 @@ def _nothing_is_left(directory: Path, pids: list[int]) -> None:
         assert not [each for each in shared.iterdir() if any(mark in each.name for mark in marks)]
 
 
-def _be(rank: int, world_size: int, folder: str, keeper: bool, name: tuple[str, str, str], args: list[Any]) -> None:
+def _be(rank: int, world_size: int, folder: str, tcp_store: bool, name: tuple[str, str, str], args: list[Any]) -> None:
     """Be a rank."""
     directory = Path(folder)
     warnings.simplefilter("error")
     tempfile.tempdir = os.environ["TMPDIR"] = str(directory / "tmp")
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    store = _tcp_store(rank, directory / "port") if keeper else dist.FileStore(str(directory / "store"), world_size)
+    store = _tcp_store(rank, directory / "port") if tcp_store else dist.FileStore(str(directory / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOIN))
     dist.barrier()
     outcome: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def _be(rank: int, world_size: int, folder: str, keeper: bool, name: tuple[str, 
 
 
 def _tcp_store(rank: int, port: Path) -> dist.TCPStore:
-    """Return a store that rank 0 keeps, which writes its port to a file."""
+    """Return a store served by rank 0, which writes its port to a file."""
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         part = port.with_suffix(".part")

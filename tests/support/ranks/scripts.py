@@ -191,10 +191,7 @@ def _process_group(group: dist.ProcessGroup) -> Iterator[None]:
         for each in set(dist.distributed_c10d._world.pg_map) - known:
             destroy(each)
 
-    with (
-        mock.patch.object(dist, "init_process_group", give),
-        mock.patch.object(dist, "destroy_process_group", take),
-    ):
+    with mock.patch.object(dist, "init_process_group", give), mock.patch.object(dist, "destroy_process_group", take):
         dist.group.WORLD = None
         try:
             yield

@@ -8,7 +8,7 @@ from shardlite import Route, ShardLite
 from tests.support.models.losses import on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.twins.duos import Side
-from tests.support.twins.sharded import Turn, _seeded, same_bits
+from tests.support.twins.sharded import Turn, _seeded, same_states
 
 
 def train_over_both(
@@ -27,5 +27,4 @@ def train_over_both(
             side.finish()
         ours, theirs = (side.state() for side in sides)
         assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            same_bits(f"step {step}: {name}", value, theirs[name])
+        same_states(f"step {step}", ours, theirs)

@@ -14,14 +14,8 @@ class Delegating(Transport):
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self.batched = transport.batched
-        self.blocking = transport.blocking
-        self.lends = transport.lends
-        self.algorithm = transport.algorithm
-        self.node = transport.node
-        self.holder = transport.holder
+        for name in ("rank", "world_size", "batched", "blocking", "lends", "algorithm", "node", "holder"):
+            setattr(self, name, getattr(transport, name))
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return uninitialized memory [nbytes] of the wrapped transport."""

@@ -1,4 +1,4 @@
-"""PyTorch's symmetric memory, played: areas are CPU memory, and a barrier is of signals, as in PyTorch's kernel.
+"""Simulated symmetric memory: areas are CPU memory, and a barrier consists of signals, as in PyTorch's kernel.
 
 Ranks are threads of this process, or processes that map the same files. What a stream would do, the thread of a rank
 does at once. So ranks are as far apart as streams can be, but no host runs ahead.
@@ -138,7 +138,7 @@ def run_played(body: Callable[..., Any], world_size: int, *args: Any, longest: f
 
 @contextmanager
 def playing(folder: Path, group: Any) -> Iterator[list[PlayedMemory]]:
-    """Let `transport="symmetric_memory"` be had by CPU ranks that are processes: in files of a folder, empty at first.
+    """Make `transport="symmetric_memory"` available to CPU processes, in files of a folder that is empty at first.
 
     Yields the memories of this rank, which grow with the connections.
     """

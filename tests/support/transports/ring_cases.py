@@ -1,4 +1,4 @@
-"""What ring collectives are tried on: buffers of every shape, a written-out model of their order, and bodies.
+"""Test cases of ring collectives: buffers of every shape, a written-out model of their order, and bodies.
 
 A body sees only a transport, so each runs on every kind of it.
 """

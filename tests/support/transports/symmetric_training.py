@@ -1,4 +1,4 @@
-"""Bodies that train over played symmetric memory beside a twin: gradients, norms and weights must be its bits."""
+"""Bodies that train over simulated symmetric memory and compare gradients, norms and weights with a twin."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from shardlite import Route, ShardLite
 from tests.support.models.losses import MODELS
 from tests.support.transports.played_symmetric import playing
 from tests.support.twins.duos import Side
-from tests.support.twins.sharded import Pair, Turn, _seeded, local_parts, same_bits
+from tests.support.twins.sharded import Pair, Turn, _seeded, local_parts, same_states
 
 STEPS = 3
 SYMMETRIC = {"route": Route(transport="symmetric_memory")}
@@ -36,6 +36,5 @@ def train_in_backward(group: Any, folder: Path, name: str, stage: int, **options
             pair.step(loss)
             side.backward(loss, [Turn(step, dist.get_rank(), 0)], ["step"])
             side.finish()
-            expected = local_parts(side.model, pair.twin.masters)
-            for name, shard in side.model.named_parameters():
-                same_bits(f"step {step}: {name!r}", shard.detach(), expected[name])
+            shards = dict(side.model.named_parameters())
+            same_states(f"step {step}", shards, local_parts(side.model, pair.twin.masters))

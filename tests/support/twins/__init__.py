@@ -1,4 +1,4 @@
-"""Models that train beside each other and must have the same bits.
+"""Models that train side by side and must have the same bits.
 
 `plain.py` is plain data parallel, written out: the `Twin` of a sharded model. `sharded.py` looks inside a sharded model
 and trains one beside its twin, as a `Pair`. `duos.py` trains a model with the ordinary AdamW step and with the one

@@ -1,4 +1,4 @@
-"""Training a model twice on the same ranks: with the ordinary AdamW step, and with the one inside the backward."""
+"""Train a model twice on the same ranks: with the ordinary AdamW step, and with the step in the backward."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -76,9 +76,7 @@ class Duo:
         modules = [_seeded(make) for _ in range(2)]
         self.sides = [
             Side(
-                ShardLite(module, group=group, ignore=ignored(module), **options),
-                in_backward=flag,
-                **(optimizer or {}),
+                ShardLite(module, group=group, ignore=ignored(module), **options), in_backward=flag, **(optimizer or {})
             )
             for module, flag in zip(modules, (False, True), strict=True)
         ]

@@ -67,16 +67,9 @@ class Twin(PlainTwin):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        world_size: int,
-        units: UnitPolicy = None,
-        mean: Mean = ring_mean,
-        *,
-        replicas: int = 1,
-        **options: Any,
+        self, module: nn.Module, world_size: int, units: UnitPolicy = None, *, replicas: int = 1, **options: Any
     ) -> None:
-        super().__init__(module, world_size, units, mean, shards=world_size // replicas, **options)
+        super().__init__(module, world_size, units, **{"mean": ring_mean, "shards": world_size // replicas} | options)
         self._computed = range(world_size) if self._group is None else [dist.get_rank(self._group)]
         self._buffers = {rank: _copies(module) for rank in self._computed}
         self._handed: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Looking inside a sharded model from a test, and training one side by side with its twin."""
+"""Inspect a sharded model, and train it side by side with its twin."""
 
 import copy
 import os
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.build.partition import UnitPolicy
@@ -56,7 +57,7 @@ _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
 def without_warnings(body: _Body) -> _Body:
-    """Let a body leave out steps without the warning of the first."""
+    """Suppress the warning about skipped steps in a body."""
 
     @wraps(body)
     def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ Loss = Callable[[Callable[..., Any], Turn], Tensor]
 
 
 def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
-    """Tell 0 from -0, and never take a NaN for right."""
+    """Compare bits: 0 differs from -0, and a NaN is never equal."""
     assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
     assert got.shape == expected.shape, f"{what}: shape {list(got.shape)} instead of {list(expected.shape)}"
     wrong = (got != expected) | (torch.signbit(got) != torch.signbit(expected))
@@ -148,7 +149,7 @@ class Pair:
     twin `together`, each on its own batch; where a rank may run ahead of the others, each computes all of it.
     """
 
-    _shares = True
+    make_twin: type[Twin] = Twin
     _due = False
     """Whether rank 0's buffers are to be those of all."""
 
@@ -168,7 +169,7 @@ class Pair:
         everyone = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
         self.rank = dist.get_rank()
         shared = everyone if together else None
-        self.twin = Twin(plain, everyone.size(), units, precision=precision, replicas=replicas, group=shared)
+        self.twin = self.make_twin(plain, everyone.size(), units, precision=precision, replicas=replicas, group=shared)
         self.model = ShardLite(module, group=group, units=units, precision=precision, **options)
         chosen = RECIPES[recipe]
         self.optimizer = chosen.make(self.model.parameters())
@@ -187,10 +188,8 @@ class Pair:
             same_bits(self._what("norm"), self.model.clip_grad_norm_(clip), self.twin.clip_grad_norm(clip))
         self._compare("gradient", lambda tensor: tensor.grad)
         for optimizer in (self.optimizer, self._theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        self._compare("weight", lambda tensor: tensor.detach())
-        self._compare_buffers()
+            take_step(optimizer)
+        self._compare_states()
         self._steps += 1
 
     def evaluate(self, run: Callable[[Callable[..., Any], Turn], Tensor]) -> None:
@@ -238,6 +237,11 @@ class Pair:
             if got is not None:
                 same_bits(f"{self._what(what)} of {name!r}", got, expected[name])
 
+    def _compare_states(self) -> None:
+        """Compare weights and buffers after a step."""
+        self._compare("weight", lambda tensor: tensor.detach())
+        self._compare_buffers()
+
     def _compare_buffers(self) -> None:
         ours = dict(self.model.named_buffers())
         with self.twin.as_rank(self.rank):
@@ -259,6 +263,14 @@ def trained(make: Callable[[], nn.Module], loss: Loss, group: Any, **options: An
     pair.step(loss)
     pair.step(loss, ("local", "step"), clip=0.01)
     return pair
+
+
+def take_step(optimizer: Optimizer, loss: Tensor | None = None) -> None:
+    """Run the backward of `loss`, if there is one; step, and clear the gradients."""
+    if loss is not None:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def accumulating(model: ShardLite, mode: str) -> AbstractContextManager[None]:

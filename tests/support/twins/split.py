@@ -1,4 +1,4 @@
-"""Split weights beside their twin, whose weights are cut to 24 bits."""
+"""A model with split weights, and a twin whose weights are cut to 24 bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ from shardlite_kernels import join, split
 from torch import Tensor, nn
 
 from shardlite import AdamW, Precision, ShardLite
-from tests.support.models.losses import BF16, on_tokens
+from tests.support.models.losses import on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.twins.plain import PaddedAdamW, Twin
-from tests.support.twins.sharded import Pair, Turn, _seeded, same_bits, same_states
+from tests.support.twins.sharded import Pair, Turn, _seeded, same_states
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 
@@ -44,7 +44,7 @@ class CutTwin(Twin):
     """A twin whose masters have 24 bits, and which computes with their upper part."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, precision=BF16, **options)
+        super().__init__(*args, **options)
         with torch.no_grad():
             for master in self.masters.values():
                 if master.requires_grad:
@@ -57,27 +57,16 @@ class CutTwin(Twin):
 
 
 class SplitPair(Pair):
-    """A model whose weights are split, beside its twin."""
+    """A model with split weights, and its twin."""
+
+    make_twin = CutTwin
 
     def __init__(self, make: Callable[[], nn.Module], group: Any, **options: Any) -> None:
-        self.rank = torch.distributed.get_rank()
-        self.twin = CutTwin(_seeded(make), torch.distributed.get_world_size(group), options.get("units"))
-        self.model = ShardLite(_seeded(make), group=group, precision=SPLIT, **options)
-        hyper = {"lr": 0.02, "weight_decay": 0.1}
-        self.optimizer: Any = AdamW(self.model.parameters(), **hyper)
-        self._theirs = CutAdamW(self.twin.masters.values(), **hyper)
-        self._steps = 0
+        super().__init__(make, group, precision=SPLIT, together=False, **options)
+        self._theirs = CutAdamW(self.twin.masters.values(), lr=0.02, weight_decay=0.1)
 
-    def finish(self, clip: float | None = None) -> None:
-        if clip is not None:
-            same_bits(self._what("norm"), self.model.clip_grad_norm_(clip), self.twin.clip_grad_norm(clip))
-        self._compare("gradient", lambda tensor: tensor.grad)
-        for optimizer in (self.optimizer, self._theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        full = self.model.full_state_dict()
-        same_states(self._what("full_state_dict()"), full, self.twin.state_dict())
-        self._steps += 1
+    def _compare_states(self) -> None:
+        same_states(self._what("full_state_dict()"), self.model.full_state_dict(), self.twin.state_dict())
 
 
 def trained(

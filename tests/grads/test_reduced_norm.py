@@ -1,4 +1,4 @@
-"""Norms that cost no pass: they come from the last hop of the reduction, as long as gradients are what it left."""
+"""Reduced norms need no pass over gradients, as long as gradients are unchanged since the last reduction."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite import ShardLite
 from shardlite.comm.collectives import staging_numel
 from shardlite.params.parameters import as_they_are
+from tests.support.internals import bridge, reducer, shard_group
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.worlds import run
 from tests.support.twins.sharded import WIDE, same_bits, some_stages
@@ -71,14 +72,15 @@ def assert_norm(what: str, model: ShardLite) -> None:
         parts = [shard.grad.reshape(-1).double() for shard in model.parameters() if shard.grad is not None]
         squares = torch.cat([*parts, torch.zeros(1)]).square().sum().reshape(1)
     if model.stage > 0:
-        dist.all_reduce(squares, group=model._groups.shard)
+        dist.all_reduce(squares, group=shard_group(model))
     rtol = 2 * WIDTH * WIDTH * 2**-24
     torch.testing.assert_close(model.clip_grad_norm_(math.inf).double(), squares[0].sqrt(), rtol=rtol, atol=0, msg=what)
 
 
-def untouched_body(group: Any, ways: list[str]) -> None:
+@pytest.mark.ranks(2, WIDE)
+def test_neither_a_norm_nor_a_clip_that_does_nothing_touches_gradients(group: Any) -> None:
     for stage in some_stages(1, 3):
-        for way in ways:
+        for way in ("ours", "torch's"):
             model = made(group, stage)
             versions = [shard.grad._version for shard in model.parameters()]
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,7 +89,7 @@ def untouched_body(group: Any, ways: list[str]) -> None:
                     norm = model.clip_grad_norm_(1e9)
                 else:
                     norm = clip_grad_norm_(model.parameters(), 1e9)
-                model._bridge.before_step(optimizer)  # whether a step is skipped is known by then, too
+                bridge(model).before_step(optimizer)  # whether a step is skipped is known by then, too
             assert model.skipped_steps == 0
             assert [shard.grad._version for shard in model.parameters()] == versions
             same_bits("again", model.clip_grad_norm_(1e9), norm)
@@ -97,11 +99,6 @@ def untouched_body(group: Any, ways: list[str]) -> None:
             with touching(True):
                 model.clip_grad_norm_(1e9)  # they were scaled
             assert_norm(f"stage {stage}, clipped", model)
-
-
-@pytest.mark.parametrize("world_size", [2, WIDE])
-def test_neither_a_norm_nor_a_clip_that_does_nothing_touches_gradients(cluster, world_size):
-    cluster.check(untouched_body, world_size, ["ours", "torch's"])
 
 
 # ---- when gradients are no longer what they were --------------------------------------------------------------------
@@ -191,7 +188,8 @@ def test_changed_gradients_have_the_norm_of_now(cluster, name):
     assert norms[0] == norms[1]
 
 
-def one_rank_body(group: Any) -> None:
+@pytest.mark.ranks(3)
+def test_ranks_may_differ_in_whether_theirs_still_hold(group: Any) -> None:
     """One rank alone has written to its gradients: the others need not know."""
     for stage in (1, 2, 3):
         model = made(group, stage)
@@ -199,10 +197,6 @@ def one_rank_body(group: Any) -> None:
             for shard in model.parameters():
                 shard.grad.mul_(2)
         assert_norm(f"stage {stage}", model)
-
-
-def test_ranks_may_differ_in_whether_theirs_still_hold(cluster):
-    cluster.check(one_rank_body, 3)
 
 
 class Branches(nn.Module):
@@ -216,7 +210,7 @@ class Branches(nn.Module):
         return self.layers[0](x)
 
 
-def unused_body(group: Any) -> None:
+def test_what_nobody_used_counts_as_zero(group: Any) -> None:
     """What no rank has used counts as zero."""
     for stage in some_stages(1, 3):
         model = ShardLite(Branches(), stage=stage, group=group)
@@ -227,32 +221,25 @@ def unused_body(group: Any) -> None:
         assert_norm(f"stage {stage}", model)
 
 
-def test_what_nobody_used_counts_as_zero(cluster):
-    cluster.check(unused_body, 2)
-
-
 # ---- numbers that are not ordinary ----------------------------------------------------------------------------------
 
 
-def huge_body(group: Any) -> None:
+def test_a_huge_gradient_is_not_taken_for_one_that_is_not_finite(group: Any) -> None:
     """Squares overflow, so the norm is infinite, as it is by a pass; but gradients are finite, and the step is made."""
     for stage in some_stages(0, 3):
         model = made(group, stage, scale=1e30)
         assert all(shard.grad.isfinite().all() for shard in model.parameters())
         assert model.clip_grad_norm_(1.0).isinf()
-        assert model._reducer.results.nonfinite() == 0
+        assert reducer(model).results.nonfinite() == 0
         for bad in (math.nan, math.inf):
             model.zero_grad()
             backward(model, group, bad if dist.get_rank(group) == 1 else 1.0)
-            assert model._reducer.results.nonfinite() == 1
+            assert reducer(model).results.nonfinite() == 1
             assert not model.clip_grad_norm_(1.0).isfinite()
 
 
-def test_a_huge_gradient_is_not_taken_for_one_that_is_not_finite(cluster):
-    cluster.check(huge_body, 2)
-
-
-def hybrid_body(group: Any) -> None:
+@pytest.mark.ranks(4)
+def test_replicas_have_the_norm_of_the_final_sum(group: Any) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     norms = []
     for stage in some_stages(0, 3):
@@ -262,10 +249,6 @@ def hybrid_body(group: Any) -> None:
             norms.append(model.clip_grad_norm_(1e9))
         same_bits(f"stage {stage}", norms[-1], norms[0])
         assert_norm(f"stage {stage}", model)
-
-
-def test_replicas_have_the_norm_of_the_final_sum(cluster):
-    cluster.check(hybrid_body, 4)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
