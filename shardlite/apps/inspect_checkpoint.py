@@ -116,7 +116,7 @@ def _module_of(name: str) -> tuple[str, int | None]:
 
     `h.3.mlp.weight` is in `("h", 3)`, `norm.weight` in `("norm", None)`.
     """
-    if block := re.match(r"(?:(.*?)\.)?(\d+)(?:\.|$)", name):
+    if block := re.match(r"(?:(.*?)\.)??(\d+)(?:\.|$)", name):
         return block[1] or "", int(block[2])
     return name.rpartition(".")[0] or name, None
 

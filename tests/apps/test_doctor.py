@@ -111,7 +111,7 @@ def test_the_slowest_rank_counts(monkeypatch):
     """Each call of the other rank is longer, by a number of seconds whose median is known."""
     monkeypatch.setattr(trials, "start_together", lambda: None)
     monkeypatch.setattr(
-        trials, "all_gather_json", lambda group, own, *_: [[0.0] * len(own), [*map(float, range(len(own)))]]
+        trials.comm, "all_gather_json", lambda group, own, *_: [[0.0] * len(own), [*map(float, range(len(own)))]]
     )
     assert trials.milliseconds(recorded([])) == 1e3 * (trials._REPEATS // 2)
 
