@@ -121,7 +121,7 @@ class Buffers:
             for transport in self._context.transports:
                 broadcast(flat, transport, operation=operation)
             if self._context.rank > 0:
-                for buffer, part in zip(alike, flat.split([buffer.numel() for buffer in alike]), strict=True):
+                for buffer, part in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
                     # Through `.data`: no backward reads statistics that autograd has saved. DDP does the same.
                     buffer.data.copy_(part.view(buffer.shape))
         for place in self._places:
