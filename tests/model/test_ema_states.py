@@ -75,8 +75,8 @@ def test_a_state_that_does_not_fit_changes_nothing(group):
     lacking = {name: torch.zeros_like(value) for name, value in before.items() if name != names[0]}
     longer = {name: torch.zeros(len(value) + 32, *value.shape[1:]) for name, value in before.items()}
     for wrong, words in (
-        (model.full_state_dict(), "the state is of something else, this rank keeps part"),
-        ({**state, "part": "part 7 of 9"}, "the state is of part 7 of 9, this rank keeps part"),
+        (model.full_state_dict(), "the state is of something else, but this rank keeps part"),
+        ({**state, "part": "part 7 of 9"}, "the state is of part 7 of 9, but this rank keeps part"),
         ({**state, "averages": lacking}, rf"state lacks {names[0]}: was"),
         ({**state, "averages": {**before, "extra": torch.zeros(1)}}, "state has unknown extra: was"),
         ({**state, "averages": longer}, r"'0\.inner\.\w+' has shape .*, this rank's is"),

@@ -6,10 +6,9 @@ from torch import nn
 
 from shardlite import AdamW, ShardLite
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.collectives import all_gather
 from shardlite.comm.operation import Operation
 from shardlite.config import Route
-from tests.support.transports.calls import reduce_scatter
+from tests.support.transports.calls import all_gather, reduce_scatter
 from tests.support.transports.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
