@@ -26,7 +26,7 @@ from shardlite.apps.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP
 from shardlite.apps.plan.plan import Planner, RankPlan, Setting
 from shardlite.apps.plan.source import find_source
 from shardlite.build import ACTIVATIONS
-from tests.support.internals import bridge
+from tests.support.patience import passes_over
 from tests.support.ranks.cluster import RemoteError
 from tests.support.ranks.scripts import run_command, run_process
 
@@ -232,7 +232,7 @@ def record_both(group) -> list[Timeline]:
     optimizer = AdamW(earlier.parameters())
     torch.autograd.backward(earlier(torch.ones(1, 1024)).float().sum())
     optimizer.step()
-    bridge(earlier).gatherer.settle()  # ranks agree on the end of a pass on a queue, which holds the shards until then
+    passes_over(earlier)  # their ends run on a queue, which holds the shards until all ranks are there
     del earlier, optimizer
     assert sum(each.nbytes for each in chunk_memory()) >= 4 << 20
     source = find_source("demo-tiny", 2, None)
