@@ -37,7 +37,7 @@ class Wire:
 @contextmanager
 def counted() -> Iterator[Wire]:
     """Count the bytes of `torch.distributed` and of ShardLite's messages on all threads within the block."""
-    wire, add = Wire(), Tally.add
+    wire, count = Wire(), Tally.count
 
     def counting(name: str) -> Callable[..., Any]:
         call, times = getattr(dist, name), _SENT[name](dist.get_world_size())
@@ -49,13 +49,13 @@ def counted() -> Iterator[Wire]:
 
         return run
 
-    def add_message(tally: Tally, tensor: Tensor) -> None:
+    def count_message(tally: Tally, tensor: Tensor) -> None:
         wire.sent += tensor.nbytes
-        add(tally, tensor)
+        count(tally, tensor)
 
     with ExitStack() as patches:
         for name in _SENT:
             if hasattr(dist, name):
                 patches.enter_context(mock.patch.object(dist, name, counting(name)))
-        patches.enter_context(mock.patch.object(Tally, "add", add_message))
+        patches.enter_context(mock.patch.object(Tally, "count", count_message))
         yield wire
