@@ -11,6 +11,7 @@ Legend: `W` ranks, `t` a step. A buffer has one segment per rank, and a segment 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from shardlite.errors import LayoutError
@@ -85,8 +86,8 @@ class Steps(Sequence[tuple[Transfer, ...]]):
     def __getitem__(self, t: Any) -> Any:
         step = range(len(self))[t]
         if step not in self._written:
-            ranks = range(self.world_size)
-            self._written[step] = tuple(each for rank in ranks for each in self.of_rank(step, rank).received)
+            sent = (self.of_rank(step, rank).sent for rank in range(self.world_size))
+            self._written[step] = tuple(filter(None, chain.from_iterable(zip_longest(*sent))))
         return self._written[step]
 
     @cached_property

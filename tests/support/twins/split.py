@@ -35,9 +35,11 @@ def cut(whole: Tensor) -> Tensor:
 class CutAdamW(PaddedAdamW):
     """PyTorch's fused AdamW, whose weights are cut to 24 bits after each step."""
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        super()._update(param, group)
-        param.copy_(cut(param))
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            param.copy_(cut(param))
 
 
 class CutTwin(Twin):
@@ -63,7 +65,9 @@ class SplitPair(Pair):
 
     def __init__(self, make: Callable[[], nn.Module], group: Any, **options: Any) -> None:
         super().__init__(make, group, precision=SPLIT, together=False, **options)
-        self._theirs = CutAdamW(self.twin.masters.values(), lr=0.02, weight_decay=0.1)
+        hyper = {"lr": 0.02, "weight_decay": 0.1}
+        self.optimizer = AdamW(self.model.parameters(), **hyper)
+        self._theirs = CutAdamW(self.twin.masters.values(), **hyper)
 
     def _compare_states(self) -> None:
         same_states(self._what("full_state_dict()"), self.model.full_state_dict(), self.twin.state_dict())
