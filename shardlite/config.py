@@ -183,7 +183,7 @@ class Route:
     transport: TransportName = "auto"
     """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
     `"symmetric_memory"`: CUDA tensors go through memory that all GPUs of one host can read (PyTorch's symmetric memory;
-    64 MiB per rank and connection). This is experimental, and has not run between GPUs. `"p2p"`: point-to-point
+    64 MiB per rank and connection). This is experimental, and has not been tested between GPUs. `"p2p"`: point-to-point
     messages of the process group (NCCL, gloo). Gloo stages CUDA tensors in pinned memory. `"collectives"`: collectives
     of the process group (NCCL, or gloo for CPU tensors), with the same bits as the ring. `"auto"`: for CPU tensors,
     shared memory where available, else `"p2p"`. Over NCCL, `"collectives"`, or `"p2p"` if `algorithm` is neither

@@ -574,10 +574,10 @@ class ShardLite(nn.Module):
         `model.ledger.reset_peak()` resets the peaks, except those of messages, mailboxes and pinned memory.
 
         Args:
-            process: also return `process`, the memory of this process, and `unexplained`, the part of it that has none
-                of the purposes above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU,
-                `process` is the proportional set size, and its peak is the largest resident set size, which counts
-                shared pages in full. On CUDA, both are the bytes that PyTorch's allocator has reserved.
+            process: also return `process`, the memory of this process, and `unexplained`, the part outside the purposes
+                above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU, `process` is the
+                proportional set size, and its peak is the largest resident set size, which counts shared pages in full.
+                On CUDA, both are the bytes that PyTorch's allocator has reserved.
 
         Returns:
             For each purpose the bytes held `now`, and their `peak` since the last reset.
@@ -604,12 +604,12 @@ class ShardLite(nn.Module):
 
         Purposes of a unit are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over
         replicas` (hybrid sharding), `used` (in-backward steps) and `full state`. The unit `"(no unit)"` stands for the
-        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, by which
-        ranks compare the models that they wrap, are not counted.
+        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, with
+        which ranks compare the models that they wrap, are not counted.
 
         Returns:
-            Numbers of calls, messages and bytes. `across` is the number of bytes of two-level reductions that leave a
-            node. Gathers and reductions also have their duration, and the time that computation waited for them
+            Numbers of calls, messages and bytes. `across` is the number of bytes that two-level reductions send to
+            other nodes. Gathers and reductions also have their duration, and the time that computation waited for them
             (`exposed`). On a GPU these times are measured from the first call of this method on.
 
         Example:

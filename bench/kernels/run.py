@@ -125,7 +125,7 @@ def _verified(work: Work, device: torch.device) -> Verdict | str:
         if work.optional:
             return "not installed"
         raise
-    except Exception as error:  # errors in foreign code must not end hours of measurements
+    except Exception as error:  # errors in third-party code must not end hours of measurements
         if work.optional:
             return f"{type(error).__name__}: {error}".partition("\n")[0]
         raise

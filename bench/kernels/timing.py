@@ -1,8 +1,8 @@
 """Verify kernels, then time them in turn.
 
 A `Work` can be set up for any number of elements. It is first set up for a few elements and compared with its
-specification, then set up for many elements and timed. Works that are compared run in the same rounds, and each round
-starts with another work, so a busy machine affects all works.
+specification, then set up for many elements and timed. `Work`s that are compared run in the same rounds. Each round
+starts with a different one, so a busy machine affects all of them.
 
 Legend: `S` elements.
 """

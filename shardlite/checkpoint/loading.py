@@ -259,7 +259,7 @@ class _StateOnDisk:
         self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
 
     def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
-        """Check that the saved groups are those of an optimizer of this kind, with the same parameters."""
+        """Check that the saved groups belong to an optimizer of this kind, with the same parameters."""
         kind, folder = type(optimizer).__name__, self._checkpoint.folder
         for saved, group in zip(self.groups, optimizer.param_groups, strict=False):
             absent = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}

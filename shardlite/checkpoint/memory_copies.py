@@ -170,7 +170,7 @@ def newest(held: Sequence[Held]) -> tuple[int, str]:
         return -1, f"they are of {max(others)} ranks, but now there are {size}"
     lost = [rank for rank, steps in enumerate(by_rank) if not steps]
     if lost:
-        return -1, f"there is none of rank {', '.join(map(str, lost))}"
+        return -1, f"there is no copy of rank {', '.join(map(str, lost))}"
     found = "; ".join(f"rank {rank} has {sorted(steps)}" for rank, steps in enumerate(by_rank))
     return -1, f"no step is complete on all ranks: {found}"
 

@@ -217,7 +217,7 @@ class SnapshotMemory:
         self._capacity = _capacity()
         found = os.fstat(descriptor).st_size
         if found != _PAGE + 2 * self._capacity or not has_fixed_size(descriptor):
-            raise CheckpointError(f"memory of {found} bytes is not that of a copy")
+            raise CheckpointError(f"memory of {found} bytes does not hold copies")
         self._mapping = SharedMemory(descriptor)
         self._reserved = [0, 0]
 
@@ -292,7 +292,9 @@ class SnapshotMemory:
         start = _PAGE + place * self._capacity
         more = nbytes - (os.lseek(self.descriptor, start, os.SEEK_HOLE) - start)
         if (left := _available()) < more:
-            raise CheckpointError(f"a copy of {nbytes} bytes takes {more} more, but this host has {left} left")
+            raise CheckpointError(
+                f"a copy of {nbytes} bytes needs {more} more bytes, but this host has only {left} left"
+            )
         try:
             os.posix_fallocate(self.descriptor, start, nbytes)
         except OSError as error:

@@ -319,7 +319,7 @@ def broadcast(
 
 
 def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:
-    """Return whether all ranks call this with the same numbers. It is one collective of `O(log2(W))` steps.
+    """Return whether all ranks call this with the same numbers. This takes one collective of `O(log2(W))` steps.
 
     Raises:
         CommError: a peer failed, timed out or runs a different operation.

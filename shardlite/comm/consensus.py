@@ -94,7 +94,7 @@ def agree(
 ) -> None:
     """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
-    A rank with a problem must call this, too, so that other ranks do not wait for it. Errors number ranks within their
+    A rank with a problem must also call this, so that other ranks do not wait for it. Errors number ranks within their
     group.
 
     Raises:

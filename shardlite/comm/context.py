@@ -109,8 +109,8 @@ class Context:
     ) -> Operation:
         """Return the name of an operation of this model at its current step.
 
-        The name contains the model and the step. So different models do not receive each other's messages, and neither
-        do ranks at different steps.
+        The name contains the model and the step. So different models, or ranks at different steps, do not receive each
+        other's messages.
 
         Args:
             what: the kind of operation. Operations of one kind are numbered.

@@ -424,7 +424,7 @@ def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory
 
     Args:
         filled: number of buckets in use, without the root's bucket.
-        is_root: whether the root's bucket is to be filled.
+        is_root: whether this is the root's bucket.
         is_root_left: whether all other units have started their reductions. Then no computation is left that could
             overlap a reduction.
         saves_memory: whether low memory has priority over overlap.

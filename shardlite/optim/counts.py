@@ -1,7 +1,8 @@
 """Step counts of shards and the scalars of a step, on the CPU (`HostCounts`) and on a device (`DeviceCounts`).
 
-A shard without a gradient keeps its count, and a step that found an infinity is not counted. On the CPU, the host reads
-the counts. On a device, they are updated in stream order without synchronization, so the host does not know them.
+A shard without a gradient keeps its count, and a step that is skipped because of infinities is not counted. On the CPU,
+the host reads the counts. On a device, they are updated in stream order without synchronization, so the host does not
+know them.
 
 Legend: `R` rows, one per shard on the device; `S` elements that one call steps, `G` groups of 32 of them.
 """

@@ -314,7 +314,7 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
     """Check the state of `param`. An empty state is valid, as before the first step of a parameter.
 
     Raises:
-        ValueError: the names of the entries are not those of AdamW, or a moment has another shape than `param`.
+        ValueError: the entries do not have AdamW's names, or a moment does not have the shape of `param`.
     """
     if not state:
         return

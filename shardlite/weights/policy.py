@@ -116,7 +116,7 @@ class BufferPolicy:
 
         Args:
             units: all units.
-            order: the gather order, which knows the path of this rank.
+            order: the gather order, which records the path of this rank.
             make: function `make(nbytes, kept)` that allocates a buffer.
             prefetch: number of units to gather ahead.
             keeps: whether buffers are kept from step to step.
@@ -177,11 +177,11 @@ class BufferPolicy:
         """Return whether this backward will use neither a unit nor its buffer again."""
         if not self._order.is_last_use(unit):
             return False
-        # Units that the pass still needs may take an idle buffer if they have none.
+        # A unit without a buffer that the pass still needs may take an idle buffer.
         return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
 
     def victim_for(self, unit: int) -> int | None:
-        """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, it is `unit`."""
+        """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, return `unit`."""
         if unit in self.buffers:
             return unit
         if self._units[unit].keep_unsharded or self._held() <= self._ahead:

@@ -173,10 +173,10 @@ class Calls:
         """Calls whose forward is running."""
 
     def expect_backward(self, call: Call) -> None:
-        """Keep a unit that was recomputed inside a backward unsharded until the backward has used it.
+        """Keep a unit unsharded after its recomputation inside a backward, until the backward has used it.
 
         With reentrant checkpointing, the nodes of this call use the unit. Non-reentrant checkpointing discards the
-        recomputed graph, so the nodes of the last earlier call use it, whose backward runs first.
+        recomputed graph, so the nodes of the last earlier call use the unit: the backward of this call runs first.
         """
         if call.handles:
             call.unshard()

@@ -46,7 +46,7 @@ def only_line(printed: str) -> str:
         (["ring", "--algorithm=hierarchical"], "--algorithm hierarchical needs --node: ranks per node, a divisor of 4"),
         (["ring", "--algorithm=hierarchical", "--node=3"], "hierarchical: nodes of 3 ranks do not divide a world of 4"),
         (["ring", "--algorithm=hierarchical", "--node=0"], "hierarchical: nodes of 0 ranks do not divide a world of 4"),
-        (["ring", "--node=2"], "ring: nodes of 2 ranks; only 'hierarchical' knows nodes"),
+        (["ring", "--node=2"], "ring: nodes of 2 ranks; only 'hierarchical' supports nodes"),
         ([*MEMORY, "--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
         ([*MEMORY, "--ranks", "0"], "--ranks must be at least 1, got 0"),
         ([*MEMORY, "--batch", "0"], "--batch must be at least 1, got 0"),

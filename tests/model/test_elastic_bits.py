@@ -403,7 +403,7 @@ def test_misuse_is_named(group: Any) -> None:
         model.join([])
     with pytest.raises(PhaseError, match="had no backward"):
         run_parts(model, lambda _: None)
-    with pytest.raises(PhaseError, match="has already had its backward"):
+    with pytest.raises(PhaseError, match="has already run its backward"):
         run_parts(model, lambda _: (backward(model), backward(model)))
     for _ in model.parts():
         backward(model)

@@ -264,7 +264,7 @@ class Neighbours:
 class SharedMemoryTransport(Transport):
     """Messages between the processes of one host. A wait for a message takes at most `timeout`.
 
-    After a wait has raised a `CommError`, the transport is unusable, as over gloo, and the run must end.
+    After a wait has raised a `CommError`, the transport is unusable, as with gloo, and the run must end.
     """
 
     lends = True

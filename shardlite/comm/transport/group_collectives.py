@@ -423,8 +423,8 @@ class GlooCollectives(GroupCollectives, GlooTransport):
     A gather sends each rank's segment to all other ranks by messages, since gloo's own all-gather takes up to three
     times as long (`bench/results/ring-cpu.jsonl`).
 
-    Gloo's threads keep references to the tensors of a collective for a while after its end, so their memory would seem
-    to be in use. Therefore gloo gets separate tensor objects on the same memory.
+    Gloo's threads keep references to the tensors of a collective for a while after it has ended, so their memory would
+    seem to be in use. Therefore gloo gets separate tensor objects on the same memory.
     """
 
     def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
@@ -445,7 +445,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         self.exchange(messages, tag=0).wait()
 
     def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
-        """Run a collective on tensors [.], and wait for its end."""
+        """Run a collective on tensors [.], and wait until it ends."""
         try:
             super()._begin(what, call, *map(_on_same_memory, tensors)).wait()
         except CommError:
