@@ -169,7 +169,7 @@ OrderName = Literal["ring", "tree"]
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Select how messages travel between ranks, and in which order gradients are added.
+    """Select how messages travel between ranks, and the order in which gradients are added.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -192,7 +192,7 @@ class Route:
 
     algorithm: AlgorithmName = "auto"
     """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
-    the same order. Other schedules add in another order, so results differ in the last bits. `"hierarchical"` adds
+    the same order. Other schedules add in a different order, so results differ in the last bits. `"hierarchical"` adds
     inside each node first and then across nodes, so the bits depend on the number of ranks per node. Over collectives
     each reduction is then two exchanges. `transport="collectives"` supports no other schedule, and
     `transport="symmetric_memory"` none at all.
@@ -263,7 +263,7 @@ class Route:
         if self.order == "tree" and (self.reduce != "exact" or self.algorithm not in ("auto", "halving")):
             raise ValueError(
                 f"order='tree' fixes the order in which gradients are added, but reduce={self.reduce!r} with "
-                f"algorithm={self.algorithm!r} adds in another order: leave reduce='exact' and algorithm='auto'"
+                f"algorithm={self.algorithm!r} adds in a different order: leave reduce='exact' and algorithm='auto'"
             )
 
     def _check_nccl(self) -> None:

@@ -16,7 +16,7 @@ class PhaseError(ShardLiteError, RuntimeError):
 
 
 class CommError(ShardLiteError, RuntimeError):
-    """A peer failed, timed out, or runs another operation than this rank.
+    """A peer failed, timed out, or runs a different operation from this rank.
 
     Afterwards the buffers of the operation are undefined, and the connection to the peer may be closed permanently. End
     the run and let `torchrun` restart it.

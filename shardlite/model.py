@@ -140,7 +140,7 @@ class ShardLite(nn.Module):
             in `torch.nn`, the weights equal those of a model built off the meta device. Generators of other ranks are
             not advanced.
         prefetch: number of units that are gathered ahead of use. Each takes a buffer.
-        route: how messages travel and in which order gradients are added, see `shardlite.Route`. `repr` shows the
+        route: how messages travel and the order in which gradients are added, see `shardlite.Route`. `repr` shows the
             transport and algorithm that `"auto"` has selected.
         buffers: `"rank0"` broadcasts rank 0's buffers (running statistics) before a forward, as
             `DistributedDataParallel` does, if a forward outside `no_sync()` and `torch.no_grad()` has changed them on
@@ -154,7 +154,7 @@ class ShardLite(nn.Module):
 
     Raises:
         LayoutError: there is no process group, the module has nothing to shard, another rank wraps another model,
-            `module` contains a wrapped model or an uninitialized parameter or buffer, or memory does not suffice.
+            `module` contains a wrapped model or an uninitialized parameter or buffer, or there is not enough memory.
         CommError: another rank failed or timed out.
         TypeError: an option has a wrong type, or is unknown.
         ValueError: an option has an invalid value.
@@ -240,7 +240,7 @@ class ShardLite(nn.Module):
             The module's outputs. Floating-point tensors are cast to `precision.output`.
 
         Raises:
-            CommError: another rank failed, timed out, or runs another module.
+            CommError: another rank failed, timed out, or runs a different module.
 
         Example:
             >>> loss = model(inputs).sum()

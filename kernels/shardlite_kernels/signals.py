@@ -179,7 +179,7 @@ class Peers:
         """Check that all fields are consistent, and that tensors are on `device`.
 
         Raises:
-            ValueError: a number is out of range, or a tensor has another shape, dtype or device.
+            ValueError: a number is out of range, or a tensor has the wrong shape, dtype or device.
         """
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"{who}: a ring needs at least 2 ranks, got rank {self.rank} of {self.world_size}")

@@ -304,7 +304,7 @@ def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str,
     """Check the blocks that hold `wanted`: byte ranges [start, stop) by file name.
 
     Raises:
-        CheckpointError: a file is missing, has another size, or a block has another checksum.
+        CheckpointError: a file is missing or has the wrong size, or a block has the wrong checksum.
     """
     size = int(manifest["block"])
     for name, ranges in wanted.items():
@@ -327,7 +327,7 @@ def check_size(path: Path, least: int, *, exact: bool = True) -> None:
     """Check that a file exists and has `least` bytes or, if not `exact`, more.
 
     Raises:
-        CheckpointError: the file is missing, or has another size.
+        CheckpointError: the file is missing, or has the wrong size.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing. {REMEDY}")
@@ -350,7 +350,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the content of `shardlite.json`, or `None` if another program has written the checkpoint.
 
     Raises:
-        CheckpointError: the file is damaged, or has another format.
+        CheckpointError: the file is damaged, or has an unknown format.
     """
     path = folder / MANIFEST
     if not path.exists():

@@ -264,11 +264,13 @@ class _StateOnDisk:
         for saved, group in zip(self.groups, optimizer.param_groups, strict=False):
             absent = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
             if absent:
-                raise CheckpointError(f"{folder} is of another optimizer: it lacks options {some_of(absent)} of {kind}")
+                raise CheckpointError(
+                    f"{folder} is of a different optimizer: it lacks options {some_of(absent)} of {kind}"
+                )
         keys = {key for entries in self._moments.values() for key in entries}
         if isinstance(optimizer, AdamW):
             if keys - {"step", "exp_avg", "exp_avg_sq"}:
-                raise CheckpointError(f"{folder} is of another optimizer than AdamW: it has {some_of(keys)}")
+                raise CheckpointError(f"{folder} is of an optimizer other than AdamW: it has {some_of(keys)}")
             try:
                 check_loaded({"state": {}, "param_groups": self.groups})
             except ValueError as error:

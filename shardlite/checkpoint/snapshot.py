@@ -136,7 +136,7 @@ class SavedSnapshot:
         run: the model, optimizer and `extra` to load the snapshot into.
 
     Raises:
-        CheckpointError: the snapshot is damaged, of another part or model, or of another optimizer.
+        CheckpointError: the snapshot is damaged, or is of a different part, model or optimizer.
     """
 
     def __init__(self, memory: SnapshotMemory, step: int, run: Run) -> None:
@@ -161,7 +161,7 @@ class SavedSnapshot:
             raise CheckpointError(f"they are of another model, stage, or format: {differing} differs")
         kind, names = type(optimizer).__name__, names_of(model, optimizer)
         if kind != objects["optimizer"] or names != [group["params"] for group in self.groups]:
-            raise CheckpointError("they are of another optimizer, or of other groups of parameters")
+            raise CheckpointError("they are of a different optimizer, or of different parameter groups")
         check_keys(extra or {}, self.extra, "the copy")
 
     def load_weights(self, model: ShardLite) -> None:

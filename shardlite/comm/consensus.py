@@ -63,7 +63,7 @@ def ranks_of(ranks: GroupLike) -> Ranks:
 
     Raises:
         LayoutError: there is no process group, this process is not a member, or a mesh has more than two dimensions.
-        TypeError: `ranks` is of another type.
+        TypeError: `ranks` has an invalid type.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise LayoutError(

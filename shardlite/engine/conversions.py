@@ -52,7 +52,7 @@ def refuse_if_wrapped(
         if _changes(tensor, fn):
             raise LayoutError(
                 f"{type(module).__name__}: a wrapped model cannot be moved or converted, and this would convert "
-                f"{name!r}: call .to(), .half() and the like before wrapping. To compute in another dtype, wrap "
+                f"{name!r}: call .to(), .half() and the like before wrapping. To compute in a different dtype, wrap "
                 "with Precision(compute=...) or use torch.autocast; for a plain model, call unwrap()"
             )
     return module

@@ -369,5 +369,5 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
     if model.shards.are_parts and kinds & WHOLE_MATRICES:
         raise LayoutError(
             f"{type(optimizer).__name__} computes with whole parameters, or with all of them together, and would "
-            "give other results on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
+            "give different results on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
         )

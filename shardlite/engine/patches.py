@@ -185,7 +185,7 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 
 
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
-    """Return which tensor of a state has another shape than this optimizer's, if there is one.
+    """Return which tensor of a state has a shape that differs from this optimizer's, if any.
 
     PyTorch's optimizers keep numbers, and tensors in the parameter's shape. A tensor of another optimizer is compared
     only with the tensor that the optimizer already holds.

@@ -1,9 +1,10 @@
 """Warn about programs that use a shard, or its gradient, as if it were the whole parameter.
 
 A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, hand-written norms and
-`xavier_uniform_` would silently give other results. So in some steps a model's shards, their gradients, and views of
-both have a class that intercepts function calls. In most steps they have their ordinary classes, because interception
-costs time. A program that computes such a value does so in its first steps, or when it logs: every 50 or 500 steps.
+`xavier_uniform_` would silently give different results. So in some steps a model's shards, their gradients, and views
+of both have a class that intercepts function calls. In most steps they have their ordinary classes, because
+interception costs time. A program that computes such a value does so in its first steps, or when it logs: every 50 or
+500 steps.
 """
 
 import copy

@@ -189,7 +189,7 @@ class BackwardRun:
         """Start the remaining reductions, wait for all, and store the gradients or end the steps.
 
         Raises:
-            CommError: a peer failed, timed out or called another operation.
+            CommError: a peer failed, timed out or called a different operation.
         """
         while (turn := self._next_unit()) is not None:
             self._start(turn, late=True)

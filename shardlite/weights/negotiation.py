@@ -243,7 +243,7 @@ class Passes:
             repeats: whether this rank is expected to use the same units as in the last pass of the kind.
 
         Raises:
-            CommError: the last pass of the kind did not end, because a peer failed, timed out or called another
+            CommError: the last pass of the kind did not end, because a peer failed, timed out or called a different
                 operation.
         """
         self.end_pass()  # if an interrupt has left a pass open

@@ -39,7 +39,7 @@ class BufferPool:
     def acquire(self, owner: Hashable, nbytes: int) -> Buffer:
         """Return a buffer of at least `nbytes`.
 
-        The choice is the buffer that `owner` had last, else the smallest free buffer that is large enough, else a new
+        The choice is the buffer that `owner` used last, else the smallest free buffer that is large enough, else a new
         one. If the pool is full, a new buffer replaces the smallest free one.
         """
         buffer = self._find(owner, nbytes) or self._allocate(nbytes)
@@ -53,7 +53,7 @@ class BufferPool:
             self._free.append(buffer)
 
     def last(self, owner: Hashable) -> Buffer | None:
-        """Return the kept buffer that `owner` had last, or `None` if it is gone."""
+        """Return the kept buffer that `owner` used last, or `None` if it is gone."""
         last = self._last.get(owner)
         return None if last is None else last()
 
@@ -231,7 +231,7 @@ class BufferPolicy:
     def _victim(self, unit: int) -> int | None:
         """Return the idle unit to evict for `unit`, if possible one whose buffer fits.
 
-        The buffer that `unit` had last is preferred, unless a unit that is used soon has it.
+        The buffer that `unit` used last is preferred, unless a unit that is used soon has it.
         """
         candidates = self._evictable()
         if len(candidates) < 2:

@@ -436,7 +436,7 @@ def test_options_that_do_not_go_with_it(group: Any) -> None:
         ({"parts": True}, "got parts=True"),
         ({"order": "ring"}, "parts=4 requires order='tree'"),
         ({"order": "bush"}, "order must be one of 'ring', 'tree'; got 'bush'"),
-        ({"algorithm": "direct"}, "algorithm='direct' adds in another order"),
+        ({"algorithm": "direct"}, "algorithm='direct' adds in a different order"),
         ({"reduce": "fast", "transport": "collectives"}, "reduce='fast'"),
     ):
         with pytest.raises(ValueError, match=message):

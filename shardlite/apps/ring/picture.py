@@ -260,7 +260,7 @@ def _orders(schedule: Schedule, width: int) -> list[str]:
     orders = {piece: order_of_addition(schedule, *piece) for piece in pieces}
     ring = schedules.reduce_scatter("ring", world_size)
     same = all(_bits(order) == _bits(order_of_addition(ring, k)) for (k, _), order in orders.items())
-    known = "that of the ring" if same else "not that of the ring: other bits"
+    known = "that of the ring" if same else "not that of the ring: different bits"
     lines = ["", f"order of addition   {known}{': the same bits' if same and schedule.algorithm != 'ring' else ''}"]
     for (k, part), order in orders.items():
         if world_size <= _ORDERS or k < _ORDERS - 2 or k == world_size - 1:

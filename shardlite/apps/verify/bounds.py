@@ -123,7 +123,7 @@ class Sum:
 class Batching:
     """Bounds on differences between the ranks and one process with the batches of all ranks.
 
-    The process sums over another batch, in an order that only the matrix library knows, so a bound that counts
+    The process sums over a different batch, in an order that only the matrix library knows, so a bound that counts
     roundings is not tight. However, PyTorch's errors can be measured without ShardLite. Let `x_r` be the fp64 result of
     a rank, `x` the fp64 result of the one process, and `w` the result of the one process in the model's dtype. Then
 

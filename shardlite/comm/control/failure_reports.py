@@ -336,6 +336,6 @@ def reports_of_thread() -> FailureReports | None:
     return _by_thread.get(get_ident())
 
 
-_STANDSTILL = "ranks wait for each other in different operations, and none will ever go on:"
+_STANDSTILL = "ranks wait for each other in different operations, and none will ever continue:"
 _GONE = "has said nothing; its process has ended"
 _SILENT = "has said nothing; it computes, waits for something else, or is gone"

@@ -45,8 +45,8 @@ _TRIES = 3
 """Number of mailbox reads before a thread sleeps. Sleeping takes longer than a short wait."""
 
 _MANY_TRIES = 100
-"""Number of mailbox reads of the main thread if each rank has a core. They take about 0.25 ms, in which no other thread
-runs.
+"""Number of mailbox reads of the main thread if each rank has a core. They take about 0.25 ms, during which no other
+thread runs.
 """
 
 _HALF = PLACES // 2
@@ -384,7 +384,7 @@ class _Arriving(_InFlight):
 
     def _has_arrived(self) -> bool:
         if self.announcement is not None and not self.fits(self.announcement):
-            self.neighbours.fail(self, f"the peer sent {self.announcement.nbytes} bytes of another kind.")
+            self.neighbours.fail(self, f"the peer sent {self.announcement.nbytes} bytes of a different kind.")
         return self.announcement is not None
 
 

@@ -153,7 +153,7 @@ def check_on_host(who: str, tensor: Tensor) -> None:
     """Check that `tensor` is in host memory, which the transport named `who` reads and writes.
 
     Raises:
-        LayoutError: the tensor is on another device.
+        LayoutError: the tensor is on a different device.
     """
     assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
     assert tensor.is_contiguous(), "a message is contiguous"

@@ -9,9 +9,9 @@ The results have the bits of the ring, and the number of calls does not depend o
 gloo are supported. Over NCCL a message costs the host more time than a whole collective. A long reduction is made in
 slices of all segments. Over NCCL a slice is transferred while the previous slice is added.
 
-These calls have no tags, so all ranks must make them in one order. Therefore each queue of operations has a separate
-connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of backends
-and not the functions of `torch.distributed`, which require process groups.
+These calls have no tags, so all ranks must make them in the same order. Therefore each queue of operations has a
+separate connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of
+backends and not the functions of `torch.distributed`, which require process groups.
 
 **Two levels** (`TwoLevelCollectives`): reduce inside each node first, then across the nodes in shards.
 
@@ -62,7 +62,7 @@ FusedStep = tuple[State, Table, Tensor]
 
 
 class WholeCollectives(Transport):
-    """A transport of whole collectives. They have no tags, so all ranks must call them in one order."""
+    """A transport of whole collectives. They have no tags, so all ranks must call them in the same order."""
 
     slice_nbytes: int
     """Maximum bytes of the rows of an exchange. A longer reduction is made in slices."""

@@ -26,8 +26,8 @@ window, `show i + 1` would only follow barrier `i`, while other ranks may still 
 **Rings** use separate slots and flags, so they need no order relative to windows. `signals.py` of the kernels proves
 that no slot is overwritten early. Epochs count the rings of this transport.
 
-**No deadlock**: all ranks make the same calls in one order, each on one stream. The last rank is in a barrier or a ring
-at which all other ranks have already arrived, so it does not wait.
+**No deadlock**: all ranks make the same calls in the same order, each on one stream. The last rank is in a barrier or a
+ring at which all other ranks have already arrived, so it does not wait.
 
 Legend: `W` ranks, `n` elements in the full buffer; windows and areas are counted in bytes.
 """
