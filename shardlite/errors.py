@@ -36,7 +36,7 @@ SAME_PASSES = (
 
 
 class CheckpointError(ShardLiteError, RuntimeError):
-    """A checkpoint is missing, damaged, of another model, or could not be written. The message names the file."""
+    """A checkpoint is missing, damaged or of a different model, or could not be written. The message names the file."""
 
 
 class EscapedViewWarning(UserWarning):

@@ -147,7 +147,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 def bandwidth_run(size: int, device: torch.device) -> Run:
     """Return a bandwidth measurement with tensors of `size` bytes: a copy on a GPU, an addition in place on the CPU.
 
-    A CPU reads memory before it writes, so a copy would move half as many bytes again as counted.
+    A CPU reads memory before it writes, so a copy would move 1.5 times as many bytes as counted.
     """
     a, b = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_cpu = device.type == "cpu"

@@ -33,7 +33,7 @@ BLOCK = 1 << 22
 """Number of bytes per checksum."""
 
 _PIECE = 1 << 18
-"""Number of bytes that are summed and then written. They stay in the processor's cache in between."""
+"""Number of bytes that are added to a checksum and then written. They stay in the processor's cache in between."""
 
 _BUFFER = 1 << 16
 """Bytes of the buffer for small writes. It is smaller than a piece, so pieces are not copied into it."""
@@ -222,7 +222,7 @@ def _sync(folder: Path) -> None:
 class SummedFile:
     """A file that is written sequentially, with checksums of its blocks.
 
-    The operating system writes a finished block to the disk while the next block is summed.
+    The operating system writes a finished block to the disk while the checksum of the next block is computed.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

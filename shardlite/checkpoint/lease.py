@@ -268,7 +268,7 @@ def _where() -> str:
 def _lives(process: int, began: str | None) -> bool:
     """Return whether a process of this host is alive and started at `began`.
 
-    If start times are hidden, any process with this number counts.
+    If start times are hidden, any process with this ID counts.
     """
     try:
         os.kill(process, 0)

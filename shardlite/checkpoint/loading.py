@@ -86,7 +86,7 @@ def load(
         there was nothing to load, the result is empty and `step` is 0.
 
     Raises:
-        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of another model.
+        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of a different model.
             Nothing was changed.
         CommError: a rank did not call `load`.
 
@@ -179,7 +179,7 @@ class _StateOnDisk:
     """The state of this rank in a checkpoint: the entries to read, and their targets. Making it changes nothing.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
+        CheckpointError: the checkpoint is damaged, or of a different model or optimizer.
     """
 
     def __init__(self, folder: Path, run: Run, peers: Peers) -> None:
@@ -237,7 +237,7 @@ class _StateOnDisk:
         missing = self._targets.keys() - entries.keys()
         unknown = {name for name in entries if name.startswith("model.")} - self._targets.keys()
         if missing or (unknown and self._prefix == "model."):
-            raise CheckpointError(f"{folder} is of another model: it {lacking(missing, unknown)}")
+            raise CheckpointError(f"{folder} is of a different model: it {lacking(missing, unknown)}")
         for name, target in self._targets.items():
             size = self._checkpoint.size_of(name)
             if size != target.shape:

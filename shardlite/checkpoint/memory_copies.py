@@ -76,7 +76,7 @@ def save_in_memory(
         ranks, there is not enough memory, or the process that holds copies has ended.
 
     Raises:
-        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer is of another model. The
+        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer belongs to a different model. The
             first call raises on every rank.
         CommError: a rank did not call `save_in_memory`.
         ValueError: `step` is negative, or not higher than that of the previous copy.
@@ -360,7 +360,7 @@ def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int
 
 
 def load_newest(key: str, run: Run, peers: Peers, least: int, restore: Callable[..., T]) -> T | None:
-    """Load the newest step of which all ranks have copies, if the step is at least `least`. Collective.
+    """Load the newest step that all ranks have copies of, if the step is at least `least`. Collective.
 
     If the load succeeds, `save_in_memory` writes the next copies into the same memory.
 

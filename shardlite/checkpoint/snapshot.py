@@ -158,7 +158,7 @@ class SavedSnapshot:
         there = [record for record in self._records if record[0].startswith("model.")]
         if here != there:
             differing = next((b or a for a, b in zip(there, here, strict=False) if a != b), "the number of tensors")
-            raise CheckpointError(f"they are of another model, stage, or format: {differing} differs")
+            raise CheckpointError(f"they are of a different model, stage, or format: {differing} differs")
         kind, names = type(optimizer).__name__, names_of(model, optimizer)
         if kind != objects["optimizer"] or names != [group["params"] for group in self.groups]:
             raise CheckpointError("they are of a different optimizer, or of different parameter groups")

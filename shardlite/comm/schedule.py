@@ -7,7 +7,7 @@ holds the segment before an all-gather and after a reduce-scatter.
     algorithm        steps           messages sent by a rank    segment k is added in the order
     ring             W-1             W-1                        k+1, k+2, ..., k-1, k
     direct           1               W-1                        k+1, k+2, ..., k-1, k
-    bidirectional    floor(W/2)      (W-1) * parts              from both sides separately, half round each
+    bidirectional    floor(W/2)      (W-1) * parts              from both sides separately, halfway round
     hierarchical     (g-1)+(n-1)     W-1                        a ring of sums of nodes, each added as a ring
     halving          log2(W)         W-1                        ((0+1) + (2+3)) + ..., summands may be swapped
 
@@ -45,7 +45,7 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         W=4   start       t=0         t=1         t=2
         r=0   [a . . .]   [a . . d]   [a . c d]   [a b c d]
 
-    bidirectional: each segment is sent in both directions, half way round in each. With an even `W`, the opposite rank
+    bidirectional: each segment is sent in both directions, halfway round in each. With an even `W`, the opposite rank
     receives one half of the segment from each side, so segments have two parts. (Two ranks have one link, so their
     segments have one part.) Parts that travel further start first.
 
@@ -108,8 +108,8 @@ def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> S
         1 --1--> 2 --1+2--> 0                     4+5+3+(1+2+0)
         4 --4--> 5 --4+5--> 3 --4+5+3--> 0
 
-    halving (recursive halving): each rank exchanges partial sums with its neighbor, then with the rank two places away,
-    and so on, each time for half of the remaining segments. So each segment is added as a balanced binary tree.
+    halving (recursive halving): each rank exchanges partial sums with its neighbour, then with the rank two places
+    away, and so on, each time for half of the remaining segments. So each segment is added as a balanced binary tree.
 
         1 --1--> 0                                3+2+(1+0)
         3 --3--> 2 --3+2--> 0
@@ -300,7 +300,7 @@ def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, 
 
 
 def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
-    """Return steps half round in both directions. Of two parts, part 0 travels one rank further in direction `way`.
+    """Return steps halfway round in both directions. Of two parts, part 0 travels one rank further in direction `way`.
 
     Part 1 travels one rank further in the other direction. The longer flows start first. In each step, the flows that
     start later are listed first, because a rank sends its own pieces before the pieces that it forwards.

@@ -206,7 +206,7 @@ class _Owner:
         return each.shard.grad if waiting is None else waiting
 
     def touch(self) -> None:
-        """Record that the program gets access to the memory of the values, as by `.data`.
+        """Record that the program gets access to the memory of the values, as through `.data`.
 
         Raises:
             LayoutError: no forward or backward is running, and writes would be lost or a step would be wrong.

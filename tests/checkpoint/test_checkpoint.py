@@ -231,7 +231,9 @@ def test_mistakes_are_named_on_every_rank_and_change_nothing(group: Any, path: P
     run.save(path)
     before = run.model.full_state_dict()
     other = ShardLite(nn.Sequential(nn.Linear(3, 3)), group=group)
-    with pytest.raises(CheckpointError, match=r"is of another model: it lacks model.0.bias, model.0.weight and has"):
+    with pytest.raises(
+        CheckpointError, match=r"is of a different model: it lacks model.0.bias, model.0.weight and has"
+    ):
         load(path, other)
     regrouped = AdamW(run.model.parameters())
     with pytest.raises(CheckpointError, match=r"groups of parameters differ from the saved ones"):

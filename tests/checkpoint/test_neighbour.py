@@ -200,7 +200,7 @@ def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -
             Run(group).load(path)
         told = [line.partition("not used: ")[2] for line in lines if "not used" in line]
         if dist.get_rank() == 0:
-            assert "they are of another model, stage, or format: " in told.pop(0)
+            assert "they are of a different model, stage, or format: " in told.pop(0)
             assert told == ["there is no copy of rank 1"] * 2
 
 

@@ -26,7 +26,7 @@ _ORDERS = 8  # lines: with more segments, only the orders of the first few and t
 
 _GIST = {
     "ring": "each rank sends to the next one",
-    "bidirectional": "segments go both ways, half round the ring",
+    "bidirectional": "segments go both ways, halfway round the ring",
     "direct": "every rank sends to every other one at once",
     "hierarchical": "rings inside the nodes and rings across them",
     "halving": "ranks whose numbers differ in one binary digit exchange what they have",

@@ -171,7 +171,7 @@ class FailureReports:
             _by_thread.pop(thread, None)
 
     def deadlock_reason(self) -> str:
-        """Return why this rank will never continue, or `""`. To be called every `SLOW` seconds of a wait.
+        """Return why this rank will never continue, or `""`. Call this every `SLOW` seconds of a wait.
 
         Only the program's thread detects that the ranks are deadlocked. Other threads read its result.
 

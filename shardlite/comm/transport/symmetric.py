@@ -220,7 +220,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         with self._turn(what, full):
             self._epoch += 1
             yield self._epoch
-            torch._assert_async(self._peers.error == 0, "a neighbor in the ring did not respond")
+            torch._assert_async(self._peers.error == 0, "a neighbour in the ring did not respond")
 
     @contextmanager
     def _turn(self, what: str, full: Tensor) -> Iterator[None]:
