@@ -4,7 +4,7 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # gives each restart a new store
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_template.py --out runs/template
 
-Copy this file, and replace `GPT` and `Windows` by your model and your data. `docs/launch.md` explains how to start it
+Copy this file, and replace `GPT` and `Windows` with your model and your data. `docs/launch.md` explains how to start it
 on several hosts, with Slurm and with Kubernetes.
 
 The run counts samples, not steps, and a checkpoint stores the number of samples read so far. So if a run resumes with

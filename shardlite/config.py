@@ -342,7 +342,7 @@ def check_timeout(timeout: timedelta) -> None:
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
     if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be above zero, got {timeout}: ranks wait for each other so long")
+        raise ValueError(f"timeout must be above zero, got {timeout}: this is how long ranks wait for each other")
 
 
 def devices_may_overlap() -> bool:

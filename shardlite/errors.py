@@ -29,8 +29,8 @@ class DesyncError(CommError):
 
 SAME_PASSES = (
     "Before each step, every rank must run the same number of forwards and backwards. If ranks have different numbers "
-    "of micro-batches, iterate over them by `for batch in model.join(batches)`; or, at stages 0 to 2, run all but the "
-    "last backward of each rank inside `model.no_sync()`"
+    "of micro-batches, iterate over them with `for batch in model.join(batches)`; or, at stages 0 to 2, run all but "
+    "the last backward of each rank inside `model.no_sync()`"
 )
 """Remedy for a `DesyncError`, for its message."""
 

@@ -825,7 +825,7 @@ class ShardLite(nn.Module):
         """Raise: PyTorch calls this if the model is inside a module whose `load_state_dict()` is called."""
         raise LayoutError(
             f"load_state_dict() of a module with a ShardLite model inside, {prefix.removesuffix('.')!r}: load the "
-            "ShardLite model by its own load_state_dict() or load_full_state_dict(), and the other modules separately"
+            "ShardLite model with its own load_state_dict() or load_full_state_dict(), and the other modules separately"
         )
 
     @property

@@ -1,8 +1,8 @@
 """The folder of a run: names, publication, manifest and checksums.
 
-A checkpoint is written into a temporary folder and published by one rename. So whenever a process dies, the checkpoint
-is either absent or complete. Each file has one CRC-32 per 4 MiB, computed while the file is written. A reader checks
-the blocks that it needs.
+A checkpoint is written into a temporary folder and published with one rename. So whenever a process dies, the
+checkpoint is either absent or complete. Each file has one CRC-32 per 4 MiB, computed while the file is written. A
+reader checks the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def discard(leftover: Path) -> None:
 
 
 def publish(root: Path, step: int, keep: int | None, lease: Lease) -> Path:
-    """Publish the finished checkpoint of `step` by a rename, and remove all but the `keep` newest checkpoints.
+    """Publish the finished checkpoint of `step` with a rename, and remove all but the `keep` newest checkpoints.
 
     An older checkpoint of the same step is replaced. Symbolic links are neither counted nor removed.
     """
@@ -318,8 +318,8 @@ def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str,
                 file.seek(block * size)
                 if crc32(file.read(size)) != known["crc32"][block]:
                     raise CheckpointError(
-                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} have another checksum than "
-                        f"when they were written. {REMEDY}"
+                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} do not have the checksum that "
+                        f"they had when they were written. {REMEDY}"
                     )
 
 

@@ -86,8 +86,8 @@ def load(
         there was nothing to load, the result is empty and `step` is 0.
 
     Raises:
-        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of a different model.
-            Nothing was changed.
+        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of a different
+            model. Nothing was changed.
         CommError: a rank did not call `load`.
 
     Example:
@@ -138,7 +138,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
     model, optimizer, extra = run
     saved, has_optimizer = peers.share(prepare, "load", lambda _: optimizer is not None)
     if len(set(has_optimizer)) > 1:
-        raise CheckpointError("load: some ranks were given an optimizer, and others none")
+        raise CheckpointError("load: some ranks were given an optimizer, and others were not")
     state = ModelState(model)
     with state.changing():
         peers.agree(lambda: saved.load_weights(model), "load")
@@ -242,7 +242,7 @@ class _StateOnDisk:
             size = self._checkpoint.size_of(name)
             if size != target.shape:
                 shape = "is not a tensor" if size is None else f"has shape {list(size)}"
-                raise CheckpointError(f"{folder}: {name!r} {shape}, the model's has {list(target.shape)}")
+                raise CheckpointError(f"{folder}: {name!r} {shape}, but the model's has {list(target.shape)}")
 
     def _find_state(self, known: Collection[str]) -> None:
         """Find the state of the optimizer and its groups by the keys of each entry: `..., state, name, key`."""
@@ -254,7 +254,7 @@ class _StateOnDisk:
             elif len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
                 groups.setdefault(path[-2], {})[str(path[-1])] = entry
         if not self._moments and not groups:
-            raise CheckpointError(f"{checkpoint.folder} has no state of an optimizer: call load without one")
+            raise CheckpointError(f"{checkpoint.folder} has no optimizer state: call load without an optimizer")
         checkpoint.check(checkpoint.object_items(name for group in groups.values() for name in group.values()))
         self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
 

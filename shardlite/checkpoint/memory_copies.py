@@ -76,8 +76,8 @@ def save_in_memory(
         ranks, there is not enough memory, or the process that holds copies has ended.
 
     Raises:
-        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer belongs to a different model. The
-            first call raises on every rank.
+        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer belongs to a different
+            model. The first call raises on every rank.
         CommError: a rank did not call `save_in_memory`.
         ValueError: `step` is negative, or not higher than that of the previous copy.
 
@@ -332,7 +332,9 @@ class Copies:
         transport.irecv(fields, rank, 0).wait()
         header = Header(*map(int, fields))
         if header.step != step:
-            raise CommError(f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} {header.step}")
+            raise CommError(
+                f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} copies step {header.step}"
+            )
         transport.irecv(memory.overwrite_older(header.nbytes), rank, 0).wait()
         memory.mark_complete(header)
 

@@ -247,7 +247,7 @@ def all_reduce(
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
 ) -> None:
-    """Add `full` [n] over the ranks in place and divide by `divisor`, by a reduce-scatter and an all-gather.
+    """Add `full` [n] over the ranks in place and divide by `divisor`, with a reduce-scatter and an all-gather.
 
     All ranks end with the same bits, since each segment is summed by one rank only. If the transport lends, every rank
     sends a short buffer whole to all other ranks, and adds all segments in the order of the ring. This takes one round

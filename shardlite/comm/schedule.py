@@ -267,7 +267,7 @@ def _chain(world_size: int, source: int, parts: int) -> Schedule:
 def _collective(operation: str, algorithm: str, world_size: int, node: int) -> Schedule:
     """Check the arguments and build the schedule, cached."""
     if algorithm not in ALGORITHMS:
-        raise LayoutError(f"{operation}: no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        raise LayoutError(f"{operation}: unknown algorithm {algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
     what = f"{operation}, {algorithm}"
     if world_size < 1:
         raise LayoutError(f"{what}: a world of {world_size} ranks; at least 1 is needed")

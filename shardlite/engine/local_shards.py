@@ -153,8 +153,8 @@ class Shards:
                     )
                 if shard.requires_grad not in (each.trainable, param.requires_grad):
                     raise each.error(
-                        "was given another requires_grad than the module's own parameter, which it must follow: set "
-                        "it on that parameter, or call requires_grad_() of the model"
+                        "was given a requires_grad that differs from the module's own parameter, which it must follow: "
+                        "set it on that parameter, or call requires_grad_() of the model"
                     )
                 if each.trainable != param.requires_grad:
                     each.follow()

@@ -150,7 +150,7 @@ class HostCounts(_Counts):
 class DeviceCounts(_Counts):
     """Step counts of shards that kernels step. Counts and scalars stay on the device.
 
-    Host values are sent only when they have changed, by `send`, which does not synchronize. Single numbers are
+    Host values are sent only when they have changed, with `send`, which does not synchronize. Single numbers are
     arguments of a fill. So each step makes the same launches with the same arguments, and can be captured in a CUDA
     graph after the first step.
     """

@@ -1,8 +1,8 @@
 """Handles, which the autograd graph saves in place of gathered weights.
 
 A view of a full buffer must not be saved for backward, because another unit will use the buffer by then. Saved-tensor
-hooks replace the view by a `Handle`, from which the same view can be created again. The handles of one forward call of
-a unit belong to a `Call`:
+hooks replace the view with a `Handle`, from which the same view can be created again. The handles of one forward call
+of a unit belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
     backward  unpack: Handle -> the call unshards its unit, which gathers it if necessary -> view

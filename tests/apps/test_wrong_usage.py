@@ -35,7 +35,10 @@ def only_line(printed: str) -> str:
         (["ring", "--algorithm", "line"], "argument --algorithm: invalid choice: 'line' (choose from"),
         (["ring", "--ranks", "65"], "--ranks is 65; it must be from 1 to 64 (see shardlite ring --help)"),
         (["plan"], "the following arguments are required: --model (see shardlite plan --help)"),
-        (["plan", "--model", "frob"], "--model 'frob' is no preset, no file and no module:name; presets are gpt2,"),
+        (
+            ["plan", "--model", "frob"],
+            "--model 'frob' is neither a preset, nor a file, nor module:name; presets are gpt2,",
+        ),
         ([*PLAN, "--card", "big"], "neither an amount (80GB, 24GiB) nor one of A100-80GB"),
         ([*PLAN, "--cluster", "mine"], "is not one of dgx-h100"),
         ([*PLAN, "--ranks", "0"], "1 to 4096 ranks"),
@@ -57,10 +60,10 @@ def only_line(printed: str) -> str:
         ([*MEMORY, "--timeline", "step.png", "--ranks", "1", "2"], "--timeline takes one number of --ranks, got 2"),
         ([*MEMORY, "--master", "split24"], 'master="split24" keeps weights as bf16'),
         ([*MEMORY, "--timeline", "step.png", "--model", f"{OWN}:Broken"], "no such layer"),
-        ([*MEMORY, "--model", "no-such-model"], "is no preset, no file and no module:name"),
+        ([*MEMORY, "--model", "no-such-model"], "is neither a preset, nor a file, nor module:name"),
         (
             ["train", "--master", "split24"],
-            "master split24 keeps weights as bf16 and 8 bits more: requires precision bf16, got fp32",
+            "master split24 keeps weights as bf16 plus 8 bits, so it requires precision bf16, got fp32",
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--state", "int8"],

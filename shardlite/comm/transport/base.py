@@ -91,7 +91,7 @@ class Transport:
     """Whether waits block the host. A caller that has other work to do then needs a thread for them."""
 
     lends = False
-    """Whether messages can be read in the sender's memory, by `borrow`."""
+    """Whether messages can be read in the sender's memory, with `borrow`."""
 
     algorithm: Algorithm = "ring"
     """The schedule of collectives. The class's value applies to `algorithm="auto"`; `connect` sets any other."""

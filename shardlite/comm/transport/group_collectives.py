@@ -335,7 +335,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
 
     def sums(self, cut: Cut) -> bool:
-        """Return whether the process group adds such a buffer, by `reduce_scatter`. It requires equal segments."""
+        """Return whether the process group adds such a buffer, with `reduce_scatter`. It requires equal segments."""
         return self.fast and cut.even
 
     def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:

@@ -275,7 +275,7 @@ def ask_for_it(group, device, transport="symmetric_memory"):
     ("device", "expected"),
     [
         ("cuda:0", "is not available: rank 0: requires a CUDA device, but none is available. Use 'p2p' or 'auto'$"),
-        ("cpu", "is for CUDA tensors, these are on the CPU"),
+        ("cpu", "is for CUDA tensors, but these are on the CPU"),
     ],
 )
 def test_where_it_is_not_available_the_error_says_why(group, device, expected):
