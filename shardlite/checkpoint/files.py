@@ -318,8 +318,8 @@ def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str,
                 file.seek(block * size)
                 if crc32(file.read(size)) != known["crc32"][block]:
                     raise CheckpointError(
-                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} do not have the checksum that "
-                        f"they had when they were written. {REMEDY}"
+                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} do not have the checksum "
+                        f"that they had when they were written. {REMEDY}"
                     )
 
 

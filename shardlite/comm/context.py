@@ -230,7 +230,7 @@ class Context:
         return total
 
     def queue(self, name: str, *, blocking: bool = False) -> StreamQueue:
-        """Return a new queue for operations over these transports. `blocking`: they block the host in any case."""
+        """Return a new queue for operations over these transports. `blocking`: they always block the host."""
         blocking = blocking or any(transport.blocking for transport in self.transports)
         return make_queue(
             name, self.device, self.streams, blocking=blocking, reports=self.reports, high_priority=self.high_priority
