@@ -243,7 +243,7 @@ def test_mistakes_are_named_on_every_rank_and_change_nothing(group: Any, path: P
     ):
         load(path, run.model, run.optimizer, {"scheduler": run.schedule})
     with pytest.raises(
-        CheckpointError, match="another optimizer: it lacks options dampening, momentum, nesterov of SGD"
+        CheckpointError, match="a different optimizer: it lacks options dampening, momentum, nesterov of SGD"
     ):
         load(path, run.model, optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9))
     amsgrad = optim.AdamW(run.model.parameters(), amsgrad=True)
@@ -251,7 +251,7 @@ def test_mistakes_are_named_on_every_rank_and_change_nothing(group: Any, path: P
     run.model(torch.arange(6)).sum().backward()
     amsgrad.step()
     save(path, run.model, amsgrad)
-    with pytest.raises(CheckpointError, match="another optimizer than AdamW: it has exp_avg, exp_avg_sq, max_exp"):
+    with pytest.raises(CheckpointError, match="an optimizer other than AdamW: it has exp_avg, exp_avg_sq, max_exp"):
         load(path, run.model, regrouped)
 
     save(path, ShardLite(nn.Linear(4, 4), group=group))
