@@ -75,7 +75,7 @@ def _translate(app: Sphinx, what: str, name: str, obj: object, options: object, 
 
 
 def _code(found: re.Match[str]) -> str:
-    """Translate what is between backticks."""
+    """Translate the text between backticks."""
     content = " ".join(found[1].split())
     if page := re.fullmatch(r"docs/([\w-]+)\.md", content):
         return f":doc:`{page[1]}`"
@@ -118,7 +118,7 @@ def _check_complete(app: Sphinx, env: Any) -> None:
 
 
 def _add_report(app: Sphinx, failed: Exception | None) -> None:
-    """Write the report of all measured rows beside the pages, which link to it."""
+    """Write the report of all measured rows next to the pages, which link to it."""
     if app.builder.format == "html" and failed is None:
         write_report([ROOT / "bench" / "results"], Path(app.outdir) / "report.html")
 

@@ -35,7 +35,7 @@ def finetune(options: argparse.Namespace, train: Bytes, validation: Bytes, devic
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks; the weights are rank 0's
     net = make_model(options.model, reads=rank == 0)
     if options.checkpointing:
-        enable = getattr(net, "activation_checkpointing_enable", None)  # older versions have another name
+        enable = getattr(net, "activation_checkpointing_enable", None)  # older versions have a different name
         (enable or net.gradient_checkpointing_enable)()
     net.train()
     model = ShardLite(net, stage=options.stage, device=device)

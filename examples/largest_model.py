@@ -114,7 +114,7 @@ def on_cpu(trial: Trial, device: torch.device) -> tuple[list[float], int]:
 
     def check() -> None:
         if meter.peak > trial.budget:
-            raise TooMuch(f"{meter.peak} bytes are in tensors, the budget is {trial.budget}")
+            raise TooMuch(f"tensors take {meter.peak} bytes, but the budget is {trial.budget}")
 
     with Meter(on_peak=check) as meter:
         losses = train(trial, device)
@@ -149,8 +149,8 @@ def bisect(fits: Callable[[int], bool], first: int, most: int, within: float) ->
     """Return the largest size that was found to fit, and the smallest size that was found not to fit.
 
     The second size is the next integer, or at most `1 + within` times the first. The search starts at `first`, or at a
-    smaller size if `first` does not fit. `most` is known not to fit. Each further trial has the geometric mean of the
-    two sizes.
+    smaller size if `first` does not fit. The caller knows that `most` does not fit. Each further trial uses the
+    geometric mean of the two sizes.
 
     Raises:
         ValueError: If no size fits.
@@ -309,7 +309,7 @@ def card(ranks: int) -> tuple[str, int]:
         ValueError: If ranks would share a GPU.
     """
     if torch.cuda.device_count() < ranks:
-        raise ValueError(f"each rank fills a GPU: got {ranks} ranks and {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"each rank needs a GPU: got {ranks} ranks and {torch.cuda.device_count()} GPUs")
     ask = f"import torch.cuda as c; print(c.get_device_name(), min(c.mem_get_info(i)[0] for i in range({ranks})))"
     name, _, free = subprocess.check_output([sys.executable, "-c", ask], text=True).strip().rpartition(" ")
     return name, int(free)

@@ -4,11 +4,11 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # gives each restart a new store
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_template.py --out runs/template
 
-Copy this file, and replace `GPT` and `Windows` by your model and your data. `docs/launch.md` explains how to start it
+Copy this file, and replace `GPT` and `Windows` with your model and your data. `docs/launch.md` explains how to start it
 on several hosts, with Slurm and with Kubernetes.
 
 The run counts samples, not steps, and a checkpoint stores the number of samples read so far. So if a run resumes with
-another number of ranks, it still reads each sample exactly once.
+a different number of ranks, it still reads each sample exactly once.
 
     samples   0 .. 15   16 .. 31   32 .. 39   40 .. 47      4 ranks x 4 sequences take two steps,
     ranks     4         4          2          2             then 2 ranks continue
@@ -117,7 +117,7 @@ def train(run: Run, position: int, asked: Event) -> None:
     options, place = run.options, run.place
     taken = place.world_size * options.batch * options.accumulate
     if place.rank == 0:
-        print(f"{place.world_size} ranks go on at sample {position} of {options.samples}, {taken} a step", flush=True)
+        print(f"{place.world_size} ranks resume at sample {position} of {options.samples}, {taken} a step", flush=True)
     step, ends = 0, False
     while position < options.samples and not ends:
         for group in run.optimizer.param_groups:

@@ -169,7 +169,7 @@ OrderName = Literal["ring", "tree"]
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Select how messages travel between ranks, and in which order gradients are added.
+    """Select how messages travel between ranks, and the order in which gradients are added.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -183,7 +183,7 @@ class Route:
     transport: TransportName = "auto"
     """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
     `"symmetric_memory"`: CUDA tensors go through memory that all GPUs of one host can read (PyTorch's symmetric memory;
-    64 MiB per rank and connection). This is experimental, and has not run between GPUs. `"p2p"`: point-to-point
+    64 MiB per rank and connection). This is experimental, and has not been tested between GPUs. `"p2p"`: point-to-point
     messages of the process group (NCCL, gloo). Gloo stages CUDA tensors in pinned memory. `"collectives"`: collectives
     of the process group (NCCL, or gloo for CPU tensors), with the same bits as the ring. `"auto"`: for CPU tensors,
     shared memory where available, else `"p2p"`. Over NCCL, `"collectives"`, or `"p2p"` if `algorithm` is neither
@@ -192,7 +192,7 @@ class Route:
 
     algorithm: AlgorithmName = "auto"
     """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
-    the same order. Other schedules add in another order, so results differ in the last bits. `"hierarchical"` adds
+    the same order. Other schedules add in a different order, so results differ in the last bits. `"hierarchical"` adds
     inside each node first and then across nodes, so the bits depend on the number of ranks per node. Over collectives
     each reduction is then two exchanges. `transport="collectives"` supports no other schedule, and
     `transport="symmetric_memory"` none at all.
@@ -263,7 +263,7 @@ class Route:
         if self.order == "tree" and (self.reduce != "exact" or self.algorithm not in ("auto", "halving")):
             raise ValueError(
                 f"order='tree' fixes the order in which gradients are added, but reduce={self.reduce!r} with "
-                f"algorithm={self.algorithm!r} adds in another order: leave reduce='exact' and algorithm='auto'"
+                f"algorithm={self.algorithm!r} adds in a different order: leave reduce='exact' and algorithm='auto'"
             )
 
     def _check_nccl(self) -> None:
@@ -342,7 +342,7 @@ def check_timeout(timeout: timedelta) -> None:
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
     if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be above zero, got {timeout}: ranks wait for each other so long")
+        raise ValueError(f"timeout must be above zero, got {timeout}: this is how long ranks wait for each other")
 
 
 def devices_may_overlap() -> bool:

@@ -199,11 +199,12 @@ class EMA:
         missing, unknown = ours.keys() - given.keys(), given.keys() - ours.keys()
         if missing or unknown:
             raise LayoutError(
-                f"EMA: the state {lacking(missing, unknown)}: was it saved from another model, or with others frozen?"
+                f"EMA: the state {lacking(missing, unknown)}: was it saved from a different model, or with other "
+                "parameters frozen?"
             )
         for name, mine in ours.items():
             if (shape := given[name].shape) != mine.shape:
-                raise LayoutError(f"EMA: {name!r} has shape {list(shape)}, this rank's is {list(mine.shape)}")
+                raise LayoutError(f"EMA: {name!r} has shape {list(shape)}, but this rank's has {list(mine.shape)}")
         self._start(flat for flat in flats if flat not in self._averages)
         for name, average in _named(self._averages.items()):
             average.copy_(given[name])

@@ -16,7 +16,7 @@ class PhaseError(ShardLiteError, RuntimeError):
 
 
 class CommError(ShardLiteError, RuntimeError):
-    """A peer failed, timed out, or runs another operation than this rank.
+    """A peer failed, timed out, or runs a different operation from this rank.
 
     Afterwards the buffers of the operation are undefined, and the connection to the peer may be closed permanently. End
     the run and let `torchrun` restart it.
@@ -29,14 +29,14 @@ class DesyncError(CommError):
 
 SAME_PASSES = (
     "Before each step, every rank must run the same number of forwards and backwards. If ranks have different numbers "
-    "of micro-batches, iterate over them by `for batch in model.join(batches)`; or, at stages 0 to 2, run all but the "
-    "last backward of each rank inside `model.no_sync()`"
+    "of micro-batches, iterate over them with `for batch in model.join(batches)`; or, at stages 0 to 2, run all but "
+    "the last backward of each rank inside `model.no_sync()`"
 )
 """Remedy for a `DesyncError`, for its message."""
 
 
 class CheckpointError(ShardLiteError, RuntimeError):
-    """A checkpoint is missing, damaged, of another model, or could not be written. The message names the file."""
+    """A checkpoint is missing, damaged or of a different model, or could not be written. The message names the file."""
 
 
 class EscapedViewWarning(UserWarning):

@@ -140,7 +140,7 @@ class ShardLite(nn.Module):
             in `torch.nn`, the weights equal those of a model built off the meta device. Generators of other ranks are
             not advanced.
         prefetch: number of units that are gathered ahead of use. Each takes a buffer.
-        route: how messages travel and in which order gradients are added, see `shardlite.Route`. `repr` shows the
+        route: how messages travel and the order in which gradients are added, see `shardlite.Route`. `repr` shows the
             transport and algorithm that `"auto"` has selected.
         buffers: `"rank0"` broadcasts rank 0's buffers (running statistics) before a forward, as
             `DistributedDataParallel` does, if a forward outside `no_sync()` and `torch.no_grad()` has changed them on
@@ -154,7 +154,7 @@ class ShardLite(nn.Module):
 
     Raises:
         LayoutError: there is no process group, the module has nothing to shard, another rank wraps another model,
-            `module` contains a wrapped model or an uninitialized parameter or buffer, or memory does not suffice.
+            `module` contains a wrapped model or an uninitialized parameter or buffer, or there is not enough memory.
         CommError: another rank failed or timed out.
         TypeError: an option has a wrong type, or is unknown.
         ValueError: an option has an invalid value.
@@ -240,7 +240,7 @@ class ShardLite(nn.Module):
             The module's outputs. Floating-point tensors are cast to `precision.output`.
 
         Raises:
-            CommError: another rank failed, timed out, or runs another module.
+            CommError: another rank failed, timed out, or runs a different module.
 
         Example:
             >>> loss = model(inputs).sum()
@@ -574,10 +574,10 @@ class ShardLite(nn.Module):
         `model.ledger.reset_peak()` resets the peaks, except those of messages, mailboxes and pinned memory.
 
         Args:
-            process: also return `process`, the memory of this process, and `unexplained`, the part of it that has none
-                of the purposes above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU,
-                `process` is the proportional set size, and its peak is the largest resident set size, which counts
-                shared pages in full. On CUDA, both are the bytes that PyTorch's allocator has reserved.
+            process: also return `process`, the memory of this process, and `unexplained`, the part outside the purposes
+                above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU, `process` is the
+                proportional set size, and its peak is the largest resident set size, which counts shared pages in full.
+                On CUDA, both are the bytes that PyTorch's allocator has reserved.
 
         Returns:
             For each purpose the bytes held `now`, and their `peak` since the last reset.
@@ -604,12 +604,12 @@ class ShardLite(nn.Module):
 
         Purposes of a unit are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over
         replicas` (hybrid sharding), `used` (in-backward steps) and `full state`. The unit `"(no unit)"` stands for the
-        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, by which
-        ranks compare the models that they wrap, are not counted.
+        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, with
+        which ranks compare the models that they wrap, are not counted.
 
         Returns:
-            Numbers of calls, messages and bytes. `across` is the number of bytes of two-level reductions that leave a
-            node. Gathers and reductions also have their duration, and the time that computation waited for them
+            Numbers of calls, messages and bytes. `across` is the number of bytes that two-level reductions send to
+            other nodes. Gathers and reductions also have their duration, and the time that computation waited for them
             (`exposed`). On a GPU these times are measured from the first call of this method on.
 
         Example:
@@ -825,7 +825,7 @@ class ShardLite(nn.Module):
         """Raise: PyTorch calls this if the model is inside a module whose `load_state_dict()` is called."""
         raise LayoutError(
             f"load_state_dict() of a module with a ShardLite model inside, {prefix.removesuffix('.')!r}: load the "
-            "ShardLite model by its own load_state_dict() or load_full_state_dict(), and the other modules separately"
+            "ShardLite model with its own load_state_dict() or load_full_state_dict(), and the other modules separately"
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Measure the cost of the negotiation between ranks: steps at stage 3 with and without negotiation, in turn.
+"""Measure the cost of the negotiation between ranks: alternate steps at stage 3 with and without it.
 
     python -m bench.faults.detection --ranks 2 --model mlp
 

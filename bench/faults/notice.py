@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namespace) -> float:
-    """Start ranks of which the last one dies, and return the seconds until the slowest other rank raises.
+    """Start ranks, end the last one, and return the seconds until the slowest other rank raises.
 
     Raises:
         RuntimeError: If a rank does not raise within 30 seconds, after which `torchrun` kills it.

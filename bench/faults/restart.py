@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     rows: list[Row] = []
     for way in WAYS:
         for name, value in torch.load(folder / way / "weights.pt").items():
-            assert torch.equal(value, expected[name]), f"{way}: {name} is not that of an uninterrupted run"
+            assert torch.equal(value, expected[name]), f"{way}: {name} differs from an uninterrupted run"
         killed, found = float((folder / way / "killed").read_text()), times[way]
         rows.append(
             {

@@ -88,7 +88,7 @@ def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 
     """Run the ring kernel of `RANKS` virtual ranks concurrently, on streams of one GPU, and compare the results [S].
 
     Raises:
-        AssertionError: If a rank fails, or has other bits than its reference.
+        AssertionError: If a rank fails, or its bits differ from its reference.
     """
     programs = 8  # programs of all ranks must be resident at the same time
     fulls = [torch.randn(RANKS * numel, device=device).to(dtype) for _ in range(RANKS)]

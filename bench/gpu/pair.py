@@ -33,7 +33,7 @@ LIMIT = 30.0
 """Time limit in seconds for the ranks of one world size."""
 
 NEAR = 1e-5
-"""Maximum difference of weights from those of one process, which adds gradients in another order."""
+"""Maximum difference of weights from those of one process, which adds gradients in a different order."""
 
 
 def pair(report: Report) -> None:
@@ -95,7 +95,7 @@ def _trained_directly(device: torch.device, staged: dict[str, Tensor], write: Ca
     try:
         direct, ms = _trained(device, "symmetric_memory")
         same = all(torch.equal(direct[name], weight) for name, weight in staged.items())
-        wrong = {} if same else {"error": "weights have other bits than over p2p"}
+        wrong = {} if same else {"error": "the bits of weights differ from p2p"}
         write(transport="symmetric_memory", same_bits=same, ms=ms, **wrong)
     except Exception as error:
         traceback.print_exc()

@@ -67,7 +67,7 @@ def twin(report: Report) -> None:
                 report(system=name, steps=steps, **found)
                 assert off <= bound, f"a loss is {100 * off:.3f} % off the twin's, not {100 * bound:.3f} %"
                 same = found.get("same_as_stage3", True) or not repeats  # attention may add in any order
-                assert same, "its losses have other bits than those of stage 3"
+                assert same, "the bits of its losses differ from stage 3"
 
 
 def _gpt2(dry: bool) -> Workload:

@@ -111,7 +111,7 @@ def problems(row: Row) -> list[str]:
     if row["bytes"] != row["bytes_by_formula"]:
         found.append(f"{row['bytes']} bytes per element are moved, by the formula {row['bytes_by_formula']}")
     if row["unknown"]:
-        found.append(f"cannot tell what is accessed: {', '.join(row['unknown'])}")
+        found.append(f"unknown accesses: {', '.join(row['unknown'])}")
     if row["divisions"]:
         found.append(f"64-bit integers are divided: {', '.join(row['divisions'])}")
     if row["exact"] and row["inexact"]:

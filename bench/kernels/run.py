@@ -18,7 +18,7 @@ With `TRITON_INTERPRET=1`, GPU kernels are verified in the interpreter, and noth
 | `load` | load average of the machine in the minute before; times are noisy if it exceeds the number of threads |
 | `goal`, `reached` | the intended result, and whether it was reached |
 | `contract`, `error`, `tolerance_used` | whether results must be bit-equal; their largest relative error; this error divided by the allowed error |
-| `note` | the reason if there is no time: a package is not installed or fails, or memory does not suffice |
+| `note` | the reason if there is no time: a package is not installed or fails, or there is not enough memory |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _verified(work: Work, device: torch.device) -> Verdict | str:
         if work.optional:
             return "not installed"
         raise
-    except Exception as error:  # errors in foreign code must not end hours of measurements
+    except Exception as error:  # errors in third-party code must not end hours of measurements
         if work.optional:
             return f"{type(error).__name__}: {error}".partition("\n")[0]
         raise

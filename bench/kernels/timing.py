@@ -1,8 +1,8 @@
 """Verify kernels, then time them in turn.
 
 A `Work` can be set up for any number of elements. It is first set up for a few elements and compared with its
-specification, then set up for many elements and timed. Works that are compared run in the same rounds, and each round
-starts with another work, so a busy machine affects all works.
+specification, then set up for many elements and timed. `Work`s that are compared run in the same rounds. Each round
+starts with a different one, so a busy machine affects all of them.
 
 Legend: `S` elements.
 """
@@ -147,7 +147,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 def bandwidth_run(size: int, device: torch.device) -> Run:
     """Return a bandwidth measurement with tensors of `size` bytes: a copy on a GPU, an addition in place on the CPU.
 
-    A CPU reads memory before it writes, so a copy would move half as many bytes again as counted.
+    A CPU reads memory before it writes, so a copy would move 1.5 times as many bytes as counted.
     """
     a, b = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_cpu = device.type == "cpu"

@@ -217,7 +217,7 @@ def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[Sy
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = options_of_ranks("bench.ring", "collectives beside gloo's or NCCL's own", [2, 4])
+    parser = options_of_ranks("bench.ring", "collectives, compared with gloo's or NCCL's", [2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the whole buffer (%(default)s)")
     parser.add_argument(
         "--rounds", type=int, default=20, help="timed calls; short calls are timed 5 times as often (%(default)s)"

@@ -128,7 +128,7 @@ class Case:
         if self.system.algorithm in IN_RING_ORDER:
             ordered = [[rows[(k + 1 + i) % world_size][k] for i in range(world_size)] for k in owners]
             sums = torch.cat([reduce(torch.add, addends) for addends in ordered])
-            return "" if got.equal(sums) else "the sum has other bits than one in the order of the ring"
+            return "" if got.equal(sums) else "the sum differs in bits from one in the order of the ring"
         addends = [torch.cat([row[k] for k in owners]).double() for row in rows]
         exact, magnitude = reduce(torch.add, addends), reduce(torch.add, [each.abs() for each in addends])
         # W-1 additions in any order (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2).

@@ -37,7 +37,7 @@ WARM_UP = 0.2
 """Fraction of a run in which the learning rate rises."""
 
 RULES = ("constant", "linear", "linear, warm-up")
-"""Learning rates: that of the smallest batch, `k` times as large, or rising to `k` times as large."""
+"""Learning rates for `k` times the smallest batch: the same rate, `k` times the rate, or a rise between the two."""
 
 _MOMENTUM = 0.9
 _VALIDATIONS = 8
@@ -83,7 +83,7 @@ def validation_loss(model: nn.Module) -> float:
 
 
 def learning_rates(say: Callable[[str], None], samples: int = SAMPLES) -> list[Row]:
-    """Train with all batch sizes and all rules. Ranks divide the runs, and each rank returns all rows."""
+    """Train with all batch sizes and all rules. Ranks share the runs, and each rank returns all rows."""
     runs = [(k, rule) for k in FACTORS for rule in RULES if k > 1 or rule == "linear"]
     mine = []
     for number, (k, rule) in enumerate(runs):

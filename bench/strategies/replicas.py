@@ -104,7 +104,7 @@ def parameter_server(model: nn.Module, batches: Iterable[Batch]) -> Iterator[flo
 
 
 def parameter_averaging(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Train each rank alone, and every few steps replace all weights by their mean over the ranks."""
+    """Train each rank alone, and every few steps replace all weights with their mean over the ranks."""
     ranks = dist.get_world_size()
     optimizer = adamw(model.parameters())
     for step, (x, y) in enumerate(batches, start=1):

@@ -1,10 +1,10 @@
 """Simulate rank 0 of any number of ranks in one process. The other ranks do not exist, and always agree with rank 0.
 
 The process group is PyTorch's "fake" backend. Its collectives move no data, so weights and losses are meaningless. Each
-collective is replaced by one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as
-with NCCL on a GPU that is never late: collectives and batches of messages do not block the host, the program's thread
-launches operations, and each kernel of `shardlite_kernels` is one small operator. The cost of launches by NCCL and
-Triton, and of messages between hosts, is not included.
+collective is replaced with one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs
+as with NCCL on a GPU that is never late: collectives and batches of messages do not block the host, the program's
+thread launches operations, and each kernel of `shardlite_kernels` is one small operator. The cost of launches by NCCL
+and Triton, and of messages between hosts, is not included.
 
 Legend: `W` ranks.
 """

@@ -87,7 +87,7 @@ PARTS: Sequence[Part] = (
     Part("kernels", f"{_KERNELS} --numel 1e6 --rounds 8 --seconds 2", 90, f"{_KERNELS} --numel 1e4 --rounds 2"),
     Part("strategies", "-m bench.strategies", 180, "-m bench.strategies --help"),
 )
-"""Parts in order of importance, because on a busy machine the budget may not suffice for the last parts."""
+"""Parts in order of importance, because on a busy machine the budget may be too small for the last parts."""
 
 ON_GPU: Sequence[Part] = (Part("gpu", "-m bench.gpu", 9 * 60, "-m bench.gpu --dry --only environment", on_gpu=True),)
 """Additional parts on a machine with a GPU: kernels, and steps compared with FSDP2."""

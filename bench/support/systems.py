@@ -7,7 +7,7 @@
 | `fsdp1`, `fsdp2` | `FullyShardedDataParallel` and `fully_shard` on every block, then on the root |
 | `stage0` to `stage3` | ShardLite, which finds the same units automatically |
 | `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
-| `tree` | ShardLite at stage 3 with `order="tree"` and one part per rank: the same additions in another order |
+| `tree` | ShardLite at stage 3 with `order="tree"` and one part per rank: the same additions in a different order |
 
 `shardlite.apps.memory.systems` wraps PyTorch's systems.
 
@@ -325,7 +325,7 @@ TRANSPORTS: dict[str, Build] = {
 """Stage 3 over the process group, as in the other systems."""
 
 ORDERS: dict[str, Build] = {"tree": build_tree}
-"""Stage 3 with another order of addition."""
+"""Stage 3 with a different order of addition."""
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]) -> None:
-    """Replace the rows of a file whose `key` is in `runs`. The file is replaced atomically, by one rename."""
+    """Replace the rows of a file whose `key` is in `runs`. The file is replaced atomically, with one rename."""
     others = [row for row in read_rows([file]) if row.get(key) not in runs] if file.exists() else []
     beside = file.with_suffix(".new")
     write_rows([*others, *rows], beside)

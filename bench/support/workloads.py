@@ -52,7 +52,7 @@ class Workload:
     """Device of the model and its batches."""
 
     def on(self, device: torch.device) -> Workload:
-        """Return the same workload on another device."""
+        """Return the same workload on a different device."""
         return replace(self, device=device)
 
     def model(self) -> nn.Module:

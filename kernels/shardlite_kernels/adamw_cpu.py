@@ -119,7 +119,7 @@ class CpuStep:
             ValueError: the number is less than 1, or a beta is not in [0, 1) in fp32.
         """
         if self.number < 1:
-            raise ValueError(f"adamw_cpu: the number of an update must be at least 1, got {self.number}")
+            raise ValueError(f"adamw_cpu: update numbers start at 1, got {self.number}")
         self.hyper.check()
 
 

@@ -159,7 +159,7 @@ def _ring_reduce_scatter_kernel(
                 slot = sent % DEPTH * numel
                 store_rounded(slots_after_ptr, slot + inside, total, mask)
             else:
-                total = tl.div_rn(total, divisor)  # the quotient by 1 is exact
+                total = tl.div_rn(total, divisor)  # division by 1 is exact
                 if result.out is not None:
                     store_rounded(result.out, offsets, total, mask)
                 else:

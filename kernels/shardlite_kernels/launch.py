@@ -38,7 +38,7 @@ _INTERPRETED_BLOCK = 16384  # the interpreter takes about 1 ms per program of an
 
 
 def jit(function: Callable[..., Any], *, unspecialized: Sequence[str] = ()) -> Any:
-    """Return `function` compiled by `triton.jit`. Without Triton return `function`, which `launch` refuses to run.
+    """Return `function` compiled with `triton.jit`. Without Triton return `function`, which `launch` refuses to run.
 
     Triton recompiles a kernel if an integer argument is 1 or divisible by 16, except for the `unspecialized` arguments.
     """

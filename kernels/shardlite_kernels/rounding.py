@@ -93,7 +93,7 @@ def _bf16_by_integers(x: tl.tensor) -> tl.tensor:
 
 @jit
 def fp32_by_odd(x: tl.tensor) -> tl.tensor:
-    """Return fp64 `x` in fp32, rounded to odd as by `round_to_odd`."""
+    """Return fp64 `x` in fp32, rounded to odd as in `round_to_odd`."""
     near = x.to(tl.float32)
     back = near.to(tl.float64)
     bits = near.to(tl.int32, bitcast=True)
@@ -125,7 +125,7 @@ def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
 
 
 def fma_reference(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """Return `a * b + c` of fp32 numbers, rounded once to fp32, as by the hardware's fused multiply-add.
+    """Return `a * b + c` of fp32 numbers, rounded once to fp32, as the hardware's fused multiply-add does.
 
     The product of two fp32 numbers is exact in fp64 (48 bits). The fp64 sum may be inexact, and rounding it again to
     fp32 would be off by one unit if the first rounding gave a tie. So the sum is rounded to odd instead. `b` may be a

@@ -1,9 +1,9 @@
 """Scalars of an AdamW step, which are equal for all elements of a parameter: one row per parameter of a device table.
 
-They are not arguments of the kernel, because the host may not know them. A step that found an infinity is not counted,
-and reading this from the device would synchronize. So the device computes all rows at once, with a few operators of
-PyTorch. A second table maps every 32 elements to their row. So one launch steps parameters of different groups and step
-counts, and no schedule causes a recompilation.
+They are not arguments of the kernel, because the host may not know them. A step that is skipped because of infinities
+is not counted, and reading this from the device would synchronize. So the device computes all rows at once, with a few
+operators of PyTorch. A second table maps every 32 elements to their row. So one launch steps parameters of different
+groups and step counts, and no schedule causes a recompilation.
 
 Legend: `R` rows. `fp32(x)` is `x` rounded to fp32.
 """

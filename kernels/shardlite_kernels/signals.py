@@ -1,6 +1,6 @@
 """Signals between neighbours in a ring, inside kernels, through memory that both can access.
 
-A program communicates only with the programs of the same number on the previous and on the next rank. Messages are
+A program communicates only with the programs with the same number on the previous and the next rank. Messages are
 written into `D` slots per program, in the memory of the rank that reads them. Each program has two flags. Each flag is
 in the memory of the rank that waits for it, and is written by one program only:
 
@@ -13,9 +13,9 @@ a neighbour in another launch is detected. A flag is written with release semant
 stores of the whole program. It is read with acquire semantics. Both accesses are at system scope. So a program that has
 read a count sees the counted messages.
 
-**No slot is overwritten early.** Message `j` is written to slot `j % D` once `freed` is at least `max(0, j - D + 1)`
-in this epoch. For `j >= D` this means that the next rank has read message `j - D`, the previous message in the slot.
-For smaller `j` it means that the program of the next rank has begun this epoch, which it signals by a count of 0.
+**No slot is overwritten early.** Message `j` is written to slot `j % D` once `freed` is at least `max(0, j - D + 1)` in
+this epoch. For `j >= D` this means that the next rank has read message `j - D`, the previous message in the slot. For
+smaller `j` it means that the program of the next rank has begun this epoch, which it signals with a count of 0.
 Launches of a device follow each other, so its previous launch has finished and has read all slots. This holds however
 far a rank is ahead, and even if launches divide the slots differently.
 
@@ -27,8 +27,8 @@ waits. (With `b = D` all ranks could be in action `k`, each waiting for the next
 change when all sent messages have been read, because a rank then still waits for earlier actions only.
 
 **Waits are limited.** A program reads a flag at most `limit` times. After that it stops waiting, storing and
-signalling, so its neighbours reach their limits too. It runs to its end and writes the reason to the rank's error word.
-While the error word is set, launches do nothing. The host reads the error word by `ring_failure`.
+signalling, so its neighbours reach their limits too. It runs to completion and writes the reason to the rank's error
+word. While the error word is set, launches do nothing. The host reads the error word with `ring_failure`.
 
 Legend: `W` ranks, `P` programs, `D` slots of a program.
 """
@@ -179,7 +179,7 @@ class Peers:
         """Check that all fields are consistent, and that tensors are on `device`.
 
         Raises:
-            ValueError: a number is out of range, or a tensor has another shape, dtype or device.
+            ValueError: a number is out of range, or a tensor has the wrong shape, dtype or device.
         """
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"{who}: a ring needs at least 2 ranks, got rank {self.rank} of {self.world_size}")

@@ -86,7 +86,7 @@ def _join_kernel(
 
 
 def split(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """Split fp32 numbers into bf16 numbers and 8 bits more.
+    """Split fp32 numbers into bf16 numbers and 8 more bits.
 
     Args:
         high: output [S], bf16.

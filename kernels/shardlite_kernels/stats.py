@@ -119,7 +119,7 @@ def check_stats(name: str, x: Tensor, stats: Tensor) -> None:
     """Check that `stats` is memory for the rows of `x`.
 
     Raises:
-        ValueError: `stats` is not contiguous, or has another shape, device or dtype, or `x` is not floating-point.
+        ValueError: `stats` is not contiguous, or has the wrong shape, device or dtype, or `x` is not floating-point.
     """
     if x.dtype not in _DTYPES:
         raise ValueError(f"{name}: statistics need fp32, bf16, fp16 or fp64, got {x.dtype}")

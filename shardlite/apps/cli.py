@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(ArgumentParser):
-    """A parser that reports wrong usage in one line, without the usage message. Commands have such parsers, too."""
+    """A parser that reports wrong usage in one line, without the usage message. Commands also have such parsers."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:  # type: ignore[override]
         """Parse options. The parser of a command reports its own unknown arguments."""

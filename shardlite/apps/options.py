@@ -78,7 +78,7 @@ def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
 
 
 def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
-    """Return the number of ranks that a launcher has started, or `None`. Exit if `--ranks` is another number."""
+    """Return the number of ranks that a launcher has started, or `None`. Exit if `--ranks` differs from it."""
     started = world_size()
     if options.ranks is not None and options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}; it must be at least 1")

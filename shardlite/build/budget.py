@@ -1,4 +1,4 @@
-"""Compute the bytes of a wrapped model by purpose from its plan, by allocating the same layouts on the meta device.
+"""Compute the bytes of a wrapped model by purpose from its plan: allocate the same layouts on the meta device.
 
 In: a `Plan` and a `Recipe`. Out: a `Budget` with the exact bytes of permanent memory and the sizes of temporary memory.
 `timeline.py` computes when temporary memory exists. A budget contains no activations.

@@ -19,7 +19,7 @@ from shardlite.errors import LayoutError
 from shardlite.params import ROOT, Flat, Unit
 
 Init = Callable[[nn.Module], None] | None
-"""Function that initializes the parameters and buffers of a module, called as by `nn.Module.apply`. `None`: call
+"""Function that initializes the parameters and buffers of a module, called as in `nn.Module.apply`. `None`: call
 `reset_parameters()` of each module that owns parameters or buffers.
 """
 

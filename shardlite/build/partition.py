@@ -27,8 +27,8 @@ BLOCKS_SHARE = 0.1
 """Children of one class in a list are blocks if together they have at least this share of the model's parameters."""
 
 LARGE_SHARE = 0.5
-"""An embedding, a head or a child of another class becomes a unit if it has at least this share of the largest block's
-parameters. Otherwise it stays in the root.
+"""An embedding, a head or a child of a different class becomes a unit if it has at least this share of the largest
+block's parameters. Otherwise it stays in the root.
 """
 
 
@@ -59,7 +59,7 @@ def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[T
     option.
 
     Raises:
-        LayoutError: `policy` has another type, or is a class that the model does not contain.
+        LayoutError: `policy` has an invalid type, or is a class that the model does not contain.
     """
     never = scripts(model)
     starts = {each for each in _starts(model, policy) if not isinstance(each, NEVER_CALLED) and each not in never}
@@ -154,8 +154,8 @@ def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
 def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
     """Return the children of a list or sequence whose class occurs there more than once.
 
-    In a list, a large child of another class is a block too. Otherwise the search would continue inside that child, and
-    select for example its experts, although ranks may call different experts.
+    In a list, a large child of a different class is also a block. Otherwise the search would continue inside that
+    child, and select for example its experts, although ranks may call different experts.
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []

@@ -83,7 +83,7 @@ class Plan(NamedTuple):
 
     @property
     def casts(self) -> bool:
-        """Whether any weights are split, or stored in another dtype than they are computed with."""
+        """Whether any weights are split, or stored in a dtype that differs from the compute dtype."""
         return any(flat.split or flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
 
 
@@ -136,8 +136,8 @@ def _matrix_bytes(device: torch.device) -> int:
     """Return the alignment of matrices in the full weights, in bytes.
 
     When cuBLAS chooses an algorithm, it considers the alignment of a matrix up to 256 bytes. PyTorch's allocator aligns
-    the matrices of a plain model to 512 bytes. With less alignment, a sharded model could get another algorithm, and
-    other bits.
+    the matrices of a plain model to 512 bytes. With less alignment, a sharded model could get a different algorithm,
+    and different bits.
     """
     return 256 if device.type == "cuda" else 0
 

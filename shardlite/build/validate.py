@@ -135,7 +135,7 @@ def check_module(
         name = name or "(the module itself)"
         if isinstance(each, wrapper):
             raise LayoutError(
-                f"{name!r} is already wrapped: wrap the whole model once, and select its parts by `units`"
+                f"{name!r} is already wrapped: wrap the whole model once, and select its parts with `units`"
             )
         if other := _other_wrapper(each):
             raise LayoutError(f"{name!r} is wrapped by {other}: wrap the plain module instead")
@@ -247,7 +247,7 @@ def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precisio
         if param.dtype == torch.float64 and precision.compute is not None:
             raise LayoutError(
                 f"parameter {name!r} is {param.dtype}, but Precision(compute={precision.compute}) would lose its "
-                "precision: convert the model by .float() before wrapping it, or do not set `compute`"
+                "precision: convert the model with .float() before wrapping it, or do not set `compute`"
             )
 
 

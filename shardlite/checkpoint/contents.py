@@ -149,7 +149,7 @@ def unpickled(name: str, content: io.BytesIO) -> Any:
     """Unpickle an object that consists of tensors, plain values and containers.
 
     Raises:
-        CheckpointError: the object contains another value.
+        CheckpointError: the object contains a value of another type.
     """
     try:
         return torch.load(content, weights_only=True, map_location="cpu")

@@ -1,8 +1,8 @@
 """The folder of a run: names, publication, manifest and checksums.
 
-A checkpoint is written into a temporary folder and published by one rename. So whenever a process dies, the checkpoint
-is either absent or complete. Each file has one CRC-32 per 4 MiB, computed while the file is written. A reader checks
-the blocks that it needs.
+A checkpoint is written into a temporary folder and published with one rename. So whenever a process dies, the
+checkpoint is either absent or complete. Each file has one CRC-32 per 4 MiB, computed while the file is written. A
+reader checks the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK = 1 << 22
 """Number of bytes per checksum."""
 
 _PIECE = 1 << 18
-"""Number of bytes that are summed and then written. They stay in the processor's cache in between."""
+"""Number of bytes that are added to a checksum and then written. They stay in the processor's cache in between."""
 
 _BUFFER = 1 << 16
 """Bytes of the buffer for small writes. It is smaller than a piece, so pieces are not copied into it."""
@@ -177,7 +177,7 @@ def discard(leftover: Path) -> None:
 
 
 def publish(root: Path, step: int, keep: int | None, lease: Lease) -> Path:
-    """Publish the finished checkpoint of `step` by a rename, and remove all but the `keep` newest checkpoints.
+    """Publish the finished checkpoint of `step` with a rename, and remove all but the `keep` newest checkpoints.
 
     An older checkpoint of the same step is replaced. Symbolic links are neither counted nor removed.
     """
@@ -222,7 +222,7 @@ def _sync(folder: Path) -> None:
 class SummedFile:
     """A file that is written sequentially, with checksums of its blocks.
 
-    The operating system writes a finished block to the disk while the next block is summed.
+    The operating system writes a finished block to the disk while the checksum of the next block is computed.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -304,7 +304,7 @@ def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str,
     """Check the blocks that hold `wanted`: byte ranges [start, stop) by file name.
 
     Raises:
-        CheckpointError: a file is missing, has another size, or a block has another checksum.
+        CheckpointError: a file is missing or has the wrong size, or a block has the wrong checksum.
     """
     size = int(manifest["block"])
     for name, ranges in wanted.items():
@@ -318,8 +318,8 @@ def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str,
                 file.seek(block * size)
                 if crc32(file.read(size)) != known["crc32"][block]:
                     raise CheckpointError(
-                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} have another checksum than "
-                        f"when they were written. {REMEDY}"
+                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} do not have the checksum "
+                        f"that they had when they were written. {REMEDY}"
                     )
 
 
@@ -327,7 +327,7 @@ def check_size(path: Path, least: int, *, exact: bool = True) -> None:
     """Check that a file exists and has `least` bytes or, if not `exact`, more.
 
     Raises:
-        CheckpointError: the file is missing, or has another size.
+        CheckpointError: the file is missing, or has the wrong size.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing. {REMEDY}")
@@ -350,7 +350,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the content of `shardlite.json`, or `None` if another program has written the checkpoint.
 
     Raises:
-        CheckpointError: the file is damaged, or has another format.
+        CheckpointError: the file is damaged, or has an unknown format.
     """
     path = folder / MANIFEST
     if not path.exists():

@@ -41,7 +41,7 @@ _POLL = 1.0
 """Seconds between two reads of an observed lease."""
 
 _RACE = 0.1
-"""Seconds after a takeover in which another process may take over, too. The last one gets the lease."""
+"""Seconds after a takeover in which other processes may also take over. The last one gets the lease."""
 
 _NBYTES = 512
 """Size of the file. It is constant, so that a renewal never truncates the file."""
@@ -268,7 +268,7 @@ def _where() -> str:
 def _lives(process: int, began: str | None) -> bool:
     """Return whether a process of this host is alive and started at `began`.
 
-    If start times are hidden, any process with this number counts.
+    If start times are hidden, any process with this ID counts.
     """
     try:
         os.kill(process, 0)

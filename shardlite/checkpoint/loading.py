@@ -86,8 +86,8 @@ def load(
         there was nothing to load, the result is empty and `step` is 0.
 
     Raises:
-        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of another model.
-            Nothing was changed.
+        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of a different
+            model. Nothing was changed.
         CommError: a rank did not call `load`.
 
     Example:
@@ -138,7 +138,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
     model, optimizer, extra = run
     saved, has_optimizer = peers.share(prepare, "load", lambda _: optimizer is not None)
     if len(set(has_optimizer)) > 1:
-        raise CheckpointError("load: some ranks were given an optimizer, and others none")
+        raise CheckpointError("load: some ranks were given an optimizer, and others were not")
     state = ModelState(model)
     with state.changing():
         peers.agree(lambda: saved.load_weights(model), "load")
@@ -179,7 +179,7 @@ class _StateOnDisk:
     """The state of this rank in a checkpoint: the entries to read, and their targets. Making it changes nothing.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
+        CheckpointError: the checkpoint is damaged, or of a different model or optimizer.
     """
 
     def __init__(self, folder: Path, run: Run, peers: Peers) -> None:
@@ -237,12 +237,12 @@ class _StateOnDisk:
         missing = self._targets.keys() - entries.keys()
         unknown = {name for name in entries if name.startswith("model.")} - self._targets.keys()
         if missing or (unknown and self._prefix == "model."):
-            raise CheckpointError(f"{folder} is of another model: it {lacking(missing, unknown)}")
+            raise CheckpointError(f"{folder} is of a different model: it {lacking(missing, unknown)}")
         for name, target in self._targets.items():
             size = self._checkpoint.size_of(name)
             if size != target.shape:
                 shape = "is not a tensor" if size is None else f"has shape {list(size)}"
-                raise CheckpointError(f"{folder}: {name!r} {shape}, the model's has {list(target.shape)}")
+                raise CheckpointError(f"{folder}: {name!r} {shape}, but the model's has {list(target.shape)}")
 
     def _find_state(self, known: Collection[str]) -> None:
         """Find the state of the optimizer and its groups by the keys of each entry: `..., state, name, key`."""
@@ -254,21 +254,23 @@ class _StateOnDisk:
             elif len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
                 groups.setdefault(path[-2], {})[str(path[-1])] = entry
         if not self._moments and not groups:
-            raise CheckpointError(f"{checkpoint.folder} has no state of an optimizer: call load without one")
+            raise CheckpointError(f"{checkpoint.folder} has no optimizer state: call load without an optimizer")
         checkpoint.check(checkpoint.object_items(name for group in groups.values() for name in group.values()))
         self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
 
     def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
-        """Check that the saved groups are those of an optimizer of this kind, with the same parameters."""
+        """Check that the saved groups belong to an optimizer of this kind, with the same parameters."""
         kind, folder = type(optimizer).__name__, self._checkpoint.folder
         for saved, group in zip(self.groups, optimizer.param_groups, strict=False):
             absent = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
             if absent:
-                raise CheckpointError(f"{folder} is of another optimizer: it lacks options {some_of(absent)} of {kind}")
+                raise CheckpointError(
+                    f"{folder} is of a different optimizer: it lacks options {some_of(absent)} of {kind}"
+                )
         keys = {key for entries in self._moments.values() for key in entries}
         if isinstance(optimizer, AdamW):
             if keys - {"step", "exp_avg", "exp_avg_sq"}:
-                raise CheckpointError(f"{folder} is of another optimizer than AdamW: it has {some_of(keys)}")
+                raise CheckpointError(f"{folder} is of an optimizer other than AdamW: it has {some_of(keys)}")
             try:
                 check_loaded({"state": {}, "param_groups": self.groups})
             except ValueError as error:

@@ -76,8 +76,8 @@ def save_in_memory(
         ranks, there is not enough memory, or the process that holds copies has ended.
 
     Raises:
-        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer is of another model. The
-            first call raises on every rank.
+        CheckpointError: `extra` has a value whose loading could execute code, or the optimizer belongs to a different
+            model. The first call raises on every rank.
         CommError: a rank did not call `save_in_memory`.
         ValueError: `step` is negative, or not higher than that of the previous copy.
 
@@ -170,7 +170,7 @@ def newest(held: Sequence[Held]) -> tuple[int, str]:
         return -1, f"they are of {max(others)} ranks, but now there are {size}"
     lost = [rank for rank, steps in enumerate(by_rank) if not steps]
     if lost:
-        return -1, f"there is none of rank {', '.join(map(str, lost))}"
+        return -1, f"there is no copy of rank {', '.join(map(str, lost))}"
     found = "; ".join(f"rank {rank} has {sorted(steps)}" for rank, steps in enumerate(by_rank))
     return -1, f"no step is complete on all ranks: {found}"
 
@@ -332,7 +332,9 @@ class Copies:
         transport.irecv(fields, rank, 0).wait()
         header = Header(*map(int, fields))
         if header.step != step:
-            raise CommError(f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} {header.step}")
+            raise CommError(
+                f"{_WHAT}: rank {self.peers.rank} copies step {step}, but rank {rank} copies step {header.step}"
+            )
         transport.irecv(memory.overwrite_older(header.nbytes), rank, 0).wait()
         memory.mark_complete(header)
 
@@ -360,7 +362,7 @@ def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int
 
 
 def load_newest(key: str, run: Run, peers: Peers, least: int, restore: Callable[..., T]) -> T | None:
-    """Load the newest step of which all ranks have copies, if the step is at least `least`. Collective.
+    """Load the newest step that all ranks have copies of, if the step is at least `least`. Collective.
 
     If the load succeeds, `save_in_memory` writes the next copies into the same memory.
 

@@ -22,7 +22,7 @@ class Peers:
 
     def __init__(self, model: ShardLite) -> None:
         if not isinstance(model, ShardLite):
-            raise TypeError(f"a checkpoint is of a ShardLite model, got {type(model).__name__}: wrap it first")
+            raise TypeError(f"expected a ShardLite model, got {type(model).__name__}: wrap it first")
         state = ModelState(model)
         context = state.context
         self.rank, self.size = context.rank, context.world_size

@@ -70,7 +70,7 @@ def read_metadata(folder: Path) -> Metadata:
     files.check_size(path, 1, exact=False)
     try:
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
-    except Exception as error:  # unpickling a damaged file raises anything
+    except Exception as error:  # unpickling a damaged file may raise any exception
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: {error}. {files.REMEDY}") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not the metadata of a checkpoint")
@@ -204,7 +204,7 @@ class Checkpoint:
             self._reader.read_data(LoadPlan(items), planner)
         except CheckpointError:
             raise
-        except Exception as error:  # PyTorch raises anything for a damaged file
+        except Exception as error:  # PyTorch may raise any exception for a damaged file
             names = sorted({self.place_of(item.storage_index).relative_path for item in items})
             raise CheckpointError(f"{self.folder / names[0]} cannot be read: {error!r}") from error
 

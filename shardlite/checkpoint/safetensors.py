@@ -165,7 +165,7 @@ def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
 
     Args:
         path: folder with the files.
-        out: folder of a run. The new checkpoint is its newest one.
+        out: folder of a run. The new checkpoint becomes the newest one in it.
 
     Returns:
         The path of the checkpoint.

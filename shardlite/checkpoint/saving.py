@@ -163,7 +163,7 @@ class _Save:
             (_, self._part), facts = peers.share(prepare, "save", lambda it: [it[0], step, run.optimizer is not None])
             chosen, steps, has_optimizer = zip(*facts, strict=True)
             if len(set(has_optimizer)) > 1:
-                raise CheckpointError("save: some ranks were given an optimizer, and others none")
+                raise CheckpointError("save: some ranks were given an optimizer, and others were not")
             if len(set(steps)) > 1:
                 raise CheckpointError(f"save: ranks were given different steps, {[*steps]} by rank")
         except CheckpointError:

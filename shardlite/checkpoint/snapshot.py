@@ -136,7 +136,7 @@ class SavedSnapshot:
         run: the model, optimizer and `extra` to load the snapshot into.
 
     Raises:
-        CheckpointError: the snapshot is damaged, of another part or model, or of another optimizer.
+        CheckpointError: the snapshot is damaged, or is of a different part, model or optimizer.
     """
 
     def __init__(self, memory: SnapshotMemory, step: int, run: Run) -> None:
@@ -158,10 +158,10 @@ class SavedSnapshot:
         there = [record for record in self._records if record[0].startswith("model.")]
         if here != there:
             differing = next((b or a for a, b in zip(there, here, strict=False) if a != b), "the number of tensors")
-            raise CheckpointError(f"they are of another model, stage, or format: {differing} differs")
+            raise CheckpointError(f"they are of a different model, stage, or format: {differing} differs")
         kind, names = type(optimizer).__name__, names_of(model, optimizer)
         if kind != objects["optimizer"] or names != [group["params"] for group in self.groups]:
-            raise CheckpointError("they are of another optimizer, or of other groups of parameters")
+            raise CheckpointError("they are of a different optimizer, or of different parameter groups")
         check_keys(extra or {}, self.extra, "the copy")
 
     def load_weights(self, model: ShardLite) -> None:
@@ -217,7 +217,7 @@ class SnapshotMemory:
         self._capacity = _capacity()
         found = os.fstat(descriptor).st_size
         if found != _PAGE + 2 * self._capacity or not has_fixed_size(descriptor):
-            raise CheckpointError(f"memory of {found} bytes is not that of a copy")
+            raise CheckpointError(f"memory of {found} bytes does not hold copies")
         self._mapping = SharedMemory(descriptor)
         self._reserved = [0, 0]
 
@@ -292,7 +292,9 @@ class SnapshotMemory:
         start = _PAGE + place * self._capacity
         more = nbytes - (os.lseek(self.descriptor, start, os.SEEK_HOLE) - start)
         if (left := _available()) < more:
-            raise CheckpointError(f"a copy of {nbytes} bytes takes {more} more, but this host has {left} left")
+            raise CheckpointError(
+                f"a copy of {nbytes} bytes needs {more} more bytes, but this host has only {left} left"
+            )
         try:
             os.posix_fallocate(self.descriptor, start, nbytes)
         except OSError as error:

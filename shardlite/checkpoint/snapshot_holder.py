@@ -115,7 +115,7 @@ class Holder:
             OSError: the process has ended.
         """
         descriptor = os.open(self._memory, os.O_RDWR | os.O_CLOEXEC)
-        if not self.is_alive:  # another process may have the same number now
+        if not self.is_alive:  # another process may have the same ID now
             os.close(descriptor)
             raise HolderError(f"process {self.pid} has ended")
         return descriptor

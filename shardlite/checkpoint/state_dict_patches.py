@@ -145,7 +145,7 @@ def _load_optimizers(
     """Load shards, or this rank's parts of whole tensors. Collective.
 
     Raises:
-        LayoutError: on every rank, if the state is not that of an optimizer, or should be whole but has shards.
+        LayoutError: on every rank, if this is not the state of an optimizer, or it should be whole but has shards.
     """
     state = ModelState(model)
     read = not info.broadcast_from_rank0 or state.context.rank == 0

@@ -1,7 +1,7 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
 The transport selects the algorithm, `schedule.py` writes it as transfers, and `executor.py` executes them. The drawings
-show the ring: rank `r` sends only to its right neighbor `r+1` and receives only from its left neighbor `r-1` (modulo
+show the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo
 `W`). In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is optimal. The
 algorithm `direct` adds in the order of the ring and returns the same bits. A function returns when the host may use its
 buffers. If the transport is not `blocking`, it returns earlier: operations enqueued on the device's current stream
@@ -247,7 +247,7 @@ def all_reduce(
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
 ) -> None:
-    """Add `full` [n] over the ranks in place and divide by `divisor`, by a reduce-scatter and an all-gather.
+    """Add `full` [n] over the ranks in place and divide by `divisor`, with a reduce-scatter and an all-gather.
 
     All ranks end with the same bits, since each segment is summed by one rank only. If the transport lends, every rank
     sends a short buffer whole to all other ranks, and adds all segments in the order of the ring. This takes one round
@@ -319,7 +319,7 @@ def broadcast(
 
 
 def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:
-    """Return whether all ranks call this with the same numbers. It is one collective of `O(log2(W))` steps.
+    """Return whether all ranks call this with the same numbers. This takes one collective of `O(log2(W))` steps.
 
     Raises:
         CommError: a peer failed, timed out or runs a different operation.
@@ -360,7 +360,7 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
 
 
 def _is_flag(full: Tensor, transport: Transport) -> bool:
-    """Return whether one collective sums a buffer to the same bits: integers in any order, one float as in a ring."""
+    """Return whether one collective gives the same sum: of integers in any order, or of one float in ring order."""
     return full.dtype not in _FLOATS or (full.numel() == 1 and transport.algorithm in IN_RING_ORDER)
 
 

@@ -63,7 +63,7 @@ def ranks_of(ranks: GroupLike) -> Ranks:
 
     Raises:
         LayoutError: there is no process group, this process is not a member, or a mesh has more than two dimensions.
-        TypeError: `ranks` is of another type.
+        TypeError: `ranks` has an invalid type.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise LayoutError(
@@ -94,7 +94,7 @@ def agree(
 ) -> None:
     """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
-    A rank with a problem must call this, too, so that other ranks do not wait for it. Errors number ranks within their
+    A rank with a problem must also call this, so that other ranks do not wait for it. Errors number ranks within their
     group.
 
     Raises:

@@ -109,8 +109,8 @@ class Context:
     ) -> Operation:
         """Return the name of an operation of this model at its current step.
 
-        The name contains the model and the step. So different models do not receive each other's messages, and neither
-        do ranks at different steps.
+        The name contains the model and the step. So different models, or ranks at different steps, do not receive each
+        other's messages.
 
         Args:
             what: the kind of operation. Operations of one kind are numbered.
@@ -230,7 +230,7 @@ class Context:
         return total
 
     def queue(self, name: str, *, blocking: bool = False) -> StreamQueue:
-        """Return a new queue for operations over these transports. `blocking`: they block the host in any case."""
+        """Return a new queue for operations over these transports. `blocking`: they always block the host."""
         blocking = blocking or any(transport.blocking for transport in self.transports)
         return make_queue(
             name, self.device, self.streams, blocking=blocking, reports=self.reports, high_priority=self.high_priority

@@ -7,7 +7,7 @@ holds the segment before an all-gather and after a reduce-scatter.
     algorithm        steps           messages sent by a rank    segment k is added in the order
     ring             W-1             W-1                        k+1, k+2, ..., k-1, k
     direct           1               W-1                        k+1, k+2, ..., k-1, k
-    bidirectional    floor(W/2)      (W-1) * parts              from both sides separately, half round each
+    bidirectional    floor(W/2)      (W-1) * parts              from both sides separately, halfway round
     hierarchical     (g-1)+(n-1)     W-1                        a ring of sums of nodes, each added as a ring
     halving          log2(W)         W-1                        ((0+1) + (2+3)) + ..., summands may be swapped
 
@@ -45,9 +45,9 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         W=4   start       t=0         t=1         t=2
         r=0   [a . . .]   [a . . d]   [a . c d]   [a b c d]
 
-    bidirectional: each segment is sent in both directions, half round each. With an even `W` the opposite rank receives
-    one half of the segment from either side. So segments have two parts then, except for two ranks, which have one
-    link. Parts that travel further start first.
+    bidirectional: each segment is sent in both directions, halfway round in each. With an even `W`, the opposite rank
+    receives one half of the segment from each side, so segments have two parts. (Two ranks have one link, so their
+    segments have one part.) Parts that travel further start first.
 
         W=5   start         t=0           t=1
         r=0   [a . . . .]   [a b . . e]   [a b c d e]
@@ -56,8 +56,8 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         r=0   [aa .. .. ..]   [aa .b .. d.]   [aa bb cc dd]
 
     Both directions of every link carry the same number of bytes. There are half as many steps as in a ring, which helps
-    if latency dominates. (Two halves of each segment that both travel all the way round, in opposite directions, would
-    use both directions, too, but take `W-1` steps.)
+    if latency dominates. (If the two halves of each segment travelled all the way round, in opposite directions, both
+    directions would also be used, but in `W-1` steps.)
 
     direct: one step. Rank `r` sends its segment to `r+1`, `r+2`, ..., so that ranks have different first targets.
 
@@ -68,8 +68,8 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         r=0   [a . . . . .]   [a . . d . .]   [a . c d . f]   g=3, n=2: the first step is across
         r=1   [. b . . . .]   [. b . . e .]   [a b . d e .]
 
-    halving (for a gather: recursive doubling), for a power of two of ranks. Each rank exchanges all its segments with
-    the rank half a world away, then with the rank a quarter of a world away, and so on.
+    halving (for a gather: recursive doubling), if the number of ranks is a power of two. Each rank exchanges all its
+    segments with the rank half a world away, then with the rank a quarter of a world away, and so on.
 
         W=4   start       t=0         t=1
         r=0   [a . . .]   [a . c .]   [a b c d]
@@ -84,7 +84,7 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
 def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
     """Return the schedule that sends the sum of all ranks' segments `k` to rank `k`. `node` is as in `all_gather`.
 
-    It is an all-gather with all directions reversed, backwards in time. A gather sends a piece from its owner to
+    It is an all-gather with every transfer reversed, in reverse order. A gather sends a piece from its owner to
     several ranks. A reduction sends the sums of these ranks to the owner.
 
     ring: at step `t` rank `r` sends the partial sum of segment `r-1-t` to `r+1`. Sums of segment 0, `W=4`:
@@ -108,8 +108,8 @@ def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> S
         1 --1--> 2 --1+2--> 0                     4+5+3+(1+2+0)
         4 --4--> 5 --4+5--> 3 --4+5+3--> 0
 
-    halving (recursive halving): each rank exchanges partial sums with its neighbor, then with the rank two places away,
-    and so on, each time for half of the remaining segments. So each segment is added as a balanced binary tree.
+    halving (recursive halving): each rank exchanges partial sums with its neighbour, then with the rank two places
+    away, and so on, each time for half of the remaining segments. So each segment is added as a balanced binary tree.
 
         1 --1--> 0                                3+2+(1+0)
         3 --3--> 2 --3+2--> 0
@@ -267,12 +267,12 @@ def _chain(world_size: int, source: int, parts: int) -> Schedule:
 def _collective(operation: str, algorithm: str, world_size: int, node: int) -> Schedule:
     """Check the arguments and build the schedule, cached."""
     if algorithm not in ALGORITHMS:
-        raise LayoutError(f"{operation}: no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        raise LayoutError(f"{operation}: unknown algorithm {algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
     what = f"{operation}, {algorithm}"
     if world_size < 1:
         raise LayoutError(f"{what}: a world of {world_size} ranks; at least 1 is needed")
     if algorithm != "hierarchical" and node != 1:
-        raise LayoutError(f"{what}: nodes of {node} ranks; only 'hierarchical' knows nodes")
+        raise LayoutError(f"{what}: nodes of {node} ranks; only 'hierarchical' supports nodes")
     if algorithm == "halving" and world_size.bit_count() != 1:
         raise LayoutError(f"{what}: a world of {world_size} ranks; it must be a power of two")
     if node < 1 or world_size % node:
@@ -300,7 +300,7 @@ def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, 
 
 
 def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
-    """Return steps half round in both directions. Of two parts, part 0 travels one rank further in direction `way`.
+    """Return steps halfway round in both directions. Of two parts, part 0 travels one rank further in direction `way`.
 
     Part 1 travels one rank further in the other direction. The longer flows start first. In each step, the flows that
     start later are listed first, because a rank sends its own pieces before the pieces that it forwards.

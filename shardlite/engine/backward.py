@@ -237,8 +237,8 @@ class Backward:
         if self._reducer.accumulates and not graded:
             raise PhaseError(
                 "the gradients were accumulated but not reduced, so the shards have none: run the last backward before "
-                "a step outside of no_sync(), and finish a loop over parts(), or drop the gradients by zero_grad() of "
-                "the model"
+                "a step outside of no_sync(), and finish a loop over parts(), or drop the gradients with zero_grad() "
+                "of the model"
             )
         self.forget_forwards()
 

@@ -1,6 +1,6 @@
 """Refuse conversions of wrapped modules (`.to()`, `.half()`, `.cuda()`), and cast inputs and outputs.
 
-PyTorch converts a module by `nn.Module._apply`, which moves its parameters to new memory, but would not move the
+PyTorch converts a module with `nn.Module._apply`, which moves its parameters to new memory, but would not move the
 shards. So a conversion of any module of the model raises before it changes anything, unless it would have no effect
 (`.to()` the model's device). A conversion of a module around the model raises when it reaches the model. The modules
 before the model are converted by then.
@@ -41,7 +41,7 @@ def allow_conversions(module: nn.Module) -> None:
 def refuse_if_wrapped(
     original: Callable[..., nn.Module], module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Convert a module by `original`, which is `nn.Module._apply`, unless it is wrapped.
+    """Convert a module with `original`, which is `nn.Module._apply`, unless it is wrapped.
 
     Raises:
         LayoutError: the module is wrapped, and `fn` changes a parameter or a buffer.
@@ -52,7 +52,7 @@ def refuse_if_wrapped(
         if _changes(tensor, fn):
             raise LayoutError(
                 f"{type(module).__name__}: a wrapped model cannot be moved or converted, and this would convert "
-                f"{name!r}: call .to(), .half() and the like before wrapping. To compute in another dtype, wrap "
+                f"{name!r}: call .to(), .half() and the like before wrapping. To compute in a different dtype, wrap "
                 "with Precision(compute=...) or use torch.autocast; for a plain model, call unwrap()"
             )
     return module

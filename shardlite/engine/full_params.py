@@ -64,7 +64,7 @@ class FullParameters:
         """Unshard the units of the named parameters, or all units. At exit, write this rank's part back or undo writes.
 
         Raises:
-            LayoutError: a name is not that of a parameter.
+            LayoutError: there is no parameter with one of these names.
         """
         units = self._units_with(names)
         flats = [flat for unit in units for flat in unit.flats if flat.in_place]

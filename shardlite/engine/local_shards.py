@@ -153,8 +153,8 @@ class Shards:
                     )
                 if shard.requires_grad not in (each.trainable, param.requires_grad):
                     raise each.error(
-                        "was given another requires_grad than the module's own parameter, which it must follow: set "
-                        "it on that parameter, or call requires_grad_() of the model"
+                        "was given a requires_grad that differs from the module's own parameter, which it must follow: "
+                        "set it on that parameter, or call requires_grad_() of the model"
                     )
                 if each.trainable != param.requires_grad:
                     each.follow()
@@ -206,7 +206,7 @@ class _Owner:
         return each.shard.grad if waiting is None else waiting
 
     def touch(self) -> None:
-        """Record that the program gets access to the memory of the values, as by `.data`.
+        """Record that the program gets access to the memory of the values, as through `.data`.
 
         Raises:
             LayoutError: no forward or backward is running, and writes would be lost or a step would be wrong.

@@ -86,7 +86,7 @@ class Buffers:
             trains: whether the next forward may change buffers.
 
         Raises:
-            LayoutError: a buffer has another length on another rank.
+            LayoutError: the length of a buffer differs between ranks.
         """
         if self._due and self._places:
             self._send(self._changed())

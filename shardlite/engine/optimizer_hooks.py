@@ -119,7 +119,7 @@ class InBackwardOptimizer:
         if self.steps() is not None:
             raise PhaseError(
                 f"{what}: AdamW(in_backward=True) has already stepped with each gradient and dropped it: use AdamW "
-                "without in_backward, or bound updates by AdamW(max_update=...)"
+                "without in_backward, or bound updates with AdamW(max_update=...)"
             )
 
 
@@ -364,10 +364,10 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
     if model.shards.by_param() and "SparseAdam" in kinds:
         raise LayoutError(
             "SparseAdam requires sparse gradients, but gradients of shards are dense: use AdamW, or exclude the "
-            "embedding from sharding by `ignore=[...]`"
+            "embedding from sharding with `ignore=[...]`"
         )
     if model.shards.are_parts and kinds & WHOLE_MATRICES:
         raise LayoutError(
             f"{type(optimizer).__name__} computes with whole parameters, or with all of them together, and would "
-            "give other results on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
+            "give different results on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
         )

@@ -68,7 +68,7 @@ class PartLoop:
         """Record the first gradient of a backward.
 
         Raises:
-            PhaseError: no part is running, or the running part has already had its backward.
+            PhaseError: no part is running, or the running part has already run its backward.
         """
         if self._now is None:
             raise PhaseError(
@@ -77,7 +77,7 @@ class PartLoop:
             )
         if self._had_backward:
             raise PhaseError(
-                f"part {self._now} has already had its backward: add up the losses of a part, and call backward() once"
+                f"part {self._now} has already run its backward: add up the losses of a part, and call backward() once"
             )
 
     def end_backward(self) -> None:

@@ -163,8 +163,8 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[st
         if ours != theirs:
             here, there = ("{} to {} of {}".format(*part) for part in (ours, theirs))
             return (
-                f"the state is of {given['of']}, this is {own['of']}: there the state of {theirs_name!r} is that of "
-                f"elements {there}, here it must be that of elements {here} of {name!r}"
+                f"the state is of {given['of']}, this is {own['of']}: there {theirs_name!r} has the state of "
+                f"elements {there}, here {name!r} needs the state of elements {here}"
             )
     if len(own["parts"]) != len(given["parts"]):
         return f"the state is of {len(given['parts'])} parameters, this optimizer has {len(own['parts'])}"
@@ -185,7 +185,7 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 
 
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
-    """Return which tensor of a state has another shape than this optimizer's, if there is one.
+    """Return which tensor of a state has a shape that differs from this optimizer's, if any.
 
     PyTorch's optimizers keep numbers, and tensors in the parameter's shape. A tensor of another optimizer is compared
     only with the tensor that the optimizer already holds.

@@ -78,6 +78,6 @@ class Join:
             names = ", ".join(f"rank {rank}" for rank, flag in enumerate(flags) if flag)
             raise LayoutError(
                 f"join(): {names} of {context.world_size} ranks got no batch to repeat in the other ranks' steps: give "
-                "each rank at least one batch, as by `DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+                "each rank at least one batch, as with `DataLoader(dataset, sampler=DistributedSampler(dataset))`"
             )
         return int(active)

@@ -1,9 +1,10 @@
 """Warn about programs that use a shard, or its gradient, as if it were the whole parameter.
 
-A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, norms by hand and
-`xavier_uniform_` would silently give other results. So in some steps a model's shards, their gradients, and views of
-both have a class that intercepts function calls. In most steps they have their ordinary classes, because interception
-costs time. A program that computes such a value does so in its first steps, or when it logs: every 50 or 500 steps.
+A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, hand-written norms and
+`xavier_uniform_` would silently give different results. So in some steps a model's shards, their gradients, and views
+of both have a class that intercepts function calls. In most steps they have their ordinary classes, because
+interception costs time. A program that computes such a value does so in its first steps, or when it logs: every 50 or
+500 steps.
 """
 
 import copy
@@ -184,7 +185,8 @@ def _known_as(argument: Any) -> _Known | None:
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise if a function combines a shard, or its gradient, with a tensor of the shape of the whole parameter.
 
-    That tensor may be the parameter itself, in a step by hand, or a copy made before wrapping, in a moving average.
+    That tensor may be the parameter itself, in a hand-written step, or a copy made before wrapping, in a moving
+    average.
     """
     for together in _side_by_side(args):
         parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole]

@@ -189,7 +189,7 @@ class BackwardRun:
         """Start the remaining reductions, wait for all, and store the gradients or end the steps.
 
         Raises:
-            CommError: a peer failed, timed out or called another operation.
+            CommError: a peer failed, timed out or called a different operation.
         """
         while (turn := self._next_unit()) is not None:
             self._start(turn, late=True)
@@ -424,7 +424,7 @@ def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory
 
     Args:
         filled: number of buckets in use, without the root's bucket.
-        is_root: whether the root's bucket is to be filled.
+        is_root: whether this is the root's bucket.
         is_root_left: whether all other units have started their reductions. Then no computation is left that could
             overlap a reduction.
         saves_memory: whether low memory has priority over overlap.

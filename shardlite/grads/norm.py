@@ -47,7 +47,7 @@ class ReducedNorm:
         """Record gradients.
 
         Args:
-            squares: sums of squares of each flat. Parameters that no rank used count as zeros.
+            squares: sums of squares of each flat. Gradients of parameters that no rank used count as zeros.
             graded: pairs of a shard and its gradient, for all shards with a gradient from the reduction.
         """
         self._squares = squares

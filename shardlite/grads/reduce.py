@@ -5,8 +5,8 @@
     stages 2, 3 a new shard [S]; the bucket is free after the reduction (with one rank the bucket is the shard)
 
 With replicas (hybrid sharding) each segment is summed over the ranks that share a model, then over the replicas of the
-segment. The sum is divided once, at the end, by the number of all ranks. If the sum has another dtype than the weights,
-the last addition casts it.
+segment. The sum is divided once, at the end, by the number of all ranks. If the dtypes of the sum and the weights
+differ, the last addition casts it.
 
 The last addition also computes the statistics of this rank's part, which norms and skipped steps need. If the mean is
 not completed by such an addition (one rank, or replicas), a separate pass computes the statistics.
@@ -362,7 +362,7 @@ class GradientShards:
         changed, are checked by a pass over memory.
 
         Raises:
-            CommError: a peer failed, timed out or called another operation.
+            CommError: a peer failed, timed out or called a different operation.
         """
         parts = [part for reduction in reductions for part in reduction.parts()]
         if not parts:
@@ -393,7 +393,7 @@ class GradientShards:
         """Clear the results, because shards were stepped. Return [], 1 if any rank found a NaN or infinity, else 0.
 
         Raises:
-            CommError: a peer failed, timed out or called another operation.
+            CommError: a peer failed, timed out or called a different operation.
         """
         bad = [step.bad for reduction in reductions for step in reduction.steps]
         self._reduced_norm, self._judged = None, []

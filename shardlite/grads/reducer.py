@@ -29,9 +29,9 @@ from shardlite.params import Gradients, Unit
 
 
 class ReductionOrder:
-    """The order in which units are reduced, which is equal on all ranks even if their forwards took other branches.
+    """The order in which units are reduced, which is equal on all ranks even if their forwards took different branches.
 
-    The initial order is the reverse of the registration order. In the first backward, ranks observe in which order
+    The initial order is the reverse of the registration order. In the first backward, ranks record the order in which
     gradients become complete. At its end all ranks adopt the order that rank 0 has observed.
     """
 
@@ -55,7 +55,7 @@ class ReductionOrder:
         """After the first backward, adopt rank 0's order of completion on all ranks.
 
         Raises:
-            CommError: a peer failed, timed out or called another operation.
+            CommError: a peer failed, timed out or called a different operation.
         """
         if self._observed is None:
             return

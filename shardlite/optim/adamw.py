@@ -270,7 +270,7 @@ class AdamW(Optimizer):
     # ---- layout -------------------------------------------------------------------------------------------------
 
     def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Replace each `param` by `shards[param]`, as described in `adopt`."""
+        """Replace each `param` with `shards[param]`, as described in `adopt`."""
         params = self._params()
         held = {param: shards[param] for param in params if shards.get(param, param) is not param}
         if not held:
@@ -414,7 +414,9 @@ def check_loaded(state: dict[str, Any]) -> None:
     for group in state["param_groups"]:
         for option, value in _FIXED_OPTIONS.items():
             if group.get(option, value) != value:
-                raise ValueError(f"AdamW: the state was saved with {option}={group[option]}, only {value} is supported")
+                raise ValueError(
+                    f"AdamW: the state was saved with {option}={group[option]}, but only {value} is supported"
+                )
     for param, entry in state["state"].items():
         if isinstance(param, Tensor):
             check_state(param, entry)

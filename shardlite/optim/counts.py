@@ -1,7 +1,8 @@
 """Step counts of shards and the scalars of a step, on the CPU (`HostCounts`) and on a device (`DeviceCounts`).
 
-A shard without a gradient keeps its count, and a step that found an infinity is not counted. On the CPU, the host reads
-the counts. On a device, they are updated in stream order without synchronization, so the host does not know them.
+A shard without a gradient keeps its count, and a step that is skipped because of infinities is not counted. On the CPU,
+the host reads the counts. On a device, they are updated in stream order without synchronization, so the host does not
+know them.
 
 Legend: `R` rows, one per shard on the device; `S` elements that one call steps, `G` groups of 32 of them.
 """
@@ -149,7 +150,7 @@ class HostCounts(_Counts):
 class DeviceCounts(_Counts):
     """Step counts of shards that kernels step. Counts and scalars stay on the device.
 
-    Host values are sent only when they have changed, by `send`, which does not synchronize. Single numbers are
+    Host values are sent only when they have changed, with `send`, which does not synchronize. Single numbers are
     arguments of a fill. So each step makes the same launches with the same arguments, and can be captured in a CUDA
     graph after the first step.
     """

@@ -314,7 +314,7 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
     """Check the state of `param`. An empty state is valid, as before the first step of a parameter.
 
     Raises:
-        ValueError: the names of the entries are not those of AdamW, or a moment has another shape than `param`.
+        ValueError: the entries do not have AdamW's names, or a moment does not have the shape of `param`.
     """
     if not state:
         return
@@ -323,7 +323,9 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
         raise ValueError(f"AdamW: the state of a parameter must be step, {', '.join(MOMENTS)}, got {', '.join(state)}")
     for name in MOMENTS:
         if state[name].shape != param.shape:
-            raise ValueError(f"AdamW: {name} has shape {tuple(state[name].shape)}, its parameter {tuple(param.shape)}")
+            raise ValueError(
+                f"AdamW: {name} has shape {tuple(state[name].shape)}, but its parameter has {tuple(param.shape)}"
+            )
 
 
 def check_dense(grad: Tensor | None) -> None:

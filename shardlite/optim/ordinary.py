@@ -26,7 +26,7 @@ def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tenso
     if group["max_update"] is not None:
         raise ValueError(
             f"AdamW: max_update={group['max_update']} is supported only for parameters of ShardLite models, but the "
-            "group has others: put these into a group with max_update=None"
+            "group has other parameters: put these into a group with max_update=None"
         )
 
 

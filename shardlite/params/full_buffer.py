@@ -22,7 +22,8 @@ class Buffer:
     def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Return the views of the memory that `make` creates for `owner`, cached after the first call.
 
-        Inside a dispatch mode or a `torch.func` transform views may have another type, so they are not cached there.
+        Inside a dispatch mode or a `torch.func` transform views may have a different type, so they are not cached
+        there.
         """
         cached = self._views.get(owner)
         if cached is not None:

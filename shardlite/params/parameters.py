@@ -235,7 +235,7 @@ def _hand_out(param: Any, view: Tensor) -> Tensor:
 
 
 def _copy_into(param: Any, value: Tensor) -> None:
-    """Implement `param.data = value` by a copy, because the memory of `param` is a part of a larger buffer.
+    """Implement `param.data = value` with a copy, because the memory of `param` is a part of a larger buffer.
 
     A former `.data` tensor that is alive gets its own memory and keeps its values, as with an ordinary parameter. So
     does a `value` that is a view of `param` (`param.data.T`).

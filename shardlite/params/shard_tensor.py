@@ -135,7 +135,7 @@ class ShardTensor(Tensor):
 
         Raises:
             LayoutError: this tensor is a snapshot, made for an asynchronous save.
-            CommError: a peer failed, timed out or called another operation.
+            CommError: a peer failed, timed out or called a different operation.
         """
         if self._gather is None:
             raise LayoutError("full_tensor(): cannot gather a snapshot: use a tensor of the model's state_dict()")

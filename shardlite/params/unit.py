@@ -339,7 +339,7 @@ class Unit:
         """Check that the memory of the module's parameters was not replaced.
 
         Raises:
-            LayoutError: a parameter has other memory.
+            LayoutError: the memory of a parameter was replaced.
         """
         with as_they_are():
             addresses = [[param.data_ptr() for param in flat.params] for flat in self.flats]

@@ -12,7 +12,7 @@ that the next pass of this kind uses.
 A rank also records its path: the sequence of units that it uses, including units that are already gathered. The path
 decides which units are gathered ahead and which are evicted.
 
-This file knows integers and names only.
+This file handles only integers and names.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,14 @@
-"""Decide when each unit is gathered (stage 3), so that all ranks gather the same units even if they need others.
+"""Decide when units are gathered (stage 3), so that all ranks gather the same units even if they need different ones.
 
-Ranks whose forwards take different branches need different units. All ranks gather the units of a recorded order
-(`gather_order.py`), each pass after the other, whether they need them or not. A rank that needs another unit goes
-through that order first, then negotiates. A rank at the end of its pass serves the others until all are there, while
-its own program goes on.
+Ranks whose forwards take different branches need different units. In each pass, all ranks gather the units of a
+recorded order (`gather_order.py`), whether they need them or not. A rank that needs another unit first goes through
+that order, then negotiates. A rank that has ended its pass takes part in the gathers of other ranks until all ranks
+have ended theirs. Its program continues meanwhile.
 
-In a round of the negotiation every rank sends the unit that it wants to gather next, or that its pass is over. All
-ranks then gather one of the wanted units, the first in the order of registration (in a backward the last). Ranks that
-wanted it go on, the others negotiate again. The pass is over when it is over for all.
+In a round of the negotiation, every rank sends the unit that it wants to gather next, or reports that its pass has
+ended. All ranks then gather one of the wanted units: the first in the order of registration, or the last in a backward.
+Ranks that wanted this unit continue, and the other ranks negotiate again. The rounds end when all ranks have ended the
+pass.
 
     round   rank 0 wants   rank 1 wants   gathered by both
     1       blocks.0       blocks.2       blocks.0
@@ -15,33 +16,35 @@ wanted it go on, the others negotiate again. The pass is over when it is over fo
     3       blocks.2       blocks.2       blocks.2
     4       (end)          (end)
 
-The messages are a few integers on the host, for weights on any device. A unit that this rank only takes part in is
-gathered to temporary memory, which is freed at once: it costs the unit's bytes on the wire and, for its duration, in
-memory. `traffic()` counts it under `take part`.
+The messages are a few integers on the host, for weights on any device. A unit that only other ranks need is gathered to
+temporary memory, which is freed at once. It costs the unit's bytes in traffic and, during the gather, in memory.
+`traffic()` counts it under `take part`.
 
-A step in which all ranks do the same waits for no negotiation, except for one that a backward on a GPU collects: the
-round of its forward, which shows whether streams may wait for reductions. Gathers of the recorded order run on one
-queue, and nothing else does. Rounds, and the gathers that they decide, have a separate thread:
+If all ranks do the same, a step waits for no negotiation, with one exception: a backward on a GPU collects the round of
+its forward, which shows whether streams may wait for reductions. Gathers of the recorded order run on one queue, which
+runs nothing else. Rounds, and the gathers that they decide, have a separate thread:
 
     program       forward | gathers of its order | loss | gathers of the backward | flags | step | next forward
     negotiation           |-- end of the forward ------------------------- collected before that -|
                                                         |-- end of the backward --- before the next one -|
 
-So a rank that is ahead may have started gathers of the next pass while another rank asks for a unit in this one. These
-do not conflict: negotiated gathers are sent through the memory of the hosts, by messages with names. They are
-stream-ordered after the program's computation up to the beginning of the pass, not up to now. One round per pass
-remains, because no rank knows whether another is going to ask. It is collected when the next pass of the kind begins,
-which needs the revised order. By then all ranks have long ended the first pass, if none is a step behind.
+So a rank that is ahead may have started gathers of the next pass while another rank requests a unit in this pass. These
+gathers do not conflict, because negotiated gathers are sent through host memory, in messages with names. Negotiated
+gathers are stream-ordered after the computation before the pass, but not after the computation in it. One round per
+pass remains, because no rank knows whether another rank will request a unit. The round is collected when the next pass
+of the kind begins, which needs the revised order. By then all ranks have long ended the first pass, unless a rank is a
+step behind.
 
-Weights must not change while another rank may ask for them. After a backward this takes no wait for its round: a rank
-sends its gradient flags after the end of its pass. So all that follows the flags, like the step, follows the end of all
-ranks' passes, on the stream as well as on the host. Other changes of weights wait for the round.
+Weights must not change while another rank may request them. After a backward, this requires no wait for the round: a
+rank sends its gradient flags after it has ended its pass. So everything that follows the flags, such as the step, runs
+after all ranks have ended their passes, both on the stream and on the host. Other changes of weights wait for the
+round.
 
-The first pass of a kind has no order yet. All its gathers are negotiated, on the queue of the recorded orders, and are
-over before another pass begins.
+The first pass of a kind has no order yet. All its gathers are negotiated, on the queue of the recorded orders, and end
+before another pass begins.
 
-A pass that a CUDA graph captures is replayed without the hosts, so there is no round. On every rank it must need the
-units that the recorded order has.
+A pass that a CUDA graph captures is replayed without the hosts, so there is no round. On every rank, the pass must need
+the units in the recorded order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +63,7 @@ from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.gather_order import GatherOrder
 
 END = -1
-"""Value of `Proposal.wants` for a rank whose pass is over."""
+"""Value of `Proposal.wants` for a rank that has ended its pass."""
 
 
 class Proposal(NamedTuple):
@@ -240,7 +243,7 @@ class Passes:
             repeats: whether this rank is expected to use the same units as in the last pass of the kind.
 
         Raises:
-            CommError: the last pass of the kind did not end, because a peer failed, timed out or called another
+            CommError: the last pass of the kind did not end, because a peer failed, timed out or called a different
                 operation.
         """
         self.end_pass()  # if an interrupt has left a pass open
@@ -320,7 +323,7 @@ class Passes:
         return self._streams.captures() or not self.diverged
 
     def settle(self) -> None:
-        """Wait until all passes are over on every rank, because weights must not change before.
+        """Wait until every rank has ended all passes, because weights must not change before.
 
         Raises:
             CommError: a pass did not end.
@@ -333,7 +336,7 @@ class Passes:
             raise
 
     def _collect(self, which: Callable[[Pass], bool]) -> None:
-        """Wait until ended passes are over on every rank, up to the last one for which `which` returns `True`."""
+        """Wait until all ranks have ended the passes in `_ended`, up to the last one for which `which` is `True`."""
         if self._streams.captures():
             return
         last = max((place for place, each in enumerate(self._ended, 1) if which(each)), default=0)
@@ -369,7 +372,7 @@ class Passes:
             now.queue.take_part(self._units[choice], during=now.kind).execute()
 
     def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
-        """Take part in gathers of other ranks until all passes are over. Then prepare the revision of the order."""
+        """Take part in gathers of other ranks until all have ended the pass. Then prepare the revision of the order."""
         while (round_ := self._negotiation.agree(END, now, len(wanted))).choice != END:
             now.exceeds = True
             now.queue.take_part(self._units[round_.choice], during=now.kind).execute()

@@ -39,7 +39,7 @@ class BufferPool:
     def acquire(self, owner: Hashable, nbytes: int) -> Buffer:
         """Return a buffer of at least `nbytes`.
 
-        The choice is the buffer that `owner` had last, else the smallest free buffer that is large enough, else a new
+        The choice is the buffer that `owner` used last, else the smallest free buffer that is large enough, else a new
         one. If the pool is full, a new buffer replaces the smallest free one.
         """
         buffer = self._find(owner, nbytes) or self._allocate(nbytes)
@@ -53,7 +53,7 @@ class BufferPool:
             self._free.append(buffer)
 
     def last(self, owner: Hashable) -> Buffer | None:
-        """Return the kept buffer that `owner` had last, or `None` if it is gone."""
+        """Return the kept buffer that `owner` used last, or `None` if it is gone."""
         last = self._last.get(owner)
         return None if last is None else last()
 
@@ -116,7 +116,7 @@ class BufferPolicy:
 
         Args:
             units: all units.
-            order: the gather order, which knows the path of this rank.
+            order: the gather order, which records the path of this rank.
             make: function `make(nbytes, kept)` that allocates a buffer.
             prefetch: number of units to gather ahead.
             keeps: whether buffers are kept from step to step.
@@ -177,11 +177,11 @@ class BufferPolicy:
         """Return whether this backward will use neither a unit nor its buffer again."""
         if not self._order.is_last_use(unit):
             return False
-        # Units that the pass still needs may take an idle buffer if they have none.
+        # A unit without a buffer that the pass still needs may take an idle buffer.
         return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
 
     def victim_for(self, unit: int) -> int | None:
-        """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, it is `unit`."""
+        """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, return `unit`."""
         if unit in self.buffers:
             return unit
         if self._units[unit].keep_unsharded or self._held() <= self._ahead:
@@ -231,7 +231,7 @@ class BufferPolicy:
     def _victim(self, unit: int) -> int | None:
         """Return the idle unit to evict for `unit`, if possible one whose buffer fits.
 
-        The buffer that `unit` had last is preferred, unless a unit that is used soon has it.
+        The buffer that `unit` used last is preferred, unless a unit that is used soon has it.
         """
         candidates = self._evictable()
         if len(candidates) < 2:

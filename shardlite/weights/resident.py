@@ -5,7 +5,7 @@
 After a step each rank has new weights in its own shard only. The next pass starts the gathers of all units at once, in
 the order of registration, and each unit waits for its own gather. So gathers overlap the computation, and all ranks
 gather the same units even if their forwards take different branches. At stage 0 every rank steps all weights, so
-nothing is gathered, but weights are cast if the master weights have another dtype.
+nothing is gathered, but weights are cast if the master weights have a different dtype.
 """
 
 from collections.abc import Iterable, Sequence

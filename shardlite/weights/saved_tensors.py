@@ -1,8 +1,8 @@
 """Handles, which the autograd graph saves in place of gathered weights.
 
 A view of a full buffer must not be saved for backward, because another unit will use the buffer by then. Saved-tensor
-hooks replace the view by a `Handle`, from which the same view can be created again. The handles of one forward call of
-a unit belong to a `Call`:
+hooks replace the view with a `Handle`, from which the same view can be created again. The handles of one forward call
+of a unit belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
     backward  unpack: Handle -> the call unshards its unit, which gathers it if necessary -> view
@@ -173,10 +173,10 @@ class Calls:
         """Calls whose forward is running."""
 
     def expect_backward(self, call: Call) -> None:
-        """Keep a unit that was recomputed inside a backward unsharded until the backward has used it.
+        """Keep a unit unsharded after its recomputation inside a backward, until the backward has used it.
 
         With reentrant checkpointing, the nodes of this call use the unit. Non-reentrant checkpointing discards the
-        recomputed graph, so the nodes of the last earlier call use it, whose backward runs first.
+        recomputed graph, so the nodes of the last earlier call use the unit: the backward of this call runs first.
         """
         if call.handles:
             call.unshard()

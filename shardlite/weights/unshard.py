@@ -53,7 +53,7 @@ class Gatherer(Passes):
         If `binds` is false, the module's parameters may stay placeholders until code reads one of them (`bind`).
 
         Raises:
-            CommError: a peer failed, timed out or called another operation.
+            CommError: a peer failed, timed out or called a different operation.
         """
         if unit.users == 0:
             with isolated(self._streams):

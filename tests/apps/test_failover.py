@@ -33,13 +33,13 @@ def test_a_run_that_ended_early_goes_on(cluster, tmp_path):
     (tmp_path / "whole" / "step-00000004").rename(tmp_path / "parts" / "step-00000004")
     first, second = run_command(cluster, cli.main, *options, "--checkpoints", str(tmp_path / "parts"))
     assert first.status == second.status == 0
-    assert f"The run goes on after step 4 of 5, from {tmp_path / 'parts'}." in first.out
+    assert f"The run resumes after step 4 of 5, from {tmp_path / 'parts'}." in first.out
     assert_same_weights(tmp_path / "parts", tmp_path / "whole")
     rows = (tmp_path / "loss.csv").read_text().splitlines()
     assert len(rows) == 6  # a header, and all steps
     again, _ = run_command(cluster, cli.main, *options, "--checkpoints", str(tmp_path / "parts"))
     assert again.status == 0
-    assert "The run goes on after step 5 of 5" in again.out
+    assert "The run resumes after step 5 of 5" in again.out
     assert "The model writes:" in again.out
 
 
@@ -93,7 +93,7 @@ def test_resume_goes_on_with_the_bits_of_an_uninterrupted_run(cluster, tmp_path,
     run_command(cluster, main_until_step_6, *options("parts"))
     assert len(logged(tmp_path / "parts")) == 5
     first, _ = run_command(cluster, cli.main, *options("parts"), "--resume")
-    assert f"The run goes on after step 4 of 8, from {tmp_path / 'parts' / 'checkpoints'}." in first.out
+    assert f"The run resumes after step 4 of 8, from {tmp_path / 'parts' / 'checkpoints'}." in first.out
     assert_same_weights(tmp_path / "parts" / "checkpoints", tmp_path / "whole" / "checkpoints")
     assert logged(tmp_path / "parts") == logged(tmp_path / "whole")
     assert (tmp_path / "parts" / "loss.csv").read_text() == (tmp_path / "whole" / "loss.csv").read_text()
@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_fewer_ranks_at_the_sequence_where_the_others_stopped
     assert Checkpoint(newest).object("ranks.0.extra")["sequences"] == 3 * 2 * 2
     (alone,) = run_command(cluster, cli.main, *options, "--steps", 5, ranks=1)
     assert alone.status == 0
-    assert "The run goes on after step 3 of 5" in alone.out
+    assert "The run resumes after step 3 of 5" in alone.out
     newest = latest(folder)
     assert newest is not None
     assert Checkpoint(newest).object("ranks.0.extra")["sequences"] == 3 * 2 * 2 + 2 * 2

@@ -193,5 +193,5 @@ def test_sigterm_to_the_command_alone_saves_and_leaves_no_process(tmp_path):
         assert run.command.wait(seconds(60)) == 128 + signal.SIGTERM
         run.assert_nothing_is_left()
     step = max(checkpoints_in(folder))
-    assert f"Stopped by SIGTERM. The run goes on after step {step}, from {folder}." in run.log.read_text()
+    assert f"Stopped by SIGTERM. The run can resume after step {step}, from {folder}." in run.log.read_text()
     assert list(inspect(folder))

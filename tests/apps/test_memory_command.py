@@ -161,7 +161,7 @@ def test_processes_are_started_and_what_ends_them_is_reported():
     done = run_process("-m", "shardlite", *options("Own", "compact"), "--process", "--steps", "1")
     assert done.status == 0, done.err
     assert "step, MiB" in done.out
-    assert "2 CPU ranks; malloc returns large blocks" in done.out
+    assert "2 CPU ranks; malloc returns large blocks to the system" in done.out
     program = Program(module="shardlite", arguments=["memory", "--model", f"{HERE}:NoSuchModel"])
     assert "has no attribute 'NoSuchModel'" in program.measure("ddp", 1)["error"]
 

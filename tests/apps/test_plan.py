@@ -169,7 +169,7 @@ def test_a_model_by_import_path_with_its_own_inputs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "context", "message"),
     [
-        ("gpt5", None, "is no preset, no file and no module:name; presets are gpt2, "),
+        ("gpt5", None, "is neither a preset, nor a file, nor module:name; presets are gpt2, "),
         ("gpt2", 4096, "--context 4096 exceeds the 1024 positions"),
         ("nowhere:make", None, "No module named 'nowhere'"),
     ],

@@ -211,7 +211,7 @@ def test_the_page_says_whose_bits_they_are(world_size):
                 for part in range(schedule.parts)
             ]
             same = all(torch.equal(own, expected) for own, expected in sums)
-            known = "that of the ring" if same else "not that of the ring: other bits"
+            known = "that of the ring" if same else "not that of the ring: different bits"
             known += ": the same bits" if same and schedule.algorithm != "ring" else ""
             assert told is not None
             assert told.group(1) == known

@@ -35,7 +35,10 @@ def only_line(printed: str) -> str:
         (["ring", "--algorithm", "line"], "argument --algorithm: invalid choice: 'line' (choose from"),
         (["ring", "--ranks", "65"], "--ranks is 65; it must be from 1 to 64 (see shardlite ring --help)"),
         (["plan"], "the following arguments are required: --model (see shardlite plan --help)"),
-        (["plan", "--model", "frob"], "--model 'frob' is no preset, no file and no module:name; presets are gpt2,"),
+        (
+            ["plan", "--model", "frob"],
+            "--model 'frob' is neither a preset, nor a file, nor module:name; presets are gpt2,",
+        ),
         ([*PLAN, "--card", "big"], "neither an amount (80GB, 24GiB) nor one of A100-80GB"),
         ([*PLAN, "--cluster", "mine"], "is not one of dgx-h100"),
         ([*PLAN, "--ranks", "0"], "1 to 4096 ranks"),
@@ -46,7 +49,7 @@ def only_line(printed: str) -> str:
         (["ring", "--algorithm=hierarchical"], "--algorithm hierarchical needs --node: ranks per node, a divisor of 4"),
         (["ring", "--algorithm=hierarchical", "--node=3"], "hierarchical: nodes of 3 ranks do not divide a world of 4"),
         (["ring", "--algorithm=hierarchical", "--node=0"], "hierarchical: nodes of 0 ranks do not divide a world of 4"),
-        (["ring", "--node=2"], "ring: nodes of 2 ranks; only 'hierarchical' knows nodes"),
+        (["ring", "--node=2"], "ring: nodes of 2 ranks; only 'hierarchical' supports nodes"),
         ([*MEMORY, "--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
         ([*MEMORY, "--ranks", "0"], "--ranks must be at least 1, got 0"),
         ([*MEMORY, "--batch", "0"], "--batch must be at least 1, got 0"),
@@ -57,10 +60,10 @@ def only_line(printed: str) -> str:
         ([*MEMORY, "--timeline", "step.png", "--ranks", "1", "2"], "--timeline takes one number of --ranks, got 2"),
         ([*MEMORY, "--master", "split24"], 'master="split24" keeps weights as bf16'),
         ([*MEMORY, "--timeline", "step.png", "--model", f"{OWN}:Broken"], "no such layer"),
-        ([*MEMORY, "--model", "no-such-model"], "is no preset, no file and no module:name"),
+        ([*MEMORY, "--model", "no-such-model"], "is neither a preset, nor a file, nor module:name"),
         (
             ["train", "--master", "split24"],
-            "master split24 keeps weights as bf16 and 8 bits more: requires precision bf16, got fp32",
+            "master split24 keeps weights as bf16 plus 8 bits, so it requires precision bf16, got fp32",
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--state", "int8"],

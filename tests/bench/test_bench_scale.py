@@ -125,7 +125,7 @@ def test_both_modes_are_verified_and_timed(group):
     [
         (["--ranks", "4"], "must include 1 and 2"),
         (["--ranks", "1", "2", "3"], "a batch of 8 cannot be divided among 3 ranks"),
-        (["--planned", "gpt5"], "'gpt5' is no preset"),
+        (["--planned", "gpt5"], "'gpt5' is neither a preset"),
         (["--steps", "0"], "must be at least 1"),
     ],
 )

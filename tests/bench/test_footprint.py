@@ -125,7 +125,7 @@ def test_a_row_has_what_its_table_shows(cluster, system):
     facts = {"model": "tiny", "ranks": 2, "system": system, "malloc": "returns", "busy": 2}
     row = {**first, **facts, "unexplained": 0.25}
     table = render([row, {**row, "pss_vs_fsdp2": 0.5}])
-    assert "2 CPU ranks, 2 busy loops at the same time; malloc returns large blocks" in table
+    assert "2 CPU ranks, 2 busy loops at the same time; malloc returns large blocks to the system" in table
     assert table.count(f"| {system} |") == 2
     assert "| 0.50 |" in table
     assert "| +25.0 % |" in table

@@ -183,7 +183,7 @@ def test_what_is_not_clear_is_an_error(group: Any, path: Path) -> None:
         load(path / "0", model)
     train(model, optimizer)
     place = save(path / "ours", model, optimizer)
-    with pytest.raises(CheckpointError, match=r"is of another model: it lacks model\.bias"):
+    with pytest.raises(CheckpointError, match=r"is of a different model: it lacks model\.bias"):
         load(place, ShardLite(nn.Linear(10, 10), group=group))
     raw = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     quietly(dcp.save, raw, checkpoint_id=path / "raw")

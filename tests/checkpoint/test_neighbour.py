@@ -200,8 +200,8 @@ def test_copies_that_do_not_fit_are_left_with_a_reason(group: Any, path: Path) -
             Run(group).load(path)
         told = [line.partition("not used: ")[2] for line in lines if "not used" in line]
         if dist.get_rank() == 0:
-            assert "they are of another model, stage, or format: " in told.pop(0)
-            assert told == ["there is none of rank 1"] * 2
+            assert "they are of a different model, stage, or format: " in told.pop(0)
+            assert told == ["there is no copy of rank 1"] * 2
 
 
 def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
@@ -291,7 +291,7 @@ def test_the_newest_step_is_one_that_is_there_of_every_rank():
     own = [{"0": [(3, 2), (4, 2)]}, {"1": [(4, 2), (5, 2)]}]
     assert newest(own) == (4, "")
     assert newest([{}, {**own[0], **own[1]}]) == (4, "")  # all of it on one host
-    assert newest([own[0], {}]) == (-1, "there is none of rank 1")
+    assert newest([own[0], {}]) == (-1, "there is no copy of rank 1")
     assert newest([own[0], {"1": [(5, 2)]}]) == (
         -1,
         "no step is complete on all ranks: rank 0 has [3, 4]; rank 1 has [5]",
@@ -346,7 +346,7 @@ def test_a_run_of_torchrun_whose_ranks_are_killed_loses_no_step(cluster, tmp_pat
             os.kill(dice.choice(ranks_of(agent.pid)), signal.SIGKILL)
         assert agent.wait(seconds(240)) == 0, (tmp_path / "killed" / "log").read_text()[-4000:]
     log = (tmp_path / "killed" / "log").read_text()
-    found = [int(step) for step in re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)]
+    found = [int(step) for step in re.findall(r"resumes after step (\d+) of 40, from copies in memory", log)]
     assert len(found) == 3
     assert all(step >= least for step, least in zip(found, resumed, strict=True)), (found, resumed)
     assert_same_weights(tmp_path / "killed" / "run", tmp_path / "straight" / "run")
@@ -374,6 +374,6 @@ def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_start
             statuses = [each.wait(seconds(240)) for each in (one, again)]
     log = (folder / "log").read_text()
     assert statuses == [0, 0], log[-4000:]
-    (resumed,) = re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)
+    (resumed,) = re.findall(r"resumes after step (\d+) of 40, from copies in memory", log)
     assert int(resumed) >= 4  # one rank of a host may have copied step 5 alone
     assert_same_weights(folder / "run", tmp_path / "straight" / "run")

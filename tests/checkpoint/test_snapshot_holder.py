@@ -30,7 +30,7 @@ def test_a_version_is_there_when_it_is_whole():
     assert other.content(4).tolist() == [4] * 100
     other.drop_all_but(4)
     assert set(memory.complete()) == {4}
-    with pytest.raises(CheckpointError, match="memory of 4096 bytes is not that of a copy"):
+    with pytest.raises(CheckpointError, match="memory of 4096 bytes does not hold copies"):
         SnapshotMemory(snapshot.make_memory(4096))
 
 

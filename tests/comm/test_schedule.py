@@ -209,10 +209,10 @@ def test_schedules_and_programs_are_made_once():
 @pytest.mark.parametrize(
     ("algorithm", "world_size", "node", "message"),
     [
-        ("tree", 4, 1, "no algorithm 'tree'; there are ring, bidirectional, direct, hierarchical, halving"),
+        ("tree", 4, 1, "unknown algorithm 'tree'; choose one of ring, bidirectional, direct, hierarchical, halving"),
         ("ring", 0, 1, "ring: a world of 0 ranks; at least 1 is needed"),
         ("hierarchical", -2, 1, "hierarchical: a world of -2 ranks; at least 1 is needed"),
-        ("ring", 4, 2, "ring: nodes of 2 ranks; only 'hierarchical' knows nodes"),
+        ("ring", 4, 2, "ring: nodes of 2 ranks; only 'hierarchical' supports nodes"),
         ("hierarchical", 4, 3, "hierarchical: nodes of 3 ranks do not divide a world of 4"),
         ("halving", 6, 1, "halving: a world of 6 ranks; it must be a power of two"),
         ("hierarchical", 4, 0, "hierarchical: nodes of 0 ranks do not divide a world of 4"),

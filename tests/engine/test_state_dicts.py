@@ -82,9 +82,7 @@ def every_other(name: str, module: nn.Module) -> bool:
 
 
 def of_another_layout(group: Any, make: Make, stage: int) -> tuple[dict[str, Any], str]:
-    return trained(group, make, stage=stage, units=every_other)[
-        1
-    ].state_dict(), "there the state of '.*' is that of elem"
+    return trained(group, make, stage=stage, units=every_other)[1].state_dict(), "there '.*' has the state of elem"
 
 
 def of_an_unsharded_model(group: Any, make: Make, stage: int) -> tuple[dict[str, Any], str]:

@@ -184,7 +184,7 @@ def test_errors_name_what_does_not_fit(state, grad, message):
 
 
 def test_a_step_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="the number of an update must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="update numbers start at 1, got 0"):
         CpuStep(number=0, hyper=HYPER)
     with pytest.raises(ValueError, match="betas must be in"):
         CpuStep(number=1, hyper=HYPER._replace(beta2=1 - 1e-9))

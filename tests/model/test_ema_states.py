@@ -79,7 +79,7 @@ def test_a_state_that_does_not_fit_changes_nothing(group):
         ({**state, "part": "part 7 of 9"}, "the state is of part 7 of 9, but this rank keeps part"),
         ({**state, "averages": lacking}, rf"state lacks {names[0]}: was"),
         ({**state, "averages": {**before, "extra": torch.zeros(1)}}, "state has unknown extra: was"),
-        ({**state, "averages": longer}, r"'0\.inner\.\w+' has shape .*, this rank's is"),
+        ({**state, "averages": longer}, r"'0\.inner\.\w+' has shape .*, but this rank's has"),
     ):
         with pytest.raises(LayoutError, match=words):
             average.load_state_dict(wrong)

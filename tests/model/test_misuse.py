@@ -93,7 +93,7 @@ def repointed_weight_body(group):
 def frozen_shard_body(group):
     model = ShardLite(net(), group=group)
     next(model.parameters()).requires_grad_(False)
-    with pytest.raises(LayoutError, match="was given another requires_grad than the module's own parameter"):
+    with pytest.raises(LayoutError, match="was given a requires_grad that differs from the module's own parameter"):
         square(model)
 
 

@@ -141,7 +141,7 @@ def test_a_frozen_parameter_takes_its_state_along():
 
 def test_a_wrong_part_changes_nothing():
     params, optimizer, shards, part = trained()
-    with pytest.raises(ValueError, match=r"exp_avg has shape \(8, 8\), its parameter \(32, 1\)"):
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(8, 8\), but its parameter has \(32, 1\)"):
         adopt(shards, lambda param, tensor: tensor)
     assert optimizer.param_groups[0]["params"] == params
     assert set(optimizer.state) == set(params)

@@ -121,5 +121,5 @@ def test_a_state_of_another_optimizer_or_shape_is_refused():
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg"] = torch.ones(1)
-    with pytest.raises(ValueError, match=r"exp_avg has shape \(1,\), its parameter \(5, 7\)"):
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(1,\), but its parameter has \(5, 7\)"):
         optimizer.load_state_dict(saved)

@@ -76,7 +76,7 @@ def test_the_template_goes_on_and_scales_its_rate(cluster, tmp_path, template):
     options = ["--batch", 2, "--accumulate", 1, "--warmup", 8, "--out", tmp_path / "run"]
     first = run_script(cluster, TEMPLATE, *options, "--samples", 12)[0].out
     second = run_script(cluster, TEMPLATE, *options, "--samples", 20)[0].out
-    assert "2 ranks go on at sample 12 of 20, 4 a step" in second
+    assert "2 ranks resume at sample 12 of 20, 4 a step" in second
     assert_each_sample_was_read_once(first + second, 20)
     read = [str(each) for each in options]
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,7 @@ def test_the_script_for_slurm_starts_the_run_and_queues_what_was_told_to_end(tmp
         [*command, "--samples", str(following + 4)], env=environment(**job), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"2 ranks go on at sample {following} of" in done.stdout
+    assert f"2 ranks resume at sample {following} of" in done.stdout
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
@@ -182,11 +182,11 @@ def test_a_run_on_two_hosts_goes_on_when_one_is_lost(hosts, tmp_path):
     with log.open("w") as file, (tmp_path / "second.log").open("w") as other:
         with running(on("first"), {}, file) as first, running(on("second"), {}, other):
             until(lambda: "samples 160 to" in log.read_text() or first.poll() is not None)
-            assert "4 ranks go on at sample 0 of 800, 8 a step" in log.read_text(), log.read_text()
+            assert "4 ranks resume at sample 0 of 800, 8 a step" in log.read_text(), log.read_text()
             for pid in ip("netns", "pids", hosts["second"]).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             assert first.wait(seconds(240)) == 0, log.read_text()
-    assert re.search(r"2 ranks go on at sample [1-9]\d* of 800, 4 a step", log.read_text())
+    assert re.search(r"2 ranks resume at sample [1-9]\d* of 800, 4 a step", log.read_text())
     assert_each_sample_was_read_once(log.read_text(), 800)
 
 

@@ -135,7 +135,7 @@ class Settings:
                 )
         if self.master == "split24" and self.precision != "bf16":
             raise ValueError(
-                f"master split24 keeps weights as bf16 and 8 bits more: requires precision bf16, got {self.precision}"
+                f"master split24 keeps weights as bf16 plus 8 bits, so it requires precision bf16, got {self.precision}"
             )
         if self.in_backward and self.precision == "fp16":
             raise ValueError("in_backward does not support precision fp16, whose gradients are scaled: choose bf16")

@@ -68,7 +68,7 @@ def train(settings: Settings, corpus: Corpus) -> None:
         sharded = _learn(run, curve, drawn)
         if len(curve) < settings.steps:
             if run.rank == 0:
-                print(f"Stopped by SIGTERM. The run goes on after step {len(curve)}, from {settings.checkpoints}.")
+                print(f"Stopped by SIGTERM. The run can resume after step {len(curve)}, from {settings.checkpoints}.")
             return
         if sharded is not None:
             _report(run, curve, sharded, plain, steps=settings.steps - first)
@@ -141,7 +141,7 @@ def _resume(run: Run) -> tuple[list[Point], int]:
     curve = [Point(*each) for each in found.get("curve", ())]
     if run.rank == 0 and found.source:
         source = folder if Path(found.source).parent == folder else found.source
-        print(f"The run goes on after step {len(curve)} of {run.settings.steps}, from {source}.", flush=True)
+        print(f"The run resumes after step {len(curve)} of {run.settings.steps}, from {source}.", flush=True)
     return curve, found.get("sequences", 0)
 
 
@@ -247,7 +247,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _validate(run: Run) -> float:
-    """Return the mean loss on validation text. Each rank has its own part of the text, equal in all validations."""
+    """Return the mean loss on validation text. Each rank has its own part of the text, the same in every validation."""
     run.model.eval()
     losses = [
         _loss(run.model, *_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()

@@ -25,7 +25,7 @@ class Footprint:
     """Bytes by purpose, each at its own peak. Purposes peak at different moments, so their sum may exceed `peak`."""
 
     activations: int
-    """Bytes without a purpose in `held`, at the moment of the peak."""
+    """Bytes that have no purpose in `held`, at the moment of the peak."""
 
     peak: int
     """Peak of all tensors together."""

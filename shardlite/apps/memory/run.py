@@ -1,6 +1,6 @@
 """Start the ranks of each system, one system after the other, and print the rows that they measure.
 
-Each rank runs the same command line, extended by the name of one system and by a file for its row. The row of a system
+Each rank runs the same command line, plus the name of one system and a file for its row. The row of a system
 that fails has an `error`.
 """
 

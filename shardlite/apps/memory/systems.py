@@ -145,7 +145,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _import(package: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 compiles `optim` by `torch.jit`
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 compiles `optim` with `torch.jit`
         return importlib.import_module(package)
 
 

@@ -11,7 +11,7 @@ from shardlite.apps.plan.source import Source
 from shardlite.apps.tables import aligned
 from shardlite.build import ACTIVATIONS
 
-_MALLOC = {"returns": "malloc returns large blocks", "default": "malloc as it is by default"}
+_MALLOC = {"returns": "malloc returns large blocks to the system", "default": "malloc with its defaults"}
 
 _COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "system": ("system", lambda row: str(row["system"])),

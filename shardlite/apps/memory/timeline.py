@@ -113,7 +113,7 @@ class _Recorder:
         self.meter: Meter[None] = Meter(on_operator=self._sample)
         self._model = trainer.model
         self._before = before  # bytes that existed before the model was created
-        self._chunks = chunks  # part of `before` that `memory()` counts, too: earlier models have left it
+        self._chunks = chunks  # part of `before` that `memory()` also counts: earlier models have left it
         for number, module in enumerate(trainer.units.values()):
             self._hook(number, module)
 

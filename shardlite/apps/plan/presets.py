@@ -47,4 +47,6 @@ def check_model(model: str) -> None:
     """
     names = [*PRESETS, *(f"demo-{size}" for size in SIZES)]
     if model not in names and not Path(model).exists() and ":" not in model:
-        raise SourceError(f"--model {model!r} is no preset, no file and no module:name; presets are {', '.join(names)}")
+        raise SourceError(
+            f"--model {model!r} is neither a preset, nor a file, nor module:name; presets are {', '.join(names)}"
+        )

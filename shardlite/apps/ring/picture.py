@@ -26,7 +26,7 @@ _ORDERS = 8  # lines: with more segments, only the orders of the first few and t
 
 _GIST = {
     "ring": "each rank sends to the next one",
-    "bidirectional": "segments go both ways, half round the ring",
+    "bidirectional": "segments go both ways, halfway round the ring",
     "direct": "every rank sends to every other one at once",
     "hierarchical": "rings inside the nodes and rings across them",
     "halving": "ranks whose numbers differ in one binary digit exchange what they have",
@@ -260,7 +260,7 @@ def _orders(schedule: Schedule, width: int) -> list[str]:
     orders = {piece: order_of_addition(schedule, *piece) for piece in pieces}
     ring = schedules.reduce_scatter("ring", world_size)
     same = all(_bits(order) == _bits(order_of_addition(ring, k)) for (k, _), order in orders.items())
-    known = "that of the ring" if same else "not that of the ring: other bits"
+    known = "that of the ring" if same else "not that of the ring: different bits"
     lines = ["", f"order of addition   {known}{': the same bits' if same and schedule.algorithm != 'ring' else ''}"]
     for (k, part), order in orders.items():
         if world_size <= _ORDERS or k < _ORDERS - 2 or k == world_size - 1:

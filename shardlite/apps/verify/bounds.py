@@ -18,7 +18,7 @@ from shardlite.apps.verify import twins
 from shardlite.config import Precision
 
 _FP64 = 1 + 2.0**-20
-"""Allowance for the roundings of differences that are computed in fp64. They are 2^-29 of the roundings of fp32."""
+"""Allowance for rounding errors of differences computed in fp64, which are 2^-29 of rounding errors in fp32."""
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Sum:
 class Batching:
     """Bounds on differences between the ranks and one process with the batches of all ranks.
 
-    The process sums over another batch, in an order that only the matrix library knows, so a bound that counts
+    The process sums over a different batch, in an order that only the matrix library knows, so a bound that counts
     roundings is not tight. However, PyTorch's errors can be measured without ShardLite. Let `x_r` be the fp64 result of
     a rank, `x` the fp64 result of the one process, and `w` the result of the one process in the model's dtype. Then
 
@@ -158,7 +158,7 @@ class Batching:
 
 
 def _within(ours: Tensor, theirs: Tensor, allowed: Tensor) -> Judgement:
-    """Judge two tensors by the element whose difference is the largest share of its allowance."""
+    """Judge two tensors by the element with the largest difference relative to its allowance."""
     apart = difference(ours, theirs)
     shares = torch.where(apart == 0, 0.0, apart / allowed)
     worst = int(shares.argmax())

@@ -59,7 +59,7 @@ class Task:
 
     @property
     def casts(self) -> bool:
-        """Whether weights, inputs or outputs are cast. Plain PyTorch then computes other numbers."""
+        """Whether weights, inputs or outputs are cast. Plain PyTorch then computes different numbers."""
         return (self.precision.compute, self.precision.output) != (None, None)
 
     def model(self) -> nn.Module:
@@ -111,7 +111,7 @@ def joins(task: Task, loss: Tensor) -> bool:
         return False
     try:
         joined = doubled(task.model())(*batch).detach()
-    except Exception:  # the model may raise any error on a batch of another size
+    except Exception:  # the model may raise any error on a batch of a different size
         return False
     return bool((joined - loss).abs() <= SAME_LOSS * loss.abs())
 

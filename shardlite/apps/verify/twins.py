@@ -185,7 +185,7 @@ def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
         return None
     try:
         return _first_step(task, doubled(module), ranks)
-    except RuntimeError:  # the forward creates tensors of another dtype
+    except RuntimeError:  # the forward creates tensors of a different dtype
         return None
 
 

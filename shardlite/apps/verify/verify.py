@@ -3,7 +3,7 @@
 ShardLite's last stage is compared with its other stages, with replicas whose gradients are averaged in a written-out
 order, with PyTorch's data parallelism, and with one process that has all batches. Stages and replicas keep masters and
 cast as `Precision` specifies, so their bits must be equal. PyTorch's data parallelism and the one process train in the
-dtypes of the model. If a sum is rounded in another order or another dtype, the gradients of the first step have a
+dtypes of the model. If a sum is rounded in a different order or dtype, the gradients of the first step have a
 bound, and later quantities are only reported: Adam divides a gradient by its own size, so noise in small gradients
 becomes noise in its steps.
 """
@@ -175,7 +175,7 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
         yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
     survey = twins.survey(task)
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
-    # A sum of two terms commutes. The ring adds more terms in another order.
+    # A sum of two terms commutes. The ring adds more terms in a different order.
     bounds = SAME if world_size <= 2 else {"first loss": same_bits, "gradients": summed.simple}
     simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)

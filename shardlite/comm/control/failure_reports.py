@@ -171,7 +171,7 @@ class FailureReports:
             _by_thread.pop(thread, None)
 
     def deadlock_reason(self) -> str:
-        """Return why this rank will never continue, or `""`. To be called every `SLOW` seconds of a wait.
+        """Return why this rank will never continue, or `""`. Call this every `SLOW` seconds of a wait.
 
         Only the program's thread detects that the ranks are deadlocked. Other threads read its result.
 
@@ -336,6 +336,6 @@ def reports_of_thread() -> FailureReports | None:
     return _by_thread.get(get_ident())
 
 
-_STANDSTILL = "ranks wait for each other in different operations, and none will ever go on:"
+_STANDSTILL = "ranks wait for each other in different operations, and none will ever continue:"
 _GONE = "has said nothing; its process has ended"
 _SILENT = "has said nothing; it computes, waits for something else, or is gone"

@@ -1,12 +1,12 @@
 """How a rank's program ends: uncaught exceptions are reported to other ranks, and Ctrl-C is deferred.
 
 An uncaught exception may be raised in a forward, a backward, a hook or a data loader. The process may then take a
-second to end, in which other ranks would wait for it.
+second to end, during which other ranks would wait for it.
 
 `KeyboardInterrupt` is deferred until the library has finished its current call, so that the program can continue.
 Python raises `KeyboardInterrupt` between any two lines. Inside this library this would leave a rank in an inconsistent
-state: with a filled bucket that is not reduced, or a number that was counted on this rank only. So the interrupt is
-raised in the program's own lines: in a forward, in a hook, or between two calls. A call that waits for other ranks is
+state: with a filled bucket that is not reduced, or a count that increased on this rank only. So the interrupt is raised
+in the program's own code: in a forward, in a hook, or between two calls. A call that waits for other ranks is
 interrupted after half a second. The rank then starts no further operations. A second Ctrl-C interrupts a call in the
 same way.
 
@@ -88,7 +88,7 @@ def _raised_in(frames: TracebackType | None) -> str:
 
 
 class _Deferring:
-    """Signal handler that raises in the program's own lines. In other lines it repeats the signal later."""
+    """Signal handler that raises in the program's own code. Inside the library, it repeats the signal later."""
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -112,7 +112,7 @@ class _Deferring:
             signal.default_int_handler(number, frame)
 
     def _deliver(self, times: int) -> None:
-        """Repeat the signal when the program's own lines run, or when the program has replaced the handler."""
+        """Repeat the signal when the program's own code runs, or when the program has replaced the handler."""
         thread = main_thread().ident
         assert thread is not None, "the main thread runs"
         mine: object = self

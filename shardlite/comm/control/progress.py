@@ -62,7 +62,7 @@ class Progress:
             world_size: number of ranks.
             gathering: the ranks that gather together with this rank.
             ahead: whether the host runs ahead of operations (CUDA streams).
-            limit: seconds after which a wait ends in any case. Another rank may wait for something outside this
+            limit: seconds after which a wait ends at the latest. Another rank may wait for something outside this
                 library, and the timeout would soon end the run.
         """
         self._board = board

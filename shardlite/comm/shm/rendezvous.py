@@ -6,7 +6,7 @@
 
 Linux lets a process open this path only if it may read the memory of that process (`PTRACE_MODE_READ` in ptrace(2)). So
 only processes of the same user and privileged processes can open it. No rank listens on a socket, so other users have
-nothing to connect to. Comparing the inode detects a later process that reuses the number of an ended process.
+nothing to connect to. Comparing the inode detects a later process that reuses the ID of an ended process.
 
 A rank holds the lock until its process ends for any reason, and its peers detect this. A forked child does not inherit
 the lock.

@@ -45,8 +45,8 @@ _TRIES = 3
 """Number of mailbox reads before a thread sleeps. Sleeping takes longer than a short wait."""
 
 _MANY_TRIES = 100
-"""Number of mailbox reads of the main thread if each rank has a core. They take about 0.25 ms, in which no other thread
-runs.
+"""Number of mailbox reads of the main thread if each rank has a core. They take about 0.25 ms, during which no other
+thread runs.
 """
 
 _HALF = PLACES // 2
@@ -264,7 +264,7 @@ class Neighbours:
 class SharedMemoryTransport(Transport):
     """Messages between the processes of one host. A wait for a message takes at most `timeout`.
 
-    After a wait has raised a `CommError`, the transport is unusable, as over gloo, and the run must end.
+    After a wait has raised a `CommError`, the transport is unusable, as with gloo, and the run must end.
     """
 
     lends = True
@@ -384,7 +384,7 @@ class _Arriving(_InFlight):
 
     def _has_arrived(self) -> bool:
         if self.announcement is not None and not self.fits(self.announcement):
-            self.neighbours.fail(self, f"the peer sent {self.announcement.nbytes} bytes of another kind.")
+            self.neighbours.fail(self, f"the peer sent {self.announcement.nbytes} bytes of a different kind.")
         return self.announcement is not None
 
 

@@ -91,7 +91,7 @@ class Transport:
     """Whether waits block the host. A caller that has other work to do then needs a thread for them."""
 
     lends = False
-    """Whether messages can be read in the sender's memory, by `borrow`."""
+    """Whether messages can be read in the sender's memory, with `borrow`."""
 
     algorithm: Algorithm = "ring"
     """The schedule of collectives. The class's value applies to `algorithm="auto"`; `connect` sets any other."""
@@ -153,7 +153,7 @@ def check_on_host(who: str, tensor: Tensor) -> None:
     """Check that `tensor` is in host memory, which the transport named `who` reads and writes.
 
     Raises:
-        LayoutError: the tensor is on another device.
+        LayoutError: the tensor is on a different device.
     """
     assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
     assert tensor.is_contiguous(), "a message is contiguous"

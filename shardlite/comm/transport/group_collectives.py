@@ -9,9 +9,9 @@ The results have the bits of the ring, and the number of calls does not depend o
 gloo are supported. Over NCCL a message costs the host more time than a whole collective. A long reduction is made in
 slices of all segments. Over NCCL a slice is transferred while the previous slice is added.
 
-These calls have no tags, so all ranks must make them in one order. Therefore each queue of operations has a separate
-connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of backends
-and not the functions of `torch.distributed`, which require process groups.
+These calls have no tags, so all ranks must make them in the same order. Therefore each queue of operations has a
+separate connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of
+backends and not the functions of `torch.distributed`, which require process groups.
 
 **Two levels** (`TwoLevelCollectives`): reduce inside each node first, then across the nodes in shards.
 
@@ -62,7 +62,7 @@ FusedStep = tuple[State, Table, Tensor]
 
 
 class WholeCollectives(Transport):
-    """A transport of whole collectives. They have no tags, so all ranks must call them in one order."""
+    """A transport of whole collectives. They have no tags, so all ranks must call them in the same order."""
 
     slice_nbytes: int
     """Maximum bytes of the rows of an exchange. A longer reduction is made in slices."""
@@ -335,7 +335,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
 
     def sums(self, cut: Cut) -> bool:
-        """Return whether the process group adds such a buffer, by `reduce_scatter`. It requires equal segments."""
+        """Return whether the process group adds such a buffer, with `reduce_scatter`. It requires equal segments."""
         return self.fast and cut.even
 
     def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
@@ -423,8 +423,8 @@ class GlooCollectives(GroupCollectives, GlooTransport):
     A gather sends each rank's segment to all other ranks by messages, since gloo's own all-gather takes up to three
     times as long (`bench/results/ring-cpu.jsonl`).
 
-    Gloo's threads keep references to the tensors of a collective for a while after its end, so their memory would seem
-    to be in use. Therefore gloo gets separate tensor objects on the same memory.
+    Gloo's threads keep references to the tensors of a collective for a while after it has ended, so their memory would
+    seem to be in use. Therefore gloo gets separate tensor objects on the same memory.
     """
 
     def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
@@ -445,7 +445,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         self.exchange(messages, tag=0).wait()
 
     def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
-        """Run a collective on tensors [.], and wait for its end."""
+        """Run a collective on tensors [.], and wait until it ends."""
         try:
             super()._begin(what, call, *map(_on_same_memory, tensors)).wait()
         except CommError:

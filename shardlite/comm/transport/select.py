@@ -145,7 +145,9 @@ def _for_host(group: dist.ProcessGroup, timeout: timedelta, route: Route) -> Cho
     """Select the transport for CPU tensors."""
     wanted, world_size = route.transport, group.size()
     if wanted == "symmetric_memory":
-        raise LayoutError("transport='symmetric_memory' is for CUDA tensors, these are on the CPU: use 'p2p' or 'auto'")
+        raise LayoutError(
+            "transport='symmetric_memory' is for CUDA tensors, but these are on the CPU: use 'p2p' or 'auto'"
+        )
     if wanted == "collectives" and world_size > 1:
         return Choice(GlooCollectives(reconnect(group, timeout), timeout), _ON_REQUEST)
     if wanted == "p2p" or world_size == 1:
@@ -165,7 +167,9 @@ def _for_gpu(
     """Select the transport for CUDA tensors. Transports over symmetric memory are always `apart`."""
     wanted = route.transport
     if wanted == "shared_memory":
-        raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
+        raise LayoutError(
+            f"transport='shared_memory' is for CPU tensors, but these are on {device}: use 'p2p' or 'auto'"
+        )
     if wanted == "symmetric_memory" and group.size() > 1:
         return Choice(symmetric_memory(group, device, timeout), f"{_ON_REQUEST}, and is experimental")
     if _backends(group)["cuda"] == "nccl":

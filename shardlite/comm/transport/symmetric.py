@@ -1,7 +1,7 @@
 """Transport for CUDA tensors over PyTorch's symmetric memory: GPU memory that the other GPUs of the host can read.
 
-**Experimental: it has not run between GPUs.** The tests simulate symmetric memory on the CPU, and run the kernel in
-Triton's interpreter.
+**Experimental: it has not been tested between GPUs.** The tests simulate symmetric memory on the CPU, and run the
+kernel in Triton's interpreter.
 
     gather      a rank shows its segment in a window, and pulls the other segments from the other windows: W - 1 copies
     reduction   one launch of a kernel that reduces along the ring, from the bucket to the shard or to the AdamW step
@@ -26,8 +26,8 @@ window, `show i + 1` would only follow barrier `i`, while other ranks may still 
 **Rings** use separate slots and flags, so they need no order relative to windows. `signals.py` of the kernels proves
 that no slot is overwritten early. Epochs count the rings of this transport.
 
-**No deadlock**: all ranks make the same calls in one order, each on one stream. The last rank is in a barrier or a ring
-at which all other ranks have already arrived, so it does not wait.
+**No deadlock**: all ranks make the same calls in the same order, each on one stream. The last rank is in a barrier or a
+ring at which all other ranks have already arrived, so it does not wait.
 
 Legend: `W` ranks, `n` elements in the full buffer; windows and areas are counted in bytes.
 """
@@ -68,14 +68,14 @@ AREA = 64 << 20
 _WINDOWS = 2
 _ALIGNMENT = 128  # bytes: the size of a GPU's cache line
 _WIDEST = 8  # bytes of an element
-_CHANNEL = 0  # each transport has its own allocation, which has its own signals
+_CHANNEL = 0  # each transport has its own allocation and signals
 _LOOKS = 10**6  # estimate of how often a kernel reads a flag in a second
 _MOST_LOOKS = 2**31 - 1
 _IN_RING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SymmetricMemoryTransport(WholeCollectives):
-    """Whole collectives through `memory`, which no other transport uses. **Experimental: it has not run between GPUs.**
+    """Whole collectives through `memory`, which no other transport uses. **Experimental: not tested between GPUs.**
 
     Collectives that run concurrently need separate transports and streams that do not block each other. With
     `CUDA_DEVICE_MAX_CONNECTIONS=1` streams block each other. CUDA graphs are not supported: a replay would reuse the
@@ -220,7 +220,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         with self._turn(what, full):
             self._epoch += 1
             yield self._epoch
-            torch._assert_async(self._peers.error == 0, "a neighbor in the ring did not respond")
+            torch._assert_async(self._peers.error == 0, "a neighbour in the ring did not respond")
 
     @contextmanager
     def _turn(self, what: str, full: Tensor) -> Iterator[None]:
@@ -319,7 +319,9 @@ def symmetric_memory(
         reason = next((each for each in all_gather_json(group, failure, _WHAT, timeout) if each), "")
         if not reason:
             assert memory is not None, "otherwise there is a reason"
-            warnings.warn("transport='symmetric_memory' is experimental: it has not run between GPUs", stacklevel=1)
+            warnings.warn(
+                "transport='symmetric_memory' is experimental: it has not been tested between GPUs", stacklevel=1
+            )
             return SymmetricMemoryTransport(memory, timeout, area)
     raise LayoutError(f"transport='symmetric_memory' is not available: {reason}. Use 'p2p' or 'auto'")
 
@@ -327,7 +329,7 @@ def symmetric_memory(
 def _not_here(device: torch.device) -> str:
     """Return why symmetric memory is not available in this process, or `""`."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return "requires a CUDA device, and there is none"
+        return "requires a CUDA device, but none is available"
     backend = _SymmetricMemory.get_backend(device)
     return "" if backend == "CUDA" else f"requires PyTorch's backend 'CUDA' for symmetric memory, got {backend!r}"
 

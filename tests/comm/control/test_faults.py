@@ -339,4 +339,4 @@ def misfit_body(group):
 def test_a_message_of_another_kind_ends_both_ranks(doomed, tmp_path):
     sender, receiver = doomed.run(misfit_body, 2, directory=tmp_path)
     assert_failed([sender], "rank 0 sending to rank 1 (4 elements of torch.float32", "rank 1")
-    assert_failed([receiver], "rank 1 receiving from rank 0 (4 elements of torch.int32", "16 bytes of another kind")
+    assert_failed([receiver], "rank 1 receiving from rank 0 (4 elements of torch.int32", "16 bytes of a different kind")

@@ -203,7 +203,7 @@ def test_a_message_of_another_kind_is_noticed_by_both_ranks(sent, numel, lent):
     first, second = world(2)
     departing = first.isend(torch.ones(numel, dtype=sent), 1, tag=3)
     wait = second.borrow(4, torch.float32, 0, tag=3).look if lent else second.irecv(torch.ones(4), 0, tag=3).wait
-    assert failure(wait).endswith(f"tag 3) failed: the peer sent {4 * numel} bytes of another kind.")
+    assert failure(wait).endswith(f"tag 3) failed: the peer sent {4 * numel} bytes of a different kind.")
     assert failure(departing.wait).endswith("rank 1 has given up, because an operation of it failed.")
 
 

@@ -246,8 +246,8 @@ def machine(*, gpus=4, backend="CUDA", peers=True, hosts=1, overlap=False):
     [
         ("own", {}, ""),
         ("cuda:0", {"overlap": True}, ""),
-        ("own", {"gpus": 0}, "rank 0: requires a CUDA device, and there is none"),
-        ("cpu", {}, "rank 0: requires a CUDA device, and there is none"),
+        ("own", {"gpus": 0}, "rank 0: requires a CUDA device, but none is available"),
+        ("cpu", {}, "rank 0: requires a CUDA device, but none is available"),
         (
             "own",
             {"backend": "NVSHMEM"},
@@ -274,8 +274,8 @@ def ask_for_it(group, device, transport="symmetric_memory"):
 @pytest.mark.parametrize(
     ("device", "expected"),
     [
-        ("cuda:0", "is not available: rank 0: requires a CUDA device, and there is none. Use 'p2p' or 'auto'$"),
-        ("cpu", "is for CUDA tensors, these are on the CPU"),
+        ("cuda:0", "is not available: rank 0: requires a CUDA device, but none is available. Use 'p2p' or 'auto'$"),
+        ("cpu", "is for CUDA tensors, but these are on the CPU"),
     ],
 )
 def test_where_it_is_not_available_the_error_says_why(group, device, expected):
@@ -330,7 +330,7 @@ def test_it_is_connected_where_it_is_asked_for(group, backends):
         left_alone = connect(group, device, AMPLE)
     assert isinstance(left_alone, NcclCollectives if "nccl" in backends else StagedTransport)
     assert [str(each.message) for each in said] == [
-        "transport='symmetric_memory' is experimental: it has not run between GPUs"
+        "transport='symmetric_memory' is experimental: it has not been tested between GPUs"
     ]
     expected = "SymmetricMemoryTransport", group.rank(), 2
     assert [(type(each).__name__, each.rank, each.world_size) for each in made] == [expected] * 2

@@ -135,7 +135,7 @@ def test_a_silent_neighbour_is_an_error_with_the_operation():
         "reduce-scatter of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 in reduce-scatter failed: "
         "16 bytes, timeout "
     )
-    assert str(failed.value).endswith("The backend reports: a neighbor in the ring did not respond")
+    assert str(failed.value).endswith("The backend reports: a neighbour in the ring did not respond")
 
 
 def enqueued(transport):
