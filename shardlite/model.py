@@ -686,7 +686,7 @@ class ShardLite(nn.Module):
             LayoutError: on every rank, if names or shapes do not match. Nothing was changed.
 
         Example:
-            >>> model.load_full_state_dict(torch.load("model.pt"))
+            >>> model.load_full_state_dict(plain.state_dict())
         """
         self._recover()
         given = state_dict or {}

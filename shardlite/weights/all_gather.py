@@ -143,7 +143,9 @@ class GatherQueue:
         """Start a gather of the unit's current weights into its memory, after the steps `before`."""
         self._context.trace.emit("gather", unit.name)
         gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
-        unit.begin_gather(self.submit(*before, gather.execute))
+        self._context.progress.asks()
+        self._last = self._made().submit(*before, gather.execute, self._context.progress.served)
+        unit.begin_gather(self._last)
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
         """Return a gather that only other ranks need."""

@@ -169,7 +169,7 @@ HALF = X.bfloat16()
         ((X.int(), X.int(), X.int()), X.int(), "must be floating-point and on the CPU, got torch.int32"),
         ((X, X, X), X.double(), "a gradient in torch.float64"),
         ((HALF, HALF, HALF), X, "a gradient in torch.float32"),
-        ((X, HALF, HALF), X, "moments in torch.bfloat16 are rounded stochastically: step.table is missing"),
+        ((X, HALF, HALF), X, "moments in torch.bfloat16 are rounded stochastically, so step.table is required"),
         ((X, X.to(torch.int8), X.to(torch.uint8)), X, "moments in int8 codes need exponents"),
         ((X, X, X, X.to(torch.int8)), X, "param must be bf16, got torch.float32"),
         ((HALF, X, X, X.to(torch.uint8)), X, "low must be int8, got torch.uint8"),

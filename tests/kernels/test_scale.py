@@ -49,8 +49,8 @@ X = torch.zeros(8)
         (X.view(2, 4), torch.tensor(0.5), "x must be 1-D and contiguous"),
         (torch.zeros(16)[::2], torch.tensor(0.5), "x must be 1-D and contiguous"),
         (X.int(), torch.tensor(0.5), "x must be fp32, bf16, fp16 or fp64, got torch.int32"),
-        (X, torch.tensor([0.5]), r"factor must be a single fp32 or fp64 number on cpu, got \(1,\)"),
-        (X, torch.tensor(0.5).half(), "got .* of torch.float16"),
+        (X, torch.tensor([0.5]), r"factor must be a single fp32 or fp64 number on cpu, got shape \(1,\)"),
+        (X, torch.tensor(0.5).half(), "got .*, torch.float16 on cpu"),
         (X, torch.tensor(0.5, device="meta"), "on meta"),
     ],
 )

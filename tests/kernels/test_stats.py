@@ -96,7 +96,7 @@ X = torch.zeros(8)
         (X, torch.zeros(1, 2).double(), r"got \[1, 2\] of torch.float64"),
         (X, torch.zeros(1, 4)[:, ::2], "a contiguous"),
         (X.double(), torch.zeros(1, 2), "of torch.float64, got"),
-        (X.int(), torch.zeros(1, 2), "no statistics of torch.int32"),
+        (X.int(), torch.zeros(1, 2), "statistics need fp32, bf16, fp16 or fp64, got torch.int32"),
         (X, torch.zeros(1, 2, device="meta"), "statistics are on meta, the elements on cpu"),
     ],
 )

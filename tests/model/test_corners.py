@@ -54,7 +54,7 @@ def test_buffers_come_from_rank_0_and_are_updated_in_place(group):
 
 def test_shards_are_not_in_the_graph(group):
     model = ShardLite(net(), group=group)
-    with pytest.raises(LayoutError, match="shards are not in the graph"):
+    with pytest.raises(LayoutError, match="shards are not in autograd's graph"):
         torch.autograd.grad(square(model), list(model.parameters()))
 
 

@@ -182,5 +182,5 @@ def test_ignored_parameters_are_each_ranks_own(group):
 
 def test_what_cannot_be_ignored(group):
     module = Routed(0)
-    with pytest.raises(LayoutError, match="nothing to shard"):
+    with pytest.raises(LayoutError, match="no parameters to shard"):
         ShardLite(module, group=group, ignore=[module])

@@ -320,9 +320,16 @@ def _whole_gradients(task: Task, model: ShardLite, shapes: Mapping[str, torch.Si
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with as_they_are():  # gradients of placeholders and shards, without unsharding them
         own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).flatten().clone() for n, p in params.items()}
-    ranks: list[Any] = [own]
-    if stage > 0:
-        ranks = [None] * task.world_size
-        dist.all_gather_object(ranks, own, group=task.group)
-    pieces = {name: [grads[name] for grads in ranks if grads[name] is not None] for name in own}
+    numels = {name: None if grad is None else grad.numel() for name, grad in own.items()}
+    counts = all_gather_json(task.group, numels, "gradients")
+    pieces = {name: [] if grad is None or stage > 0 else [grad] for name, grad in own.items()}
+    for name, grad in own.items() if stage > 0 else ():
+        for rank, numel in enumerate(count[name] for count in counts):
+            if numel is not None:
+                piece = (
+                    grad if grad is not None and rank == dist.get_rank(task.group) else params[name].new_empty(numel)
+                )
+                if numel:
+                    dist.broadcast(piece, group=task.group, group_src=rank)
+                pieces[name].append(piece)
     return {name: torch.cat(each).view(shapes[name]) if each else None for name, each in pieces.items()}
