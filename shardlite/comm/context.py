@@ -1,6 +1,6 @@
-"""The context that all units of one wrapped model share: its ranks, device, reports and counters.
+"""The context that all units (sharded submodules) of one model share: its ranks, device, reports and counters.
 
-In: ranks, a device and a route. Out: connections, names of operations and queues. This file does not depend on units.
+In: ranks, a device and a route. Out: connections, queues, and names of operations. This file does not depend on units.
 """
 
 from collections import Counter
@@ -33,18 +33,18 @@ from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
 
 SPARE = 32 << 20
-"""Bytes of free shared memory whose pages are kept at the end of a backward, for the next step.
+"""Bytes of free shared memory that keep their pages at the end of a backward, because the next step will use them.
 
 Reallocating pages costs about 1 ms per MiB on a CPU (measured with two ranks on two cores).
 """
 
 MANY = 16
-"""Minimum number of ranks whose hosts agree by collectives. Fewer ranks send a message to each other rank."""
+"""Minimum number of ranks that agree by collectives. If there are fewer, each rank sends a message to every other."""
 
 
 @dataclass
 class WeightVersion:
-    """Number of times that the weights of a model have changed, by optimizer steps and by loads."""
+    """Counter of the changes of a model's weights, by optimizer steps and by loads."""
 
     number: int = 0
 
@@ -57,7 +57,7 @@ class Context:
     """Number that identifies the wrapped model. It is equal on every rank."""
 
     name: str
-    """Name of the wrapped model that is unique in the store."""
+    """Name of the wrapped model. It is unique in the store of the process group."""
 
     transport: Transport
     """Transport for gathers, between the ranks over which the model is sharded."""
@@ -66,27 +66,29 @@ class Context:
     """Transport between the ranks that hold the same shards (hybrid sharding), or `None`."""
 
     reducing: tuple[Transport, Transport | None]
-    """Both transports for reductions, which overlap with gathers in no fixed order. NCCL and whole collectives have no
-    tags, so reductions need separate connections.
+    """The two transports for reductions: between the ranks that shard the model, and between replicas. Reductions
+    overlap with gathers in no fixed order. NCCL and whole collectives have no tags, so reductions need separate
+    connections.
     """
 
     inline: tuple[Transport, Transport | None]
-    """Both transports for operations that run on the program's thread and not on a queue. These operations are small or
-    rare, so they do not use symmetric memory.
+    """The two transports for operations that run on the program's thread and not on a queue. These operations are small
+    or rare, so they do not use symmetric memory.
 
-    Over NCCL, inline operations use the program's own communicator, on the compute stream. This is safe, because an
-    inline operation is part of a call (a norm, the end of a backward, a state dict) that the program must make at the
-    same place on all ranks, like its own collectives. It would not be safe for gathers. A gather starts when a rank's
-    forward needs it. So ranks that take different branches start a gather at different places between the program's
-    collectives.
+    Over NCCL, inline operations use the program's own communicator, on the compute stream. Sharing the communicator
+    is safe, because an inline operation is part of a call (a norm, the end of a backward, a state dict), and the
+    program must make each call at the same place on all ranks, like its own collectives. Gathers could not share the
+    communicator. A gather starts when a rank's forward needs the gathered weights. So ranks that take different
+    branches start a gather at different places between the program's collectives.
     """
 
     hosts: tuple[Transport, Transport | None]
-    """Both transports for CPU tensors exchanged by the hosts."""
+    """The two transports for tensors in CPU memory, which the ranks' hosts exchange."""
 
     rounds: GlooCollectives | None
-    """For short agreements of the hosts that shard the model, if there are at least `MANY` and they exchange messages.
-    A collective needs fewer messages. It uses a separate connection, because collectives have no tags.
+    """Collectives for short agreements of the ranks that shard the model, or `None` if there are fewer than `MANY`
+    ranks or `hosts` is not gloo. A collective takes fewer messages than an exchange between all pairs of ranks. The
+    collectives use a separate connection, because they have no tags.
     """
 
     device: torch.device
@@ -114,13 +116,14 @@ class Context:
 
         Args:
             what: the kind of operation. Operations of one kind are numbered.
-            purpose: traffic is counted by purpose and unit.
+            purpose: what the operation is for. Traffic is counted by purpose and unit.
             unit: name of the unit.
-            at_any_step: leaves the step out, so that ranks at different steps can exchange messages and detect it.
+            at_any_step: leaves the step out of the name, so that ranks at different steps can exchange messages and
+                detect the difference.
             during: detail for error messages.
 
         Raises:
-            CommError: this is a forked child, which cannot communicate.
+            CommError: this process is a forked child, which cannot communicate.
         """
         self.owner.check()
         when = "" if at_any_step else f" at step {self.version.number}"
@@ -130,7 +133,7 @@ class Context:
 
     @property
     def transports(self) -> list[Transport]:
-        """The `inline` transports. Used one after the other, they reach every rank."""
+        """The `inline` transports without `None`. An operation over each of them in turn reaches every rank."""
         return [each for each in self.inline if each is not None]
 
     def all_reduce_host(self, numbers: Tensor, operation: Operation) -> None:
@@ -151,7 +154,7 @@ class Context:
         return (ranks[0] > 0).to(flag.dtype)
 
     def all_gather_int(self, number: int, what: str) -> list[int]:
-        """Return the numbers of all ranks. Collective; errors name it by `what`."""
+        """Return the `number` of every rank. Collective; `what` names the operation in errors."""
         ranks = torch.zeros(self.world_size, dtype=torch.int64)
         ranks[self.rank] = number
         self.all_reduce_host(ranks, self.operation(what, what))
@@ -163,11 +166,12 @@ class Context:
         transport = self.transport
 
         def is_gone(other: int) -> bool:
-            # With replicas, the transport numbers the ranks differently.
+            # With replicas, the transport has different numbers for the ranks than this context.
             return transport.world_size == self.world_size and transport.is_gone(other)
 
-        # The operations that ranks wait in do not show whether they will continue if a GPU waits, which the host does
-        # not see, or if there are replicas, since not all ranks are then in every operation.
+        # Deadlocks are detected by the operations that ranks wait in. On a GPU this is impossible, because the host
+        # does not see the waits of the GPU. With replicas it is impossible, because not all ranks are in every
+        # operation.
         shows_waits = self.device.type == "cpu" and self.replicas is None
         waits = StoreReports(f"{self.name}, waits") if shows_waits else None
         board = StoreReports(self.name)
@@ -178,7 +182,7 @@ class Context:
 
     @cached_property
     def progress(self) -> Progress:
-        """Progress of the ranks in a backward."""
+        """Progress of the ranks in the current backward."""
         first = self.rank - self.transport.rank
         gathering = range(first, first + self.transport.world_size)
         ahead = not self.transport.blocking
@@ -188,9 +192,9 @@ class Context:
 
     @contextmanager
     def reporting_failures(self, what: str = "its forward") -> Iterator[None]:
-        """Publish a failure report if the block raises, because other ranks may wait. The report names it by `what`."""
+        """If the block raises, publish a failure report, because other ranks may wait. `what` names the block in it."""
         self.reports.withdraw()
-        defer_interrupts()  # again, because a notebook resets Python's handler for each cell
+        defer_interrupts()  # repeated, because a notebook resets Python's handler for each cell
         try:
             yield
         except Exception as error:
@@ -214,7 +218,7 @@ class Context:
         return memory if dtype == memory.dtype else memory.view(dtype)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Release memory that no unit has used for a step, or all unused memory except `keep` bytes."""
+        """Release memory that no unit has used for a step. `keep`: release all unused memory except this many bytes."""
         for transport in self.transports:
             transport.trim(keep=keep)
 
@@ -230,7 +234,7 @@ class Context:
         return total
 
     def queue(self, name: str, *, blocking: bool = False) -> StreamQueue:
-        """Return a new queue for operations over these transports. `blocking`: they always block the host."""
+        """Return a new queue for operations over these transports. `blocking`: the operations always block the host."""
         blocking = blocking or any(transport.blocking for transport in self.transports)
         return make_queue(
             name, self.device, self.streams, blocking=blocking, reports=self.reports, high_priority=self.high_priority
@@ -247,7 +251,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     check_connections(device)
     model = identify(groups, timeout)
     connect_to = partial(_connect, device=device, timeout=timeout)
-    in_any_order = replace(route, order="ring", parts=None)  # the order only affects gradients
+    in_any_order = replace(route, order="ring", parts=None)  # the order of addition affects only gradients
     transport = connect_to(groups.shard, route=in_any_order, apart=True)
     has_tags = not (transport.batched or isinstance(transport, WholeCollectives))
     rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
@@ -280,7 +284,8 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
 def _connect(group: dist.ProcessGroup | None, **options: Any) -> Transport:
     """Connect this rank to the other ranks of `group`, as `connect` does.
 
-    Some backends connect ranks at the first message. This function sends one, while all ranks make the same calls.
+    Some backends connect ranks only at the first message. So this function sends a message, while all ranks still make
+    the same calls.
     """
     transport = connect(group, **options)
     if transport.batched:

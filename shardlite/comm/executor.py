@@ -1,9 +1,9 @@
-"""Execution of a schedule over a transport. Handles pieces, chunks and messages, and does not know units.
+"""Execution of a schedule over a transport. This file handles pieces, chunks and messages, and does not know models.
 
-A piece is the unit of data that a schedule moves; a chunk is one message of a piece. Over most transports a chunk is
-forwarded as soon as it arrives, so all links are busy after the first chunk. Over a batched transport a step is one
-exchange of all its chunks. If a transport lends, messages are read in the sender's memory. Otherwise they are staged in
-slots.
+A schedule moves pieces, and each message contains one chunk of a piece. Over most transports a chunk is forwarded as
+soon as it arrives, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
+chunks of the step. If the transport lends, a receiver reads messages in the sender's memory. Otherwise messages are
+staged in slots, which are sections of a staging buffer.
 """
 
 from collections import deque
@@ -20,8 +20,8 @@ from shardlite.comm.transfers import Arrival, Departure, Program, Schedule, Tran
 from shardlite.comm.transport.base import Message, Pending, PendingGroup, Transport
 
 BLOCK = 1 << 17
-"""Number of elements added at a time in a sum of several lent messages, so that the sum stays in the cache. It is a
-multiple of every block of statistics.
+"""Number of elements added at a time in a sum of several lent messages, so that the sum stays in the cache.
+`BLOCK` is a multiple of the length of every block of statistics.
 """
 
 _MOST_DISTANCES = 32
@@ -40,28 +40,28 @@ class Chunk(NamedTuple):
 
 
 Pieces = Callable[[int, int], Sequence[Chunk]]
-"""Returns the chunks of `(segment, part)`. An empty part has no chunks."""
+"""Function that returns the chunks of the piece `(segment, part)`. An empty part has no chunks."""
 
 
 class LastHop(Protocol):
-    """Consumer of a finished sum."""
+    """The last addition (the last hop) of a reduction, which consumes the sum."""
 
     def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
-        """Finish elements `[start, start + n)` of the segment, whose sum is `received + own`, [n] each.
+        """Finish elements `[start, start + n)` of the segment. Their sum is `received + own`, which are both [n].
 
-        If `own` is `None`, `received` has a row of each rank, [W, n]. The rows are then added from row `first` on, or
-        as a balanced tree if `first` is `None`. The ranges of all calls cover the segment once, and each range starts
-        at a multiple of the grain. Both tensors are reused after the call.
+        If `own` is `None`, `received` has a row of each rank, [W, n]. The rows are then added starting at row `first`,
+        or as a balanced tree if `first` is `None`. The ranges of all calls cover the segment once, and each range
+        starts at a multiple of the grain. Both tensors are reused after the call.
         """
 
 
 class Channel(NamedTuple):
-    """A transport as used by one operation."""
+    """A transport, with the tag and the traffic count of the operation that uses the transport."""
 
     transport: Transport
     tag: int
     tally: Tally | None = None
-    """Counts sent messages, if not `None`."""
+    """Count of the messages that this rank sends, or `None` to count nothing."""
 
     def count_sent(self, chunk: Tensor) -> None:
         """Count a sent chunk."""
@@ -72,7 +72,7 @@ class Channel(NamedTuple):
         """Send and receive chunks, each with its peer, and wait for all of them.
 
         With many peers this takes several exchanges. Messages are assigned to exchanges by the distance between their
-        ranks, so both ranks of a message have it in the same exchange.
+        ranks, so the sender and the receiver assign a message to the same exchange.
         """
         rank, world_size = self.transport.rank, self.transport.world_size
         batches: list[list[Message]] = [[] for _ in range(0, world_size, _MOST_DISTANCES)]
@@ -112,8 +112,8 @@ def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastH
     """Add received pieces to this rank's pieces, in place, and forward the sums. `last` makes the final additions.
 
     Messages are staged in `slots`, each as long as the longest chunk. A batched transport needs a slot for each chunk
-    that arrives in a step, other transports need two or more. If the transport lends, a slot holds the sum of several
-    loans instead.
+    that arrives in a step. Other transports need two or more slots. If the transport lends, a slot holds the sum of
+    several lent messages instead.
     """
     transport, tag, _ = channel
     if transport.batched:
@@ -139,9 +139,9 @@ def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastH
 
 
 def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
-    """Sum `full` [n] over two or more ranks and divide it, in place, reading the messages of all other ranks at once.
+    """Sum `full` [n] over two or more ranks and divide the sum, in place. Each rank reads all other ranks' buffers.
 
-    Segment `k`, given by the k-th of `bounds`, is added in the order of the ring.
+    `bounds` has `(start, stop)` of each segment. Each segment is added in the order of the ring.
     """
     transport, tag, _ = channel
     rank, world_size = transport.rank, transport.world_size
@@ -164,11 +164,11 @@ def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, i
     for loan in loans.values():
         loan.give_back()
     PendingGroup(outgoing).wait()
-    full.copy_(total)  # after all peers have read it
+    full.copy_(total)  # after all peers have read `full`
 
 
 class _Slots:
-    """Staged messages. While the message in one slot is added, other slots receive the next messages."""
+    """Inbox of staged messages. While the message in one slot is added, other slots receive the next messages."""
 
     def __init__(self, channel: Channel, expected: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
         self._transport, self._tag, _ = channel
@@ -178,7 +178,7 @@ class _Slots:
             self._post(slot)
 
     def sums(self, sources: int, start: int, own: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Add one chunk from each of `sources` ranks; yield `(start, sum, own)`. The sum's memory is then reused."""
+        """Add one chunk from each of `sources` ranks; yield `(start, sum, own)`. Then reuse the sum's memory."""
         total, free = self._take()
         for _ in range(sources - 1):
             more, slot = self._take()
@@ -203,7 +203,7 @@ class _Slots:
 
 
 class _Loans:
-    """Lent messages, read in the sender's memory. Several messages are added block by block."""
+    """Inbox of lent messages, which are read in the sender's memory. Several messages are added block by block."""
 
     def __init__(self, channel: Channel, expected: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
         transport, tag, _ = channel
@@ -231,9 +231,9 @@ class _Loans:
 
 
 def _in_place(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
-    """Finish a partial sum that is then forwarded.
+    """Add to a partial sum in place. The sum is forwarded afterwards.
 
-    A piece passes each rank once, so this never overwrites a buffer that is still being sent.
+    A piece passes each rank once, so the addition never overwrites a buffer that is still being sent.
     """
     assert own is not None, "a hop adds to this rank's own piece"
     hop(own, received, own, 1)
@@ -242,7 +242,7 @@ def _in_place(start: int, received: Tensor, own: Tensor | None, first: int | Non
 def _reduce_by_steps(
     channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]
 ) -> None:
-    """Exchange whole pieces, then add. A step sends sums that earlier steps have made."""
+    """In each step, exchange whole pieces and then add them. A step sends the sums of earlier steps."""
     rank = channel.transport.rank
     finishers = list(_finishers(schedule.program(rank), rank, last))
     for step, (sent, received) in enumerate(schedule.steps_of(rank)):
@@ -278,7 +278,7 @@ def _sent(transfers: Sequence[Transfer], pieces: Pieces) -> list[tuple[Tensor, i
 
 
 def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:
-    """Yield arrivals with the function that finishes their sum: `last` for the final arrival of this rank's part."""
+    """Yield each arrival, and what finishes its sum: `last` at the final arrival of a part of this rank's segment."""
     final = {arrival.part: i for i, arrival in enumerate(program.arrivals) if arrival.segment == rank}
     for i, arrival in enumerate(program.arrivals):
         stays = arrival.segment == rank and final[arrival.part] == i

@@ -1,4 +1,4 @@
-"""The name of a collective, which identifies its messages, its traffic counts and its errors."""
+"""Names of collectives. A name identifies the messages, the traffic counts and the errors of one collective."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -22,7 +22,7 @@ class Operation(NamedTuple):
     """Distinguishes operations that have the same label."""
 
     reports: FailureReports | None = None
-    """Failure reports. If the operation fails, they describe what the other ranks are doing."""
+    """Failure reports, which describe what the other ranks are doing if the operation fails."""
 
     during: str = ""
     """Detail for error messages. It is not part of the name and may differ between ranks."""
@@ -33,9 +33,9 @@ class Operation(NamedTuple):
     def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
         """Return the tag of the operation's messages: a hash of its name, the buffer's layout and the algorithm.
 
-        Ranks that run different operations have different tags. So they never mix their data: their receives time out
-        and raise a `CommError`. (NCCL has no tags, so there nothing separates such ranks.) The tag is a 31-bit CRC: no
-        registry of labels is needed, and two names collide with probability 2^-31.
+        Ranks that run different operations use different tags. So they never mix their data: their receives time out
+        and raise a `CommError`. (Over NCCL, which has no tags, nothing separates such ranks.) The tag is a 31-bit CRC:
+        no registry of labels is needed, and two names collide with probability 2^-31.
         """
         what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
         return crc32(what.encode()) & 0x7FFFFFFF
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
         return Channel(transport, self.tag(full, cuts, algorithm), self.tally)
 
     def count_collective(self, nbytes: int, across: int = 0) -> None:
-        """Count a whole collective as one message of `nbytes` sent bytes, `across` of which go to other nodes."""
+        """Count a whole collective as one sent message of `nbytes` bytes, of which `across` bytes go to other nodes."""
         if self.tally is not None:
             self.tally.messages += 1
             self.tally.nbytes += nbytes
@@ -57,7 +57,10 @@ UNNAMED = Operation()
 
 
 class Running(NamedTuple):
-    """Context manager that adds the operation and `full` to a transport's error, which names only ranks and bytes."""
+    """Context manager of a running collective on the buffer `full`.
+
+    It adds the operation and the buffer to a transport's error, which names only ranks and bytes.
+    """
 
     operation: Operation
     full: Tensor

@@ -1,20 +1,20 @@
 """The algorithms that write schedules: which rank sends which piece to which rank, and the order of additions.
 
-In: an algorithm and a number of ranks. Out: a `Schedule` (`transfers.py`), equal on all ranks. Handles integers and
-names only, and does not know tensors, links or time. A buffer has one segment per rank. Rank `k` owns segment `k`: it
-holds the segment before an all-gather and after a reduce-scatter.
+In: an algorithm and a number of ranks. Out: a `Schedule` (`transfers.py`), equal on all ranks. This file
+handles integers and names only: it does not know tensors, links or time. A buffer has one segment per rank. Rank `k`
+owns segment `k`, which means that rank `k` holds the segment before an all-gather and after a reduce-scatter.
 
     algorithm        steps           messages sent by a rank    segment k is added in the order
     ring             W-1             W-1                        k+1, k+2, ..., k-1, k
     direct           1               W-1                        k+1, k+2, ..., k-1, k
     bidirectional    floor(W/2)      (W-1) * parts              from both sides separately, halfway round
-    hierarchical     (g-1)+(n-1)     W-1                        a ring of sums of nodes, each added as a ring
+    hierarchical     (g-1)+(n-1)     W-1                        a ring of node sums, each added along a ring
     halving          log2(W)         W-1                        ((0+1) + (2+3)) + ..., summands may be swapped
 
-All algorithms send the same number of bytes. In a reduce-scatter each rank sends every segment except its own once. In
-an all-gather each rank receives every segment except its own once. With equal segments this is `(W-1)/W` of the buffer,
-sent and received, which is optimal (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19). Algorithms differ in the number of
-steps, each of which costs a latency, and in the links that carry the bytes.
+All algorithms send the same number of bytes. In a reduce-scatter each rank sends each segment once, except its own. In
+an all-gather each rank receives each segment once, except its own. With equal segments each rank sends and receives
+`(W-1)/W` of the buffer, which is optimal (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19). The algorithms differ in the
+number of steps (each step costs one latency) and in the links that carry the bytes.
 
 Legend: `W` ranks, `r` and `k` ranks (modulo `W`), `t` a step, `g` ranks per node, `n = W/g` nodes.
 """
@@ -32,7 +32,7 @@ IN_RING_ORDER: frozenset[Algorithm] = frozenset({"ring", "direct"})
 """Algorithms whose reductions add in the order of the ring. All of them return the same bits."""
 
 Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot be an operand of `|`)
-"""Tree of additions: `((1, 2), 0)` is (rank 1's + rank 2's) + rank 0's."""
+"""Tree of additions: `((1, 2), 0)` means (rank 1's summand + rank 2's summand) + rank 0's summand."""
 
 
 def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
@@ -40,7 +40,8 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
 
     `node` is the number of ranks per node, for `hierarchical` only.
 
-    ring: at step `t` rank `r` sends segment `r-t` to `r+1`. It received this segment at the previous step.
+    ring: at step `t` rank `r` sends segment `r-t` to `r+1`. At step 0 this is its own segment, and at each later step
+    it is the segment that rank `r` received at the previous step.
 
         W=4   start       t=0         t=1         t=2
         r=0   [a . . .]   [a . . d]   [a . c d]   [a b c d]
@@ -59,7 +60,8 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
     if latency dominates. (If the two halves of each segment travelled all the way round, in opposite directions, both
     directions would also be used, but in `W-1` steps.)
 
-    direct: one step. Rank `r` sends its segment to `r+1`, `r+2`, ..., so that ranks have different first targets.
+    direct: one step. Rank `r` sends its segment to `r+1`, `r+2`, ..., in this order, so that no two ranks start with
+    the same target.
 
     hierarchical: a node has `g` ranks with consecutive numbers. First, ranks with the same place in their nodes run a
     ring across the nodes. Then the ranks of each node run a ring, in which `n` segments travel together.
@@ -75,8 +77,8 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         r=0   [a . . .]   [a . c .]   [a b c d]
 
     Raises:
-        LayoutError: the algorithm is unknown or does not support this number of ranks, there are no ranks, or nodes do
-            not divide the world.
+        LayoutError: the algorithm is unknown or does not support this number of ranks, there are no ranks, or the
+            number of ranks is not a multiple of `node`.
     """
     return _collective("all-gather", algorithm, world_size, node)
 
@@ -84,14 +86,15 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
 def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
     """Return the schedule that sends the sum of all ranks' segments `k` to rank `k`. `node` is as in `all_gather`.
 
-    It is an all-gather with every transfer reversed, in reverse order. A gather sends a piece from its owner to
-    several ranks. A reduction sends the sums of these ranks to the owner.
+    The schedule is that of an all-gather, with every transfer reversed and in reverse order. A gather sends a piece
+    from its owner to several ranks. A reduction sends the sums of these ranks to the owner.
 
     ring: at step `t` rank `r` sends the partial sum of segment `r-1-t` to `r+1`. Sums of segment 0, `W=4`:
 
         1 --1--> 2 --1+2--> 3 --1+2+3--> 0        1+2+3+0
 
-    direct: one step. Rank `k` receives from all ranks at once and adds in the order of the ring, to the same bits.
+    direct: one step. Rank `k` receives from all other ranks and adds in the order of the ring, so the sum has the bits
+    of a ring.
 
         1 ----> 0                                 1+2+3+0
         2 ----> 0
@@ -109,7 +112,8 @@ def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> S
         4 --4--> 5 --4+5--> 3 --4+5+3--> 0
 
     halving (recursive halving): each rank exchanges partial sums with its neighbour, then with the rank two places
-    away, and so on, each time for half of the remaining segments. So each segment is added as a balanced binary tree.
+    away, and so on. Each exchange covers half of the remaining segments. So each segment is added as a balanced binary
+    tree.
 
         1 --1--> 0                                3+2+(1+0)
         3 --3--> 2 --3+2--> 0
@@ -166,7 +170,7 @@ def formula(order: Order) -> str:
 
 @dataclass(frozen=True)
 class _Chain(Steps):
-    """Steps of a broadcast."""
+    """The steps of a broadcast along a chain of ranks."""
 
     world_size: int
     source: int
@@ -188,15 +192,15 @@ class _Chain(Steps):
 
 
 class _Flow(NamedTuple):
-    """One transfer of each rank. In groups of `group` ranks, each rank sends to the rank `to` places after it."""
+    """One transfer per rank. In groups of `group` ranks, each rank sends to the rank that is `to` places after it."""
 
     group: int
     to: int
     back: int
-    """A rank sends the segment of the rank that is `back` places before it in its group, ..."""
+    """The sent segment is that of the rank `back` places before the sender in the group, if `nodes` is 0."""
 
     nodes: int = 0
-    """... shifted by this number of segments."""
+    """Number that is added to the number of the sent segment."""
 
     part: int = 0
 
@@ -218,11 +222,11 @@ class _Flow(NamedTuple):
 
 
 class _Swap(NamedTuple):
-    """One transfer of each rank. Pairs of ranks whose numbers differ in the binary `digit` send to each other."""
+    """One transfer per rank. Two ranks whose numbers differ only in the binary digit `digit` send to each other."""
 
     digit: int
     segment: int
-    """A rank sends the segment of the rank whose number differs from its number in these digits."""
+    """The sent segment is that of the rank whose number differs from the sender's number in these binary digits."""
 
     def sent_by(self, rank: int, world_size: int) -> Transfer:
         """Return the transfer that a rank sends."""
@@ -239,7 +243,7 @@ class _Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class _Flows(Steps):
-    """Steps in which all ranks do the same, relative to their numbers."""
+    """Steps in which all ranks do the same, relative to their own numbers."""
 
     world_size: int
     flows: tuple[tuple[_Flow | _Swap, ...], ...]
@@ -283,16 +287,20 @@ def _collective(operation: str, algorithm: str, world_size: int, node: int) -> S
 
 
 def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, Sequence[tuple[_Flow | _Swap, ...]]]:
-    """Return the parts and steps by which segments spread from their owners. Rings send to `r + way`, +1 or -1."""
+    """Return the number of parts per segment, and the steps by which segments spread from their owners.
+
+    In a ring, rank `r` sends to rank `r + way`, where `way` is 1 or -1.
+    """
     if algorithm == "direct":
         return 1, [tuple(_Flow(world_size, way * j, 0) for j in range(1, world_size))]
     if algorithm == "bidirectional":
         return _bidirectional(world_size, way)
     if algorithm == "halving":
         return 1, [*_doubling(world_size)]
-    # A ring across the nodes for each set of ranks with the same place in their nodes, then a ring inside each node. In
-    # the latter, segments of ranks with the same place travel together, in the order in which they arrived across the
-    # nodes, starting with the node's own segment. With nodes of one rank this is a plain ring.
+    # First, ranks with the same place in their nodes run a ring across the nodes. Then the ranks of each node run a
+    # ring. In the ring inside a node, segments of ranks with the same place travel together, in the order in which they
+    # arrived across the nodes, starting with the node's own segment. With nodes of one rank, the steps are a plain
+    # ring.
     hop, nodes = way * node, range(world_size // node)
     across = [(_Flow(world_size, hop, hop * t),) for t in nodes[:-1]]
     inside = [tuple(_Flow(node, way, way * t, -hop * j) for j in nodes) for t in range(node - 1)]
@@ -300,10 +308,11 @@ def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, 
 
 
 def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
-    """Return steps halfway round in both directions. Of two parts, part 0 travels one rank further in direction `way`.
+    """Return the number of parts per segment, and the steps in which segments travel halfway round in both directions.
 
-    Part 1 travels one rank further in the other direction. The longer flows start first. In each step, the flows that
-    start later are listed first, because a rank sends its own pieces before the pieces that it forwards.
+    If there are two parts, part 0 travels one rank further in direction `way`, and part 1 one rank further in the other
+    direction. The longer flows start first. In each step, the flows that start later are listed first, because a rank
+    sends its own pieces before the pieces that it forwards.
     """
     parts = 2 if world_size % 2 == 0 and world_size > 2 else 1
     late = 1 - world_size % 2
@@ -319,7 +328,7 @@ def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ..
 
 
 def _doubling(world_size: int) -> Iterator[tuple[_Swap, ...]]:
-    """Yield swaps between ranks half a world apart, then a quarter of a world, and so on, of all segments they hold."""
+    """Yield swaps of all segments that the ranks hold: between ranks half a world apart, then a quarter, and so on."""
     held, digit = [0], world_size // 2
     while digit:
         yield tuple(_Swap(digit, other) for other in held)
