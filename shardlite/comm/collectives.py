@@ -1,14 +1,15 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-The transport selects the algorithm, `schedule.py` writes it as transfers, and `executor.py` executes them. The drawings
-show the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo
-`W`). In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is optimal. The
-algorithm `direct` adds in the order of the ring and returns the same bits. A function returns when the host may use its
-buffers. If the transport is not `blocking`, it returns earlier: operations enqueued on the device's current stream
-afterwards may use the buffers.
+The transport selects the algorithm, `schedule.py` writes the algorithm as transfers, and `executor.py` executes the
+transfers. The drawings show the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left
+neighbour `r-1` (modulo `W`). In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which
+is optimal. The algorithm `direct` adds in the order of the ring and returns the same bits as the ring. A function
+returns when the host may use the buffers. If the transport is not `blocking`, the function returns earlier: only
+operations that are enqueued on the device's current stream afterwards may use the buffers.
 
 Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
-`[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
+`[cuts[k], cuts[k+1])`. Without `cuts` each segment has `S = ceil(n/W)` elements, but the last segments may be shorter
+or empty.
 """
 
 from collections.abc import Sequence
@@ -52,11 +53,11 @@ def staging_numel(
 
     The buffer holds two chunks over most transports. Over a batched transport it holds all messages of a step. Over a
     transport that lends it holds the sum of several messages, if a rank adds several at a time. Over collectives of a
-    process group it holds a row of each rank, or of the other rank if there are two. Chunks are multiples of `grain`
-    elements, which is the block of statistics if the reduction computes statistics.
+    process group it holds one row per rank, or only the other rank's row if there are two ranks. Chunks are multiples
+    of `grain` elements. If the reduction computes statistics, `grain` is the length of a block of statistics.
 
     Raises:
-        LayoutError: wrong `cuts`.
+        LayoutError: `cuts` are wrong.
     """
     cut = cut_up(numel, dtype, transport, cuts, chunk_bytes, grain)
     if isinstance(transport, WholeCollectives):
@@ -65,12 +66,12 @@ def staging_numel(
 
 
 def stages_in_out(transport: Transport) -> bool:
-    """Return whether a reduction with equal segments and no staging receives messages in `out`, as a ring does."""
+    """Return whether a reduction without staging can receive messages in `out`, as a ring can if segments are equal."""
     return transport.algorithm == "ring" and not transport.lends and not isinstance(transport, WholeCollectives)
 
 
 def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | None = None) -> bool:
-    """Return whether one kernel reduces `full` [n] along the ring, without staging. Equal on all ranks."""
+    """Return whether one kernel reduces `full` [n] along the ring, without staging. All ranks get the same answer."""
     if not isinstance(transport, SymmetricMemoryTransport):
         return False
     return transport.rings(full, cut_up(full.numel(), full.dtype, transport, cuts))
@@ -88,7 +89,7 @@ def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, op
         r=2   [. . c]      [. b c]      [a b c]
 
     Args:
-        full: this rank's shard in its place, [n].
+        full: the full buffer [n], in which this rank's shard is already in its place.
         transport: connects the ranks.
         cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
         operation: names the operation in errors and counts.
@@ -113,10 +114,10 @@ def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, op
 
 
 class StoreMean(NamedTuple):
-    """Last hop of a reduction that stores the sum, divided."""
+    """The last addition (the last hop) of a reduction, which divides the sum and stores it."""
 
     out: Tensor | None = None
-    """Memory for the result, [numel of the shard]. `None` stores it in the shard's place in the full buffer."""
+    """Memory for the result, [numel of the shard]. `None` stores the result in the shard's place in `full`."""
 
     divisor: int = 1
     stats: Tensor | None = None
@@ -145,7 +146,7 @@ def reduce_scatter(
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
 ) -> Tensor:
-    """Add `full` [n] over the ranks and return segment `r` of the sum, divided by `divisor`.
+    """Add `full` [n] over the ranks and return this rank's segment of the sum, which `last` may divide.
 
     At step `t` rank `r` sends the partial sum of segment `r-1-t`, receives the partial sum of segment `r-2-t`, and adds
     its own summand to it. So segment `k` is added in the order `k+1, k+2, ..., k`, for any cuts, chunk size and
@@ -158,15 +159,16 @@ def reduce_scatter(
 
     The rest of `full` is overwritten with partial sums, which are sent in the dtype of `full`.
 
-    `last` makes the last addition. By default it stores the sum in the shard's place. `StoreMean(out, divisor, stats)`
+    `last` makes the last addition. By default, the sum is stored in the shard's place. `StoreMean(out, divisor, stats)`
     divides the sum, stores it in `out`, and computes its statistics. For a bf16 or fp16 `full`, `out` may be fp32: the
     last addition and the division are then rounded to fp32 only. Any other `last` consumes the sum, and the returned
     shard is then undefined. A single rank does not call such a `last`, because it has no addition to make. If `last`
-    computes statistics or consumes the sum, messages are multiples of a block of statistics. So the statistics do not
-    depend on the size of messages.
+    computes statistics or consumes the sum, each message has a whole number of blocks of statistics. So the statistics
+    do not depend on the size of messages.
 
-    Messages are received in `staging` [`staging_numel(...)` or more], which is allocated if it is not given. A ring
-    needs no staging if `out` is given, has the dtype of `full`, and all segments are equal: it receives in `out`.
+    Messages are received in `staging`, which has at least `staging_numel(...)` elements and is allocated if it is not
+    given. A ring needs no staging if `out` is given and has the dtype of `full`, and all segments are equal: the ring
+    then receives messages in `out`.
 
     Args:
         full: this rank's summand, [n].
@@ -180,9 +182,9 @@ def reduce_scatter(
         This rank's shard, [numel of segment `r`]: `out`, or a view of `full`.
 
     Raises:
-        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; the dtype cannot be summed; integers
-            were to be divided.
-        ValueError: `stats` do not fit.
+        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; the dtype cannot be summed; the dtype
+            is an integer, and the divisor is not 1.
+        ValueError: `stats` does not fit the shard.
         CommError: a peer failed, timed out or runs a different operation; `full` and `out` are then undefined.
     """
     _check_flat("full", full)
@@ -222,13 +224,13 @@ def reduce_scatter(
 def ring_step(
     full: Tensor, transport: Transport, step: FusedStep, *, divisor: int = 1, operation: Operation = UNNAMED
 ) -> None:
-    """Add `full` [n] over the ranks and step by segment `r` of the mean, in one kernel. Requires `rings_in_kernel()`.
+    """Add `full` [n] over the ranks, and make an AdamW step by this rank's segment of the mean, in one kernel.
 
-    Other ranks may call `reduce_scatter` instead, with an `out` in fp32.
+    `rings_in_kernel()` must be true. Other ranks may call `reduce_scatter` instead, with an `out` in fp32.
 
     Raises:
         LayoutError: `full` is not 1-D and contiguous, or cannot be summed or divided.
-        CommError: a peer failed, timed out or runs a different operation; only some of the weights are then stepped.
+        CommError: a peer failed, timed out or runs a different operation; only some of the weights are then updated.
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
@@ -251,7 +253,7 @@ def all_reduce(
 
     All ranks end with the same bits, since each segment is summed by one rank only. If the transport lends, every rank
     sends a short buffer whole to all other ranks, and adds all segments in the order of the ring. This takes one round
-    instead of two, and the time of short messages is mostly latency.
+    instead of two, which saves time because the time of short messages is mostly latency.
 
     Args:
         full: this rank's summand, [n]; afterwards the mean.
@@ -262,7 +264,8 @@ def all_reduce(
         operation: names the operation in errors and counts.
 
     Raises:
-        LayoutError: a buffer is not 1-D and contiguous; the dtype cannot be summed; integers were to be divided.
+        LayoutError: a buffer is not 1-D and contiguous; the dtype cannot be summed; the dtype is an integer, and
+            `divisor` is not 1.
         CommError: a peer failed, timed out or runs a different operation; `full` is then undefined.
     """
     _check_flat("full", full)
@@ -282,7 +285,8 @@ def all_reduce(
         with Running(operation, full):
             run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
         return
-    # Both halves may use one tag: on each link all messages of the first half are posted before those of the second.
+    # The reduce-scatter and the all-gather may use the same tag: on each link, all messages of the reduce-scatter are
+    # posted before the messages of the all-gather.
     reduce_scatter(full, transport, cut=cut, last=StoreMean(divisor=divisor), staging=staging, operation=operation)
     all_gather(full, transport, cut=cut, operation=operation)
 
@@ -319,7 +323,7 @@ def broadcast(
 
 
 def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:
-    """Return whether all ranks call this with the same numbers. This takes one collective of `O(log2(W))` steps.
+    """Return whether all ranks pass the same `numbers`. The check takes one collective of `O(log2(W))` steps.
 
     Raises:
         CommError: a peer failed, timed out or runs a different operation.
@@ -332,7 +336,7 @@ def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation:
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:
-    """Return whether an all-reduce takes one round."""
+    """Return whether an all-reduce takes one round, in which each rank reads the buffers of all other ranks."""
     reads_all_ranks = transport.lends and not transport.batched and transport.world_size > 1
     in_any_order = transport.algorithm in IN_RING_ORDER or full.dtype not in _FLOATS
     return reads_all_ranks and in_any_order and 0 < full.nbytes <= SHORT
@@ -343,7 +347,7 @@ def _reduction(transport: Transport) -> Schedule:
 
 
 def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
-    """Exchange the ranks' rows of this rank's segment and add them, or let the process group do both."""
+    """Exchange the summands of this rank's segment (a row per rank) and add them, or let the process group do both."""
     needed = transport.rows_numel(cut, full.itemsize, cut.grain)
     if staging is None:
         staging = full.new_empty(needed)
@@ -353,21 +357,21 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
         return
     own = full[slice(*cut.bounds[transport.rank])]
     for start, rows in transport.rows(full, cut, staging):
-        if len(rows) == 1:  # of two ranks: the other rank's row, to which this rank's row is added
+        if len(rows) == 1:  # two ranks: this rank's own summand is added to the other rank's row
             finish(start, rows[0], own[start : start + rows.shape[1]])
         else:
             finish(start, rows, None, transport.first_row)
 
 
 def _is_flag(full: Tensor, transport: Transport) -> bool:
-    """Return whether one collective gives the same sum: of integers in any order, or of one float in ring order."""
+    """Return whether one collective gives the same bits as a ring: it adds integers, or one float in ring order."""
     return full.dtype not in _FLOATS or (full.numel() == 1 and transport.algorithm in IN_RING_ORDER)
 
 
 def _slots(
     full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None, free: Tensor | None
 ) -> Sequence[Tensor]:
-    """Return slots for incoming partial sums: in `staging`, or in the shard if it is `free` until the last step."""
+    """Return slots for incoming partial sums, in `staging` or in `free` (memory that is unused until the last step)."""
     if free is not None and free.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
         free = None
     if free is not None and stages_in_out(transport) and cut.even:
@@ -383,7 +387,7 @@ def _slots(
 
 
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:
-    """Return the sum over one rank, divided in the precision of `shard`."""
+    """Store the summand of the only rank in `shard`, divided in the precision of `shard`, and return `shard`."""
     if divisor != 1:
         # Add zeros, so that the division is the same as for other world sizes.
         hop(shard, torch.zeros_like(own), own, divisor, stats)
@@ -402,7 +406,7 @@ def _check_flat(name: str, tensor: Tensor) -> None:
 
 
 def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], least: int, most: int, name: str) -> None:
-    """Check that `buffer` is flat, on the device of `full`, of one of `dtypes`, and has `least` to `most` elements."""
+    """Check that `buffer` is 1-D, on the device of `full`, of one of `dtypes`, and has `least` to `most` elements."""
     _check_flat(name, buffer)
     if buffer.dtype not in dtypes or buffer.device != full.device:
         raise LayoutError(f"{name} is {buffer.dtype} on {buffer.device}, full is {full.dtype} on {full.device}")
@@ -418,7 +422,7 @@ def _check_out(full: Tensor, out: Tensor, numel: int) -> None:
 
 
 def _check_arithmetic(full: Tensor, divisor: int) -> None:
-    """Check dtype and divisor before any message is sent. `hop` would check them too late."""
+    """Check dtype and divisor before any message is sent. The kernel `hop` would check them too late."""
     if full.dtype not in SUMMABLE:
         raise LayoutError(f"{full.dtype} cannot be summed: convert it first (bool to uint8, for example)")
     if divisor < 1 or (divisor != 1 and full.dtype not in _FLOATS):

@@ -1,8 +1,8 @@
-"""The process groups of a model, and agreement of their ranks before a common action.
+"""The process groups of a model, and agreement of the model's ranks before a common action.
 
-A model has the group of ranks that shard it and, in hybrid sharding, the group of ranks that hold the same shards.
-Before a common action, ranks exchange facts as strings, and their errors. Then either all ranks continue or all raise
-an error.
+A rank belongs to the group of ranks that shard the model and, in hybrid sharding, to the group of ranks that hold the
+same shards. Before a common action, ranks exchange facts (as strings) and errors. Then either all ranks continue, or
+all ranks raise an error.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Ranks:
 
     @property
     def all(self) -> list[dist.ProcessGroup | None]:
-        """All groups. Used one after the other, they reach every rank."""
+        """All groups of this rank. A collective over each of them in turn reaches every rank."""
         return [self.shard] if self.replicas is None else [self.shard, self.replicas]
 
     @property
@@ -86,7 +86,10 @@ def ranks_of(ranks: GroupLike) -> Ranks:
 
 
 _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
-"""Number of the latest wrapped model of this rank, by default process group. A process may have several such groups."""
+"""For each default process group: number of the model that this rank wrapped most recently.
+
+A process may have several default process groups.
+"""
 
 
 def agree(
@@ -94,13 +97,14 @@ def agree(
 ) -> None:
     """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
-    A rank with a problem must also call this, so that other ranks do not wait for it. Errors number ranks within their
-    group.
+    A rank with a problem must also call this, so that other ranks do not wait for it. Errors name a rank by its
+    number in its group.
 
     Raises:
-        LayoutError: on every rank, if another rank has a problem, or if the facts of a rank differ from rank 0's.
+        LayoutError: another rank has a problem, or the facts of a rank differ from rank 0's. Raised on every rank that
+            has no problem itself.
         CommError: a rank did not arrive at `what` within `timeout`.
-        Exception: `problem`, on its own rank.
+        Exception: `problem`. Raised only on the rank that passed it.
     """
     found = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
@@ -120,17 +124,17 @@ class Identity(NamedTuple):
     """The identity of a wrapped model, equal on all its ranks."""
 
     number: int
-    """A number that no other model has on any of its ranks."""
+    """A number that no other model has on any rank of this model."""
 
     first: int
     """First rank of the model. Number and first rank together are unique in the world."""
 
     mark: str
-    """A random string, because the store may outlive the processes of a failed run and serve the next run."""
+    """A random string, needed because the store may outlive the processes of a failed run and serve the next run."""
 
 
 def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
-    """Return a new identity for a model that all its ranks are wrapping. Collective."""
+    """Return a new identity for the model that all ranks of `groups` are wrapping. Collective."""
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"
     own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))
@@ -143,7 +147,7 @@ def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
 
 
 def _first_difference(rows: Sequence[Sequence[str]]) -> str:
-    """Describe the first difference of the first rank that differs from rank 0."""
+    """Describe the first difference between rank 0 and the first rank that differs from rank 0."""
     rank, theirs = next((rank, each) for rank, each in enumerate(rows) if each != rows[0])
     pairs = zip(rows[0], theirs, strict=False)
     lengths = f"{len(rows[0])} entries", f"{len(theirs)} entries"

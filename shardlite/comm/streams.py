@@ -1,7 +1,7 @@
 """Queues that run operations in order, overlapped with the computation.
 
-On the CPU a queue is a thread. On a GPU it is a stream, plus a thread if messages block the host (gloo). Gathers and
-reductions have separate queues, so that they do not wait for each other. Only this file orders streams.
+On the CPU a queue is a thread. On a GPU a queue is a stream, plus a thread if messages block the host (gloo). Gathers
+and reductions have separate queues, so that they do not wait for each other. Only this file orders streams.
 """
 
 import os
@@ -23,7 +23,8 @@ from shardlite.comm.control.process import Owner
 from shardlite.config import streams_share_a_queue
 
 _FAREWELL = 2.0
-"""Maximum seconds that the end of a queue waits for its last operation, which may wait for a peer that has ended."""
+"""Maximum seconds that an ending queue waits for its final operation, which may itself wait for a peer that has ended.
+"""
 
 _HANG_UP = 1.0
 """Maximum seconds that the end of the program waits for blocked threads after their waits were ended."""
@@ -35,7 +36,7 @@ _POLL = 5e-5
 """Seconds between two queries of a GPU event."""
 
 _MOMENT, _LONGEST = 2e-3, 5e-2
-"""Seconds between two checks in a wait, at first and later."""
+"""Seconds between two checks in a wait: the first interval, and the longest interval."""
 
 
 def check_connections(device: torch.device) -> None:
@@ -78,14 +79,14 @@ def make_queue(
 
 
 class HostWork:
-    """An operation on the host: run by a thread of the process `owner`, or at once by the caller without an `owner`."""
+    """An operation on the host. A thread of the process `owner` runs it, or the caller if there is no `owner`."""
 
     def __init__(self, reports: FailureReports | None = None, owner: Owner | None = None) -> None:
         self._owner = owner
         self._reports = reports
         self._is_over = False
         self._error: BaseException | None = None
-        self._running = Lock()  # held until the operation is over; `Event` and `Future` take several times as long
+        self._running = Lock()  # held until the operation has ended; `Event` and `Future` take several times as long
         self._running.acquire()
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
@@ -103,7 +104,7 @@ class HostWork:
         return self._is_over
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait until done or `obsolete()`. Return whether the results may be used."""
+        """Wait until the operation has ended or `obsolete()` is true. Return whether the results may be used."""
         self._check_owner()
         slow = monotonic() + SLOW
         for pause in _pauses():
@@ -123,7 +124,7 @@ class HostWork:
             self._owner.check()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for success or failure, for at most `seconds`. Return whether the operation is over."""
+        """Wait for success or failure, for at most `seconds`. Return whether the operation has ended."""
         if not self._is_over:
             if not self._running.acquire(timeout=seconds):
                 return False
@@ -143,7 +144,7 @@ class HostWork:
             try:
                 raise self._error
             finally:
-                del self  # otherwise the error, its traceback, this frame and the error would be a reference cycle
+                del self  # otherwise the error, its traceback and this frame would be a reference cycle
 
     def __enter__(self) -> None:
         """Run the operation in this block. The block's success or error becomes the result of the work."""
@@ -161,14 +162,14 @@ _Job = tuple[HostWork, tuple[Callable[[], None], ...]]
 class ThreadQueue:
     """Runs operations on a separate thread, which ends with the queue.
 
-    It is a daemon thread, because a process that ends by an error must not wait for a peer that will never answer.
+    The thread is a daemon, because a process that ends by an error must not wait for a peer that will never answer.
     """
 
     on_stream = False
     """Whether operations run on a stream of a GPU. The host may then free or reuse their memory in stream order."""
 
     def __init__(self, name: str, reports: FailureReports | None = None, *, farewell: float = _FAREWELL) -> None:
-        """Start the thread. The end of the queue waits for the last operation for at most `farewell` seconds."""
+        """Start the thread. When the queue ends, it waits at most `farewell` seconds for its final operation."""
         self._owner = Owner()
         self._reports = reports
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
@@ -190,7 +191,7 @@ class ThreadQueue:
         return work
 
     def moment(self) -> Moment | None:
-        """Return `None`, because the host computes at once."""
+        """Return `None`, because computation on the CPU has already ended."""
         return None
 
     def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
@@ -200,7 +201,7 @@ class ThreadQueue:
 
 
 def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, reports: FailureReports | None, farewell: float) -> None:
-    """Stop the thread and join it, because the interpreter must not shut down while it runs."""
+    """Stop the thread and join it, because the interpreter must not shut down while the thread runs."""
     queue.put(None)
     if thread is current_thread():
         return
@@ -218,7 +219,7 @@ def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
             with work:
                 for operation in operations:
                     operation()
-                del operation, operations, job  # they may hold memory that the caller measures after its wait
+                del operation, operations, job  # these may hold memory that the caller measures afterwards
             del work
 
 
@@ -228,7 +229,7 @@ _hang_ups: dict[object, Callable[[], None]] = {}
 
 @contextmanager
 def blocked(hang_up: Callable[[], None] | None) -> Iterator[None]:
-    """Mark this thread as blocked, in the block, in a wait that `hang_up` ends."""
+    """While the `with` block runs, mark this thread as blocked in a wait. `hang_up` ends the wait."""
     mark = object()
     if hang_up is not None:
         _hang_ups[mark] = hang_up
@@ -251,7 +252,7 @@ def end_waits() -> None:
         sleep(_LEFT)
 
 
-weakref.finalize(ThreadQueue, end_waits)  # at exit, finalizers run in reverse order, so those of queues run before
+weakref.finalize(ThreadQueue, end_waits)  # at exit, finalizers run in reverse order, so queues end first
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_hang_ups.clear)  # only the parent has the blocked threads
 
@@ -260,8 +261,8 @@ class ProgramStreams:
     """The streams on which the program computes. Most programs use one stream.
 
     The library uses one of them, the home stream, to allocate and free memory and to start operations. The home stream
-    is the stream that called the model last. If the program calls from another stream within a forward or a backward,
-    both streams wait for each other. On the CPU there are no streams.
+    is the stream from which the model was called most recently. If the program calls the model from another stream
+    within a forward or a backward, both streams wait for each other. On the CPU there are no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -279,9 +280,9 @@ class ProgramStreams:
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def move_home(self) -> torch.cuda.Stream | None:
-        """Make the current stream the home stream. Return it if the home stream has changed. Call between passes.
+        """Make the current stream the home stream. Return the new home stream, or `None` if it is the former one.
 
-        The new home stream waits for the former one, which may still read cached memory.
+        Call this between passes. The new home stream waits for the former one, which may still read cached memory.
         """
         other = self.other()
         if other is not None and self._home is not None and not self.captures():
@@ -319,7 +320,7 @@ class ProgramStreams:
             self._home.wait_stream(other)
 
     def record_stream(self, tensor: Tensor) -> None:
-        """Record that the home stream uses a tensor of another stream, whose memory is then reused only after both."""
+        """Record that the home stream uses a tensor of another stream. Its memory is then reused only after both."""
         if self._home is not None:
             tensor.record_stream(self._home)
 
@@ -328,7 +329,7 @@ _IS_HOME = nullcontext()
 
 
 class CudaStreamQueue:
-    """Runs operations on a separate stream. `thread` launches them if launching has to wait for messages.
+    """Runs operations on a separate stream. If launching has to wait for messages, `thread` launches the operations.
 
     Memory is safe without `record_stream`. The tensors of an operation are allocated on the caller's stream, and the
     operation waits for the work of this stream. The caller frees or reuses the tensors only after `wait()`, which
@@ -345,12 +346,14 @@ class CudaStreamQueue:
         self._device = device
         self._thread = thread
         self._stream = torch.cuda.Stream(device, priority=-int(high_priority))  # type: ignore[no-untyped-call]
-        weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before the model's memory is freed
+        # At the end of the queue, the home stream waits for this stream, before the model's memory is freed.
+        weakref.finalize(self, program.wait_for, self._stream).atexit = False
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> "_StreamWork":
         """Queue `operations`. They start after earlier operations, and after the work of the current stream.
 
-        `behind` is the moment of the current stream's work that they wait for. It defaults to now.
+        `behind` is the moment in the current stream's work that the operations wait for. By default, they wait for all
+        work submitted until now.
         """
         begin = behind or self.moment()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -406,9 +409,10 @@ class _StreamWork:
         return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait on the host until done or `obsolete()`. Return whether the results may be used.
+        """Wait on the host until the operation has ended or `obsolete()`. Return whether the results may be used.
 
-        A stream's wait cannot end early, and would block gathers that a peer needs first.
+        The stream does not wait instead, because its wait could not end early and would block gathers that a peer
+        needs first.
         """
         if not self._host.wait_unless(obsolete):
             return False

@@ -1,7 +1,7 @@
-"""Traffic by unit and purpose: bytes sent by this rank, time spent sending, and time that computation waited for it.
+"""Traffic by unit and purpose: bytes that this rank sent, durations of operations, and waits of the computation.
 
-Every operation of a model has a tally, to which `executor.py` adds each message that it sends. On a GPU, measuring an
-interval costs two events, so times are measured only after the first call of `traffic()`.
+A unit is a sharded submodule. Every operation of a model has a tally, to which `executor.py` adds each sent message. On
+a GPU, measuring an interval costs two events, so times are measured only after the first call of `traffic()`.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Tally:
     messages: int = 0
     nbytes: int = 0
     across: int = 0
-    """The part of `nbytes` sent to other nodes, in two-level reductions over collectives."""
+    """Number of these bytes that were sent to other nodes. Counted only in two-level reductions over collectives."""
 
     def count(self, tensor: Tensor) -> None:
         """Count one message."""
@@ -44,16 +44,16 @@ class Sent:
     nbytes: int
 
     seconds: float
-    """Duration of gathers and reductions, from start to end on this rank. It is 0 for other purposes. On a GPU it
-    counts from the first call of `traffic()`.
+    """Duration of gathers and reductions, from start to end on this rank. It is 0 for other purposes. On a GPU,
+    durations are measured only after the first call of `traffic()`.
     """
 
     exposed: float
     """The part of `seconds` that computation spent waiting, because the operations were not overlapped."""
 
     across: int = 0
-    """The part of `nbytes` sent to other nodes, in reductions by `algorithm="hierarchical"` over collectives. It is 0
-    for all other operations, because they do not know which ranks share a node.
+    """The part of `nbytes` that was sent to other nodes, in reductions by `algorithm="hierarchical"` over collectives.
+    The field is 0 for all other operations, because these do not know which ranks share a node.
     """
 
 
@@ -92,7 +92,7 @@ class Traffic:
         return labelled(clock, f"wait for {purpose}", unit)
 
     def by_unit(self) -> Mapping[str, Mapping[str, Sent]]:
-        """Return all counts so far. On a GPU the host waits for open intervals, and the first call starts timing."""
+        """Return all counts so far. On a GPU the host waits for open intervals. The first call starts timing."""
         self._is_timed = True
         return {
             unit: {purpose: _sent(each) for purpose, each in list(mine.items()) if each.calls}

@@ -1,11 +1,11 @@
-"""A collective as data: the transfers of all ranks, step by step, and the part of one rank in them.
+"""A collective as data: the transfers of all ranks in each step, and the transfers of one rank.
 
 In: steps, which `schedule.py` writes for each algorithm. Out: the `Exchange` of a rank in each step, for transports
-that run a step as a whole; the `Program` of a rank, for transports that forward messages as they arrive. Handles
-integers and names only, and does not know tensors, links or time.
+that run a step as a whole; the `Program` of a rank, for transports that forward messages as they arrive. This file
+handles integers and names only: it does not know tensors, links or time.
 
-Legend: `W` ranks, `t` a step. A buffer has one segment per rank, and a segment one or more parts: a piece is
-`(segment, part)`.
+Legend: `W` ranks, `t` a step. A buffer has one segment per rank, and each segment has one or more parts. A
+piece is one part of one segment: `(segment, part)`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Exchange(NamedTuple):
 class Departure:
     """A piece that a rank sends to each of `targets` before anything has arrived.
 
-    In a reduction it is the rank's own summand. A piece may depart twice, with another piece in between.
+    In a reduction, the piece is the rank's own summand. A piece may depart twice, with another piece in between.
     """
 
     segment: int
@@ -118,7 +118,7 @@ class Schedule:
     steps: Sequence[tuple[Transfer, ...]]
     """Transfers of each step. A piece sent in a step was complete at its source before the step.
 
-    The algorithms in `schedule.py` compute them on demand, since a collective has `O(W^2)` transfers.
+    The algorithms in `schedule.py` compute the transfers on demand, since a collective has `O(W^2)` transfers.
     """
 
     @property
@@ -139,7 +139,7 @@ class Schedule:
         return self._programs[rank]
 
     def steps_of(self, rank: int) -> Sequence[Exchange]:
-        """Return the transfers of `rank` in each step, cached. The time does not depend on other ranks' transfers."""
+        """Return the transfers of `rank` in each step, cached. The work does not depend on the other ranks' transfers."""
         if rank not in self._exchanges:
             of_rank = self.steps.of_rank if isinstance(self.steps, Steps) else self._selected
             self._exchanges[rank] = [of_rank(t, rank) for t in range(len(self.steps))]
@@ -159,10 +159,10 @@ class Schedule:
 
 
 def _program(schedule: Schedule, rank: int) -> Program:
-    """Select the transfers of `rank`. A piece is forwarded after its last arrival before the step that sends it."""
+    """Select the transfers of `rank`. A piece is forwarded after the latest arrival before its sending step."""
     departures: list[tuple[_Piece, list[int]]] = []
     arrivals: dict[tuple[int, _Piece], tuple[list[int], list[int]]] = {}
-    onward: dict[_Piece, list[int]] = {}  # the targets of a piece's last arrival so far
+    onward: dict[_Piece, list[int]] = {}  # the targets of each piece's latest arrival so far
     for step, exchange in enumerate(schedule.steps_of(rank)):
         for each in exchange.sent:
             piece = each.segment, each.part
@@ -172,7 +172,7 @@ def _program(schedule: Schedule, rank: int) -> Program:
                 departures[-1][1].append(each.target)
             else:
                 departures.append((piece, [each.target]))
-        for each in exchange.received:  # after all sends, which are of pieces from earlier steps
+        for each in exchange.received:  # after all sends, because these send pieces of earlier steps
             piece = each.segment, each.part
             sources, onward[piece] = arrivals.setdefault((step, piece), ([], []))
             sources.append(each.source)
