@@ -139,7 +139,7 @@ class Schedule:
         return self._programs[rank]
 
     def steps_of(self, rank: int) -> Sequence[Exchange]:
-        """Return the transfers of `rank` in each step, cached. The work does not depend on the other ranks' transfers."""
+        """Return the transfers of `rank` in each step, cached. The work does not depend on other ranks' transfers."""
         if rank not in self._exchanges:
             of_rank = self.steps.of_rank if isinstance(self.steps, Steps) else self._selected
             self._exchanges[rank] = [of_rank(t, rank) for t in range(len(self.steps))]

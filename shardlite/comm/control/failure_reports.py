@@ -1,11 +1,11 @@
 """Failure reports: on a failure, each rank publishes what it was doing, so that every error describes all ranks.
 
-Nothing is published before the first failure, so reports take no time until then. After a failure, connections may be
+Without a failure or a long wait nothing is published, so reports take no time. After a failure, connections may be
 closed (gloo closes a connection that has timed out). So reports are sent through the store of the process group.
 
-During a long wait, a rank checks whether another rank has failed, because then the wait will never end. It also
-publishes the operations that it waits in, and reads the operations of other ranks. If all ranks wait, and no operation
-is common to all of them, the ranks are deadlocked. In both cases an error is raised at once.
+During a long wait, a rank checks whether another rank has failed, because the wait would then never end. The waiting
+rank also publishes the operations that it waits in, and reads the operations of other ranks. If all ranks wait, and no
+operation is common to all of them, the ranks are deadlocked. In both cases an error is raised immediately.
 """
 
 import logging
@@ -30,22 +30,22 @@ PATIENCE = 2.0
 """Seconds that a rank waits for reports of other ranks after its first failure. Ranks fail at about the same time."""
 
 _LOOK = 0.02
-"""Seconds between two reads of the board."""
+"""Seconds between two reads of the other ranks' reports."""
 
 _BEATS = 2
 """Number of times that each rank must publish the same operations before they count as a deadlock."""
 
 _EAGER = 16
-"""Number of deadlock checks in a wait after which only one in this many is made. Long waits of many ranks would
-otherwise burden the store.
+"""Number of first deadlock checks in a wait that are all made. Of the later checks, only one in this many is made,
+because long waits of many ranks would otherwise burden the store.
 """
 
 _FAILED = -1
-"""Board entry for the number of a rank that has failed permanently."""
+"""Key of the board's entry that holds the number of a rank that has failed permanently."""
 
 
 class StoreReports:
-    """Reports in the store of the default process group, under a name that is equal on all ranks."""
+    """A board of reports, one per rank, in the store of the default process group. All ranks pass the same name."""
 
     def __init__(self, name: str) -> None:
         self._store = bounded_store()
@@ -100,10 +100,10 @@ class FailureReports:
         """Create the reports of `rank`. Must be called on the program's thread.
 
         Args:
-            board: failure reports.
+            board: the board of failure reports.
             rank: this rank.
             world_size: number of ranks.
-            waits: reports of the operations that ranks wait in, or `None` if they are not published.
+            waits: the board of the operations that ranks wait in, or `None` if these are not published.
             is_gone: returns whether the process of a rank has ended.
         """
         self._is_gone = is_gone
@@ -112,24 +112,25 @@ class FailureReports:
         self._thread = get_ident()
         self._running: dict[int, object] = {}  # operations by thread
         self._asked = self._beats = 0
-        self._first: dict[int, tuple[int, str]] = {}  # by rank: beat and text of the first report equal to its latest
+        self._first: dict[int, tuple[int, str]] = {}  # by rank: count and text of the first report with the latest text
         self._deadlock_reason = ""
         self.verdict: CommError | None = None
-        """Error that ends all waits of this rank. It was found by an operation that nothing waits for."""
+        """Error that ends all waits of this rank. An operation that nothing waits for has found the error."""
 
         self.failed = ""
         """Why this rank has failed permanently, or `""`. A failed rank starts no further operations."""
 
         self._has_published_failure = False
-        self._messages = 0  # number of completed messages; it makes the report of a rank that moves data change
+        self._messages = 0  # number of completed messages, so that reports of a rank that moves data differ
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = PATIENCE
-        self._comparing = Lock()  # several queues may fail at once
+        self._comparing = Lock()  # several queues may fail at the same time
         self._since: float | None = None  # time of the current report, which several queues read
 
     def leave(self, note: str) -> float:
-        """Publish the activity of this rank. The first report is kept, because later failures result from it.
+        """Publish what this rank was doing, if it has not done so already: later failures result from the first
+        failure.
 
         Return the time of the first report, by `time.monotonic()`.
         """
@@ -152,13 +153,13 @@ class FailureReports:
         return since
 
     def withdraw(self) -> None:
-        """Withdraw the report, because this rank continues."""
+        """Withdraw this rank's report, because the rank continues."""
         if self._since is not None and not self.failed:
             self._since = None
             self._board.put(self._rank, "")
 
     def begin_operation(self, operation: object) -> None:
-        """Record that an operation begins on this thread, named by `str(operation)`. Nested operations are ignored."""
+        """Record that an operation begins on this thread; `str(operation)` names it. Nested operations are ignored."""
         thread = get_ident()
         self._running.setdefault(thread, operation)
         _by_thread[thread] = self
@@ -173,7 +174,7 @@ class FailureReports:
     def deadlock_reason(self) -> str:
         """Return why this rank will never continue, or `""`. Call this every `SLOW` seconds of a wait.
 
-        Only the program's thread detects that the ranks are deadlocked. Other threads read its result.
+        Only the program's thread detects that the ranks are deadlocked. Other threads read the result of this thread.
 
         Raises:
             KeyboardInterrupt: Ctrl-C is pending.
@@ -198,7 +199,7 @@ class FailureReports:
         """
         self.raise_verdict()
         if why.startswith(_STANDSTILL):
-            raise CommError(why)  # which already describes all ranks
+            raise CommError(why)  # `why` already describes all ranks
         waiting = self._inside()
         raise CommError(f"{waiting}: {why}{self.compare(waiting, why)}")
 
@@ -216,7 +217,7 @@ class FailureReports:
         return " and ".join(sorted(map(str, list(self._running.values())))) or "an operation that others are in"
 
     def _failure(self) -> str:
-        """Return which rank has failed, or `""`. Leave some time for failed operations of this rank to end."""
+        """Return which rank has failed, or `""`. After a failure of this rank, first let its other operations end."""
         if self.failed:
             is_soon = self._since is not None and time.monotonic() < self._since + self._patience + SLOW
             return "" if is_soon else f"this rank has failed before: {self.failed}"
@@ -234,8 +235,8 @@ class FailureReports:
 
         Each rank repeatedly publishes where it waits, with an increasing count. A rank that continues publishes a
         different text. If all ranks have published the same text several times while this rank watched, they all waited
-        at the same time. The first rank that detects the deadlock publishes it, since this rank then stops waiting and
-        others could not detect the deadlock.
+        at the same time. The first rank that detects the deadlock publishes the deadlock. This rank then stops waiting,
+        so other ranks could not detect the deadlock themselves.
         """
         if self._waits is None:
             return ""
@@ -268,7 +269,7 @@ class FailureReports:
         )
         standstill = f"{_STANDSTILL}{''.join(each)}{_remedy(map(' '.join, operations.values()))}"
         self._waits.put(self._rank, standstill)
-        # Only now, because ranks that see the failure read the standstill.
+        # The failure is published after the standstill, because ranks that see the failure then read the standstill.
         self.fail(f"{' and '.join(inside)}{self.call_site()}")
         return standstill
 
@@ -292,10 +293,10 @@ class FailureReports:
         return "" if found is None else f", called in {found.f_code.co_filename}, line {found.f_lineno}"
 
     def compare(self, note: str, why: str) -> str:
-        """Publish `note` with the line of the program, wait for the other ranks' reports, and return them as text.
+        """Publish `note` with the line of the program, and wait for the other ranks' reports. Return these as text.
 
-        First, log the note and `why` this rank has failed, and write both to the error file of `torchrun`, because
-        `torchrun` may end this process soon. Later failures of this rank do not wait again.
+        First, log `note` and the reason `why` this rank has failed, and write both to the error file of `torchrun`,
+        because `torchrun` may end this process soon. Later failures of this rank do not wait again.
         """
         log.error("rank %d: %s: %s", self._rank, note, why)
         with self._comparing:

@@ -4,14 +4,14 @@ An uncaught exception may be raised in a forward, a backward, a hook or a data l
 second to end, during which other ranks would wait for it.
 
 `KeyboardInterrupt` is deferred until the library has finished its current call, so that the program can continue.
-Python raises `KeyboardInterrupt` between any two lines. Inside this library this would leave a rank in an inconsistent
-state: with a filled bucket that is not reduced, or a count that increased on this rank only. So the interrupt is raised
-in the program's own code: in a forward, in a hook, or between two calls. A call that waits for other ranks is
-interrupted after half a second. The rank then starts no further operations. A second Ctrl-C interrupts a call in the
-same way.
+Python raises `KeyboardInterrupt` between any two lines. Inside this library an exception would leave a rank in an
+inconsistent state: with a filled bucket of gradients that is not reduced, or with a count that increased on this rank
+only. So the interrupt is raised in the program's own code: in a forward, in a hook, or between two calls. A call that
+waits for other ranks is interrupted after half a second, and the rank then starts no further operations. A second
+Ctrl-C does the same to any call.
 
 The step of any optimizer counts as a call of the library. An interrupt between the update of the weights and the hook
-that reports it would leave this rank one step ahead of its reports, while other ranks use its weights.
+that reports the update would leave this rank one step ahead of its reports, while other ranks use this rank's weights.
 
 Only Python's default handler is replaced. The program's own handler, if any, is kept.
 """
@@ -35,12 +35,12 @@ import torch
 from torch.optim import Optimizer
 
 SLOW = 0.5
-"""Seconds after which a wait counts as long, and interval of the checks in a long wait. A long wait ends on Ctrl-C,
-checks whether other ranks have failed, and publishes its operations.
+"""Seconds after which a wait counts as long, and between two checks in a long wait. The checks end the wait if Ctrl-C
+is pending or another rank has failed, and publish the operations that this rank waits in.
 """
 
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
-"""Folders of this library and of PyTorch, whose files are not the program's."""
+"""Folders of this library and of PyTorch. Their files do not belong to the program."""
 
 _PAUSE = 1e-3
 """Seconds between two checks whether the library has returned."""
@@ -52,7 +52,7 @@ _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, CodeType)), None)
 """Code of PyTorch's wrapper of each optimizer's `step`, which calls the pre-hooks, the step and the post-hooks.
 
-`torch.compile` does not compile this wrapper, because it must not trace this library's hooks.
+`torch.compile` must not trace this library's hooks, so it does not compile this wrapper.
 """
 
 
@@ -63,7 +63,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def report_uncaught(reports: Any) -> None:
-    """Call `reports.fail` on an exception or an interrupt that ends the program."""
+    """Register `reports`: if an exception or an interrupt ends the program, `reports.fail` is called."""
     _reports.add(reports)
     if getattr(sys.excepthook, "func", None) is not _report_and_call:
         sys.excepthook = partial(_report_and_call, sys.excepthook)
@@ -88,11 +88,11 @@ def _raised_in(frames: TracebackType | None) -> str:
 
 
 class _Deferring:
-    """Signal handler that raises in the program's own code. Inside the library, it repeats the signal later."""
+    """Handler of Ctrl-C. It raises the interrupt in the program's own code. In the library, it repeats Ctrl-C later."""
 
     def __init__(self) -> None:
         self.is_pending = False
-        self._is_ours = False  # the next signal comes from `_deliver`, not from a second Ctrl-C
+        self._is_ours = False  # whether the next signal comes from `_deliver` and not from a second Ctrl-C
         self._times = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -157,7 +157,7 @@ def _break_off() -> None:
 
 
 def _in_library(frame: FrameType | None) -> bool:
-    """Return whether an optimizer steps, or this library's frame is the innermost, ignoring PyTorch and Python."""
+    """Return whether an optimizer steps, or the innermost frame outside PyTorch and Python is this library's."""
     ours = None
     while frame is not None:
         if frame.f_code is _STEP:

@@ -1,4 +1,4 @@
-"""Fork detection. A forked child has copies of its parent's objects, but not its threads and connections."""
+"""Fork detection. A forked child has copies of its parent's objects, but not the parent's threads and connections."""
 
 import os
 
@@ -6,7 +6,7 @@ from shardlite.errors import CommError
 
 
 class Owner:
-    """The process in which this object was created."""
+    """Record of the process that created this object."""
 
     def __init__(self) -> None:
         self._number = os.getpid()
@@ -20,7 +20,7 @@ class Owner:
         """Check that the current process is the owner.
 
         Raises:
-            CommError: it is a forked child.
+            CommError: the current process is a forked child.
         """
         if os.getpid() != self._number:
             raise CommError(

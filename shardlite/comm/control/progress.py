@@ -1,19 +1,20 @@
 """Progress of ranks in a backward, published where ranks diverge, so that they do not deadlock.
 
-To bound memory, a backward waits for the reduction of an earlier unit before it fills one more bucket. A rank that has
-taken a different branch may start this reduction later, and may first need the waiting rank's next gather. So a rank
-publishes its progress when it leaves the order or has to wait for a gather. A rank that waits for a reduction reads the
-published progress:
+To bound memory, a backward waits for the reduction of an earlier unit (sharded submodule) before it fills one more
+bucket (buffer of a unit's gradients). A rank that has taken a different branch may start this reduction later, and may
+first need a gather that the waiting rank has not joined yet. So a rank publishes its progress when it leaves the order
+of the units or has to wait for a gather. A rank that waits for a reduction reads the published progress:
 
-    rank 0   has started reductions 3, 4 and 5, waits for 4 ............. reads that rank 1 needs it: fills one more
+    rank 0   has started reductions 3, 4 and 5, waits for 4 ............. reads that rank 1 needs rank 0: fills one more
     rank 1   skipped unit 4, has started 3, waits for gather 17, which rank 0 has not joined: publishes this
 
-Ranks that follow one order publish nothing that ends a wait, since a rank that is ahead has started more reductions.
+If all ranks follow the same order, nothing that they publish ends a wait, since a rank that is ahead has started more
+reductions.
 
 If ranks wait for each other, at least one rank detects it. Proof: of all ranks that wait for a reduction, take those
 that wait for the earliest reduction, `j`. Some rank `a` has not started `j`. Rank `a` waits for no reduction up to `j`,
-so it waits for a gather. Some rank `b` has not joined this gather. So `b` waits for reduction `j` or a later one, and
-reads that `a` has not started it and waits for the gather.
+so rank `a` waits for a gather. Some rank `b` has not joined this gather. So `b` waits for reduction `j` or a later
+reduction. Rank `b` reads that `a` has not started this reduction and waits for the gather.
 """
 
 import time
@@ -27,7 +28,7 @@ import torch
 from shardlite.comm.control.failure_reports import StoreReports
 
 _ANY = -1
-"""Board entry for the number of the backward in which any rank has published something."""
+"""Key of the board's entry that holds the number of the latest backward in which a rank has published something."""
 
 
 @dataclass
@@ -36,13 +37,13 @@ class _Standing:
 
     backward: int = 0
     reductions: int = 0
-    """Reductions started in this backward."""
+    """Number of reductions started in this backward."""
 
     buckets: int = 0
-    """Buckets filled in this backward or, on a GPU, units that it has begun."""
+    """Number of buckets filled in this backward or, on a GPU, number of units that this backward has begun."""
 
     gathers: int = 0
-    """Gathers and rounds of negotiation ever joined. All ranks join the same gathers and rounds."""
+    """Number of gathers and rounds of negotiation that the rank has ever joined. All ranks join the same ones."""
 
     out_of_turn: int = 0
     """1 if the rank has all gradients of a unit, but lacks gradients of a unit that is reduced before it."""
@@ -62,8 +63,8 @@ class Progress:
             world_size: number of ranks.
             gathering: the ranks that gather together with this rank.
             ahead: whether the host runs ahead of operations (CUDA streams).
-            limit: seconds after which a wait ends at the latest. Another rank may wait for something outside this
-                library, and the timeout would soon end the run.
+            limit: maximum seconds of a wait. Another rank may wait for something outside this library, and a longer
+                wait would reach the timeout and end the run.
         """
         self._board = board
         self._rank = rank
@@ -90,20 +91,20 @@ class Progress:
             self._put()
 
     def publish_at_end(self) -> None:
-        """Publish the progress at the end of a backward, before the host waits, if some reductions are not started."""
+        """Publish the progress at the end of a backward, before the host waits, if some reductions have not started."""
         if self._left:
             self._publishes = True
             self._put()
 
     def started(self, reductions: int, *, left: int, out_of_turn: bool) -> None:
-        """Record the number of reductions that were started in this backward, and that are left to start."""
+        """Record how many reductions were started in this backward, and how many are left to start."""
         self._left = left
         news = out_of_turn and not self._mine.out_of_turn
         self._mine.reductions, self._mine.out_of_turn = reductions, int(out_of_turn)
         self._publish_news(news)
 
     def filled(self, *, beyond: bool) -> None:
-        """Record a filled bucket. `beyond`: the bucket exceeds the limit, and no reduction is in flight to wait for."""
+        """Record a filled bucket. `beyond`: the bucket exceeds the memory limit, and no reduction is in flight."""
         self._mine.buckets += 1
         self._publish_news(beyond)
 
@@ -118,12 +119,12 @@ class Progress:
         self._publish_news(news=False)
 
     def served(self) -> None:
-        """Record that a request is complete."""
+        """Record that a request for gathers is complete."""
         with self._lock:
             self._served += 1
 
     def ends_wait(self, reduction: int, since: float) -> bool:
-        """Return whether this rank must stop waiting for `reduction`. `since` is the start, by `time.monotonic()`."""
+        """Return whether this rank, which waits for `reduction` since the time `since`, must stop waiting."""
         return self.is_awaited(reduction) or time.monotonic() - since > self._limit
 
     def is_awaited(self, reduction: int) -> bool:
@@ -140,7 +141,7 @@ class Progress:
                 lacks = theirs.reductions <= reduction
                 if lacks and (theirs.buckets > mine.buckets or theirs.out_of_turn):
                     return True
-                # If the host runs ahead, operations that a rank has started may be queued behind the gather.
+                # If the host runs ahead, operations that the other rank has started may be queued behind the gather.
                 if idle and other in self._gathering and theirs.gathers > mine.gathers and (lacks or self._ahead):
                     return True
         return False

@@ -1,7 +1,7 @@
 """The store of the process group, through which ranks communicate when they have no transports.
 
 The server of the store is rank 0 or the agent of `torchrun`. If the server is stopped or unreachable, PyTorch's calls
-block forever. So these calls run on a separate thread, and callers wait for them with a time limit.
+block forever. So PyTorch's calls run on a separate thread, and callers wait for them with a time limit.
 
     rank 0      sets its entry, waits for the entries of the other ranks, and sets the list of all entries
     others      set their entries, and wait for the list
@@ -34,10 +34,10 @@ TIMEOUT = timedelta(minutes=10)
 """Default time that ranks wait for each other."""
 
 _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
-"""Seconds between two checks for a key, at first and in a long wait."""
+"""Seconds between two checks for a key: the first interval, and the longest interval."""
 
 _ANSWER = 1.0
-"""Minimum seconds that the store has to answer a check near the deadline, because it is slow on a busy machine."""
+"""Minimum seconds that a check waits for an answer, even near the deadline. The store is slow on a busy machine."""
 
 
 _Call = tuple["Future[Any]", Callable[[Store], Any]]
@@ -61,8 +61,8 @@ class BoundedStore:
         """Return `call(store)`.
 
         Raises:
-            CommError: the store did not answer within `limit` seconds or has not answered an earlier call, its process
-                has ended, or this is a forked child.
+            CommError: the store did not answer within `limit` seconds, or has not answered an earlier call; the store's
+                process has ended; or the current process is a forked child.
         """
         self._owner.check()
         late = self._late
@@ -111,10 +111,10 @@ def all_gather_json(
     thread: str = "",
     missing: Callable[[], str] = str,
 ) -> list[Any]:
-    """Return the values `mine` of all ranks of `group`, converted to JSON types. Collective; errors name it by `what`.
+    """Return `mine` of every rank of `group`, converted to JSON types. Collective; `what` names the call in errors.
 
-    Threads that may call this concurrently must pass different names as `thread`. A long wait ends if `missing()`
-    returns which rank will not arrive.
+    Threads that may call this concurrently must pass different names as `thread`. A long wait ends early if `missing()`
+    returns a text that says which rank will not arrive.
 
     Raises:
         CommError: a rank did not arrive within `timeout`, or the store does not answer.
@@ -139,7 +139,7 @@ def all_gather_json(
         else:
             rows = _await(store, lambda given: _all_of(given, entries), deadline, missing)
             store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
-            # All ranks have read the previous list, since they have set their entries for this one.
+            # All ranks have read the previous list, since they have set their entries for this list.
             store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
         return [json.loads(row)[1] for row in rows]
     except TimeoutError:
