@@ -129,8 +129,7 @@ class FailureReports:
         self._since: float | None = None  # time of the current report, which several queues read
 
     def leave(self, note: str) -> float:
-        """Publish what this rank was doing, if it has not done so already: later failures result from the first
-        failure.
+        """Publish what this rank was doing, unless it already has: later failures result from the first failure.
 
         Return the time of the first report, by `time.monotonic()`.
         """

@@ -124,7 +124,7 @@ class Progress:
             self._served += 1
 
     def ends_wait(self, reduction: int, since: float) -> bool:
-        """Return whether this rank, which waits for `reduction` since the time `since`, must stop waiting."""
+        """Return whether this rank must end its wait for `reduction`, which began at `since` (`time.monotonic()`)."""
         return self.is_awaited(reduction) or time.monotonic() - since > self._limit
 
     def is_awaited(self, reduction: int) -> bool:

@@ -1,8 +1,9 @@
-"""Memory of one rank that other ranks on its host can read. It has no file name, so it does not outlive the process.
+"""The heap: memory of one rank that other ranks on the same host can read.
 
-The address range is as large as the machine's memory, and pages are allocated when they are first written. The size of
-`/dev/shm` does not limit it. A freed block keeps its pages for the next block, since allocating pages takes longer than
-the operation that uses them. Pages that were not used for a step are freed:
+The memory has no file name, so it does not outlive the process. The address range is as large as the machine's memory,
+and pages are allocated when they are first written. The size of `/dev/shm` does not limit the heap. A freed block keeps
+its pages for the next block, since allocating pages takes longer than the operation on the block. Pages that were not
+used for a step are freed. A free range is warm if it has pages, and cold otherwise:
 
     blocks   | A A A A | . . . . | B B | . . . . . . | . . . . . . . . . . .
     pages    | # # # # | # # # # | # # | . . . . . . | . . . . . . . . . . .
@@ -32,9 +33,9 @@ from shardlite.errors import CommError
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  # only Linux has seals
-_GRAIN = 4096  # bytes: blocks start at a page
+_GRAIN = 4096  # bytes of a page; each block starts at a page
 _SLACK = 1.05
-"""Maximum ratio of all pages to the peak of live pages."""
+"""Maximum ratio of all allocated pages to the peak of live pages (pages of blocks in use)."""
 
 
 class Mapping:
@@ -102,19 +103,19 @@ class _Spans:
 
 
 class _Returns:
-    """Blocks freed by finalizers, which may run inside any code. It holds no reference to the heap."""
+    """Blocks freed by finalizers. Finalizers may run inside any code. This object has no reference to the heap."""
 
     _blocks_in_use: ClassVar[dict[int, tuple[object, int, int]]] = {}
-    """Weak reference, start and length of all blocks in use, by the id of the reference."""
+    """Weak reference, start and length of each block in use, by the id of the reference."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self.owner = Owner()
         self.blocks: deque[tuple[int, int, bool]] = deque()
-        """Start, length, and whether the pages are already freed."""
+        """Start and length of each freed block, and whether its pages are already freed."""
 
         self.for_good = False
-        """Whether to free the pages of blocks at once, because no further allocation is expected."""
+        """Whether to free the pages of blocks immediately, because no further allocation is expected."""
 
     def expect(self, block: "ctypes.Array[ctypes.c_char]", start: int, length: int) -> None:
         """Reclaim the range of a block when the block is garbage-collected."""
@@ -131,7 +132,7 @@ class _Returns:
     def drop_pages(self, start: int, stop: int) -> None:
         """Free pages. Afterwards the range reads as zero in every process.
 
-        Has no effect in a forked child, because the parent may have allocated the range since.
+        Has no effect in a forked child, because the parent may have allocated the range after the fork.
         """
         if self.owner.is_here:
             self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
@@ -145,7 +146,7 @@ def physical_memory() -> int:
 def make_memory(nbytes: int) -> int:
     """Create shared memory without a name, and return its descriptor. Pages are allocated when they are written.
 
-    Its size is sealed, because the system kills a process that reads past the end of a shrunk file.
+    The size is sealed (cannot change), because the system kills a process that reads past the end of a shrunk file.
     """
     descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, nbytes)
@@ -154,7 +155,7 @@ def make_memory(nbytes: int) -> int:
 
 
 def has_fixed_size(descriptor: int) -> bool:
-    """Return whether the size of memory is sealed."""
+    """Return whether the size of the memory is sealed."""
     return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
 
@@ -167,10 +168,10 @@ class Heap(Mapping):
         super().__init__(self.descriptor)
         self.reserved = _rounded_up(reserved)
         self._lock = threading.RLock()
-        self._changing = False  # whether a change is in progress; a finalizer may run inside it, on the same thread
+        self._changing = False  # whether ranges are being changed; a finalizer may run then, on the same thread
         self._cold, self._warm = _Spans(), _Spans()  # free ranges
         self._cold.insert(self.reserved, nbytes // _GRAIN * _GRAIN)
-        self._used_lately = _Spans()  # free ranges that were freed since the last `trim`
+        self._used_lately = _Spans()  # free ranges that were freed after the previous `trim`
         self._returns = _Returns(self.memory)
         self._live = self._most = self._most_before = 0
         weakref.finalize(self, os.close, self.descriptor)
@@ -188,10 +189,10 @@ class Heap(Mapping):
             return self._warm.nbytes
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate a block of uninitialized bytes, [nbytes]. It is freed with the last tensor on it. Thread-safe.
+        """Allocate a block of uninitialized bytes, [nbytes]. Deleting all tensors on the block frees it. Thread-safe.
 
         Raises:
-            CommError: there is no free range of this size, or this is a forked child.
+            CommError: there is no free range of this size, or the process is a forked child.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -211,11 +212,11 @@ class Heap(Mapping):
         return tensor
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free the pages that were not used since the last call, or all unused pages except `keep` bytes.
+        """Free pages that were not used since the previous call. `keep`: free all unused pages except this many bytes.
 
         `keep=0` also applies to blocks that are freed later, until the next allocation or the next call.
         """
-        if not self._returns.owner.is_here:  # in a forked child, a thread that does not exist there may hold the lock
+        if not self._returns.owner.is_here:  # in a forked child, the lock may be held by a thread of the parent
             return
         with self._change() as possible:
             self._returns.for_good = keep == 0
@@ -234,7 +235,7 @@ class Heap(Mapping):
     def _change(self) -> Iterator[bool]:
         """Lock the free ranges, and add freed blocks to them. Yield whether the free ranges may be changed.
 
-        They must not be changed in a finalizer that runs while this thread changes them.
+        A finalizer that runs while this thread changes the free ranges must not change them.
         """
         with self._lock:
             if self._changing:
@@ -248,7 +249,7 @@ class Heap(Mapping):
                 self._changing = False
 
     def _take(self, length: int) -> int:
-        """Take the shortest warm range that is long enough, or a range that includes cold pages if there is none."""
+        """Take bytes from the shortest warm range that is long enough. If there is none, also take cold pages."""
         fitting = [(stop - start, start) for start, stop in self._warm if stop - start >= length]
         if fitting:
             _, start = min(fitting)
@@ -258,12 +259,12 @@ class Heap(Mapping):
             place = self._take_cold(length)
             if place is not None:
                 return place
-            for span in self._warm:  # merged with adjacent cold ranges, one may be long enough
+            for span in self._warm:  # a warm range may be long enough when it is merged with adjacent cold ranges
                 self._cool(*span)
         raise CommError(f"no room for {length} bytes in the {self.nbytes} bytes that ranks of this host share")
 
     def _take_cold(self, length: int) -> int | None:
-        """Take the first range that is long enough together with the warm range before it."""
+        """Take the first cold range that is long enough, together with any warm range directly before it."""
         warm_up_to = {stop: start for start, stop in self._warm}
         for start, stop in self._cold:
             begin = warm_up_to.get(start, start)
@@ -287,7 +288,7 @@ class Heap(Mapping):
                 self._used_lately.insert(*part)
 
     def _keep_to(self, limit: int) -> None:
-        """Limit warm ranges to `limit` bytes. Longer ranges are cooled first."""
+        """Free pages until the warm ranges have at most `limit` bytes in total, starting with the longest range."""
         if self._warm.nbytes <= limit:
             return
         for start, stop in sorted(self._warm, key=lambda span: span[0] - span[1]):

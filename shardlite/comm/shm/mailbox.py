@@ -1,17 +1,17 @@
 """Mailboxes in shared memory: announcements of messages between ranks of one host, and receipts for them.
 
-Each rank has control words at the start of its heap. Every other rank writes to separate words of them. The bell is the
-only word with several writers:
+Each rank has control words at the start of its heap. Among these, every other rank has separate words to which it
+writes. The bell is the only word with several writers:
 
     bell | whether this rank has failed | per peer: how many announcements it has read | per peer: announcements
 
-An announcement is written before its number. x86 preserves the order of writes, so a rank that reads the number also
-reads the rest of the announcement. The place of an announcement is reused after it was read, and every waiting rank
-reads all announcements. Receipts are separate words in the sender's heap, which mark messages that were taken. So any
-number of messages may be open, and they may be taken in any order.
+The content of an announcement is written before its number. x86 preserves the order of writes, so a rank that reads the
+number also reads the right content. The place of an announcement is reused after the announcement was read, and every
+waiting rank reads all announcements. Receipts are separate words in the sender's heap, which mark messages that the
+receiver has taken. So any number of messages may be open, and messages may be taken in any order.
 
-A waiting rank sleeps until its bell changes (Linux's `futex`). Every ring writes a new value, which differs from all
-values written by this rank and by others. So a sleeping rank wakes up even if two ranks ring at once.
+A waiting rank sleeps until its bell changes (Linux's `futex`). Every ring writes a value that differs from all
+values that any rank has written. So a sleeping rank wakes up even if two ranks ring at the same time.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ PLACES = 256
 RECEIPTS = 1 << 20
 """Maximum number of open messages of one rank."""
 
-_WORDS = 10  # per announcement: number, checksum and content
+_WORDS = 10  # words per announcement: number, checksum and content
 _CONTENT = struct.Struct("<IIQQQ")  # tag, kind, offset, bytes, receipt
 _BELL, _QUIT, _FIRST = 0, 1, 16
 
@@ -59,7 +59,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Announcement(NamedTuple):
-    """A message in the heap of its sender."""
+    """Description of a message in the heap of its sender."""
 
     number: int
     """Number of the message among this sender's messages to this rank, from 1."""
@@ -71,7 +71,7 @@ class Announcement(NamedTuple):
     offset: int
     nbytes: int
     receipt: int
-    """Byte offset in the sender's heap of the receipt, a word that is set to `number` when the message is taken."""
+    """Byte offset of the receipt in the sender's heap. The receiver writes `number` there when it takes the message."""
 
 
 def control_nbytes(world_size: int) -> int:
@@ -150,7 +150,7 @@ class Control:
             content = _CONTENT.pack(*message[1:])
             self._bytes[4 * place + 8 : 4 * place + 8 + _CONTENT.size] = content
             self._words[place + 1] = _checksum(message.number, content)
-            self._words[place] = message.number & 0xFFFFFFFF  # last: it makes the rest visible
+            self._words[place] = message.number & 0xFFFFFFFF  # last, because it makes the content visible
             self.ring()
 
     def ring(self) -> None:
@@ -171,7 +171,7 @@ class Receipts:
         start = _control_words(world_size)
         self._start = start
         self._words = mapping.words(4 * start, RECEIPTS)
-        self._used = 0  # number of receipts ever used; the others have no pages
+        self._used = 0  # number of receipts ever used; the other receipts have no pages
         self._free: list[int] = []
 
     @property

@@ -1,15 +1,15 @@
-"""Rendezvous: the ranks of one host open each other's memory, by the file descriptors of the other processes.
+"""Rendezvous: the ranks of one host open each other's memory, through the file descriptors of the other processes.
 
-    each rank    creates a heap, locks it, and publishes its process, descriptor and inode   (by the store)
-    each rank    opens /proc/PROCESS/fd/DESCRIPTOR of the others, and compares the inode
-    all ranks    publish whether this succeeded: if it failed on any rank, no rank uses it   (by the store)
+    each rank    creates a heap, locks it, and publishes its process, descriptor and inode      (in the store)
+    each rank    opens /proc/PROCESS/fd/DESCRIPTOR of the other ranks, and compares the inode
+    all ranks    publish whether they succeeded: if a rank failed, no rank uses shared memory   (in the store)
 
 Linux lets a process open this path only if it may read the memory of that process (`PTRACE_MODE_READ` in ptrace(2)). So
 only processes of the same user and privileged processes can open it. No rank listens on a socket, so other users have
 nothing to connect to. Comparing the inode detects a later process that reuses the ID of an ended process.
 
-A rank holds the lock until its process ends for any reason, and its peers detect this. A forked child does not inherit
-the lock.
+A rank holds the lock until its process ends for any reason, and then its peers detect that the lock is free. A forked
+child does not inherit the lock.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ from shardlite.errors import LayoutError
 
 log = logging.getLogger("shardlite")
 
-_BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
+_BOOT = "/proc/sys/kernel/random/boot_id"  # an ID of the running kernel
 _NAMESPACES = ("/proc/self/ns/pid", "/proc/self/ns/user")
 
 _Address = tuple[int, int, int, int]
@@ -43,11 +43,11 @@ class Rendezvous:
 
     neighbours: Neighbours | None
     why_not: str
-    """The reason if `neighbours` is `None`. It is equal on every rank."""
+    """Why `neighbours` is `None`, or `""` if it is not. The text is equal on every rank."""
 
 
 _RENDEZVOUS: "WeakKeyDictionary[dist.ProcessGroup, Rendezvous]" = WeakKeyDictionary()
-"""Results by group. A rank that is a thread has its own group objects, so threads do not share entries."""
+"""Results by group. If ranks are threads, each rank has its own group objects, so threads do not share entries."""
 
 
 def rendezvous(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Rendezvous:
@@ -88,7 +88,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
             why_not = f"this system provides no shared memory: {error}"
     rows = all_gather_json(group, (why_not, _reach(), address), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
-    if why_not:  # the user did not request `p2p`, and might expect shared memory
+    if why_not:  # a warning, because the user did not request `p2p` and might expect shared memory
         log.warning("no shared memory between the ranks of this host: %s", why_not)
     elif len({tuple(row[1]) for row in rows}) > 1:
         apart = len({row[1][0] for row in rows}) > 1
@@ -120,7 +120,7 @@ def host_name() -> str:
 
 
 def _reach() -> list[str]:
-    """Return host and namespaces, which are equal for processes that can open each other's descriptors.
+    """Return this process's host and namespaces. Processes for which they are equal can open each other's descriptors.
 
     Containers on one host have separate namespaces, unless they share the namespaces of the host.
     """
@@ -131,7 +131,7 @@ def _reach() -> list[str]:
 
 
 def _publish(heap: Heap) -> _Address:
-    """Lock a heap, which shows that its process is alive, and return its address."""
+    """Lock a heap, so that peers can see that this process is alive, and return the address of the heap."""
     fcntl.lockf(heap.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process = os.readlink("/proc/self")  # the number of this process in its namespace
     return int(process), heap.descriptor, *_identity(heap.descriptor)
@@ -143,7 +143,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 class _Alive:
-    """Detects the end of a peer's process by the lock on the peer's memory. Thread-safe."""
+    """Detector of the end of a peer's process, by the lock on the peer's memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}
@@ -153,7 +153,7 @@ class _Alive:
         """Open the memory of a rank, and return the descriptor.
 
         Raises:
-            OSError: the memory cannot be opened, is not the memory of this rank, or may change its size.
+            OSError: the memory cannot be opened, is not the memory of `peer`, or may change its size.
         """
         process, number, *identity = address
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)

@@ -1,10 +1,10 @@
 """Shared-memory transport: a message stays in the memory of its sender, where the receiver reads it.
 
-    sender      announces the message in the receiver's mailbox, and waits until it was taken
+    sender      announces the message in the receiver's mailbox, and waits until the receiver has taken the message
     receiver    copies the message to its destination, or reads it in place; then signs the receipt
 
-So a message is copied at most once. A message outside the shared heap is copied a second time. To avoid this, allocate
-buffers for sending with `empty`.
+So a message is copied at most once. If the message is not in the shared heap, the sender also copies it to the heap. To
+avoid this second copy, allocate buffers for sending with `empty`.
 
 A waiting thread also takes messages for other threads of its process, so ranks may wait in any order. A rank whose wait
 fails marks itself as failed, because messages that it has announced may change from then on.
@@ -45,8 +45,8 @@ _TRIES = 3
 """Number of mailbox reads before a thread sleeps. Sleeping takes longer than a short wait."""
 
 _MANY_TRIES = 100
-"""Number of mailbox reads of the main thread if each rank has a core. They take about 0.25 ms, during which no other
-thread runs.
+"""Number of mailbox reads of the main thread if each rank has a core. The reads take about 0.25 ms, during which no
+other thread runs.
 """
 
 _HALF = PLACES // 2
@@ -77,7 +77,7 @@ class Neighbours:
         self._to_copy: deque[_Arriving] = deque()
         self._has_core = self.world_size <= len(os.sched_getaffinity(0))
         self._broken = ""
-        self._waiting = 0  # number of threads
+        self._waiting = 0  # number of waiting threads
         self._ledger = Ledger()
 
     def held(self) -> dict[str, Held]:
@@ -86,7 +86,7 @@ class Neighbours:
         return {**self._ledger.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
-        """Announce a message [n], at once or after the peer has read enough earlier announcements."""
+        """Announce a message [n], immediately or after the peer has read enough earlier announcements."""
         offset = self.heap.offset_of(tensor)
         if offset is None:
             copy = self.heap.empty(tensor.nbytes).view(tensor.dtype)
@@ -104,7 +104,7 @@ class Neighbours:
         return _Departing(self, peer, tag, tensor.numel(), tensor.dtype, limit, tensor, announcement)
 
     def expect(self, arriving: "_Arriving") -> "_Arriving":
-        """Match `arriving` with the first unmatched message from its peer with its tag, now or on arrival."""
+        """Match `arriving` with the first unmatched message of the same peer and tag, now or when it arrives."""
         route = arriving.peer, arriving.tag
         with self._lock:
             announcement = _next(self._early, route)
@@ -183,7 +183,7 @@ class Neighbours:
         while self._to_copy:
             try:
                 arriving = self._to_copy.popleft()
-            except IndexError:  # another thread has taken the last one
+            except IndexError:  # another thread has taken the last message
                 return
             arriving.copy()
             self.acknowledge(arriving)
@@ -236,8 +236,8 @@ class Neighbours:
     def _missing(self, peer: int) -> str:
         """Return which ranks prevent an answer from `peer`, or `""`.
 
-        Other ranks that have ended may have finished normally. If they were still needed, the rank that waits for them
-        fails and marks itself.
+        A rank other than `peer` that has ended may have finished normally. If another rank still needs it, that rank
+        fails and marks itself as failed.
         """
         failed = [r for r in self._others if self._controls[r].has_quit]
         gone = [r for r in self._others if r not in failed and self.is_gone(r)]
@@ -281,7 +281,7 @@ class SharedMemoryTransport(Transport):
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free the pages that were not used since the last call, or all unused pages except `keep` bytes."""
+        """Free pages that were not used since the previous call. `keep`: free all unused pages but this many bytes."""
         self._neighbours.heap.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:
@@ -318,7 +318,7 @@ class _InFlight:
     dtype: torch.dtype
     limit: float
     tensor: Tensor | None = None
-    """Tensor that is sent, or destination of a received message. `None` if the message is read in place."""
+    """The tensor that is sent, or the destination of a received message. `None` if the message is read in place."""
 
     announcement: Announcement | None = None
     direction = "receiving from"
@@ -372,7 +372,7 @@ class _Arriving(_InFlight):
         self.neighbours.acknowledge(self)
 
     def copy(self) -> None:
-        """Copy the message to `tensor` as bytes, because memory meters would count a tensor on the peer's memory."""
+        """Copy the message to `tensor` as bytes, because memory meters would count a tensor of the peer's memory."""
         assert self.tensor is not None, "it is not read in place"
         assert self.announcement is not None, "it has arrived"
         source = self.neighbours.mappings[self.peer].address + self.announcement.offset
