@@ -212,7 +212,7 @@ class Heap(Mapping):
         return tensor
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free pages that were not used since the previous call. `keep`: free all unused pages except this many bytes.
+        """Free pages unused since the previous call. `keep`: free all unused pages except this many bytes.
 
         `keep=0` also applies to blocks that are freed later, until the next allocation or the next call.
         """

@@ -1,7 +1,7 @@
 """Mailboxes in shared memory: announcements of messages between ranks of one host, and receipts for them.
 
-Each rank has control words at the start of its heap. Among these, every other rank has separate words to which it
-writes. The bell is the only word with several writers:
+Each rank has control words at the start of its heap. Every other rank writes to its own words among these. The
+bell is the only word with several writers:
 
     bell | whether this rank has failed | per peer: how many announcements it has read | per peer: announcements
 
@@ -71,7 +71,7 @@ class Announcement(NamedTuple):
     offset: int
     nbytes: int
     receipt: int
-    """Byte offset of the receipt in the sender's heap. The receiver writes `number` there when it takes the message."""
+    """Byte offset of the receipt in the sender's heap. The receiver sets the receipt to `number` to sign it."""
 
 
 def control_nbytes(world_size: int) -> int:

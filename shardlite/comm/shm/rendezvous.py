@@ -43,7 +43,7 @@ class Rendezvous:
 
     neighbours: Neighbours | None
     why_not: str
-    """Why `neighbours` is `None`, or `""` if it is not. The text is equal on every rank."""
+    """Why `neighbours` is `None`, or `""` if there are neighbours. The text is equal on every rank."""
 
 
 _RENDEZVOUS: "WeakKeyDictionary[dist.ProcessGroup, Rendezvous]" = WeakKeyDictionary()

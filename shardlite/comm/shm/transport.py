@@ -281,7 +281,7 @@ class SharedMemoryTransport(Transport):
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free pages that were not used since the previous call. `keep`: free all unused pages but this many bytes."""
+        """Free pages unused since the previous call. `keep`: free all unused pages except this many bytes."""
         self._neighbours.heap.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:

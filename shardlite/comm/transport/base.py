@@ -1,4 +1,4 @@
-"""The interface of a transport: rank, send, receive, wait. It does not depend on process groups."""
+"""The interface of a transport: rank, send, receive, wait. This file does not depend on process groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ class Message:
 
     @property
     def route(self) -> str:
-        """Return direction and peer, for error messages."""
+        """Return the direction and the peer, for error messages."""
         return f"{'sending to' if self.outgoing else 'receiving from'} rank {self.peer}"
 
 
 class Pending(Protocol):
-    """Messages in flight. Keeps their tensors alive. The caller must not touch the tensors before `wait` returns."""
+    """Messages in flight, with references to their tensors. The caller must not touch these before `wait` returns."""
 
     def wait(self) -> None:
         """Wait until sent tensors may be reused and received tensors may be read.
 
         If the transport is `blocking`, the host waits. Otherwise only the device's current stream waits: the call
-        returns at once, and operations enqueued on the stream afterwards may use the tensors.
+        returns immediately, and operations enqueued on the stream afterwards may use the tensors.
 
         Raises:
             CommError: the peer failed, sent a different message, or did not respond within the transport's timeout.
@@ -59,19 +59,19 @@ class Loan(Protocol):
 
 
 class Holder(Protocol):
-    """Reports memory by purpose."""
+    """An object that reports how much memory it holds for each purpose."""
 
     def held(self) -> dict[str, Held]:
         """Return the bytes held for each purpose."""
 
 
 class Transport:
-    """Messages between ranks, the base class of all transports.
+    """Base class of all transports, which send messages between ranks.
 
     Messages from one rank to another with the same tag arrive in the order in which they were sent. Messages with
     different tags are independent. Tensors are contiguous and 1-D, of any dtype. Sender and receiver must use the same
-    numel and dtype. Several threads may use one transport at once if their tags differ. A transport that guarantees
-    less documents the difference.
+    numel and dtype. Several threads may use one transport concurrently if their tags differ. A transport that
+    guarantees less documents the difference.
     """
 
     rank: int
@@ -88,19 +88,19 @@ class Transport:
     """
 
     blocking = True
-    """Whether waits block the host. A caller that has other work to do then needs a thread for them."""
+    """Whether waits block the host. If so, a caller that has other work to do needs a separate thread for the waits."""
 
     lends = False
     """Whether messages can be read in the sender's memory, with `borrow`."""
 
     algorithm: Algorithm = "ring"
-    """The schedule of collectives. The class's value applies to `algorithm="auto"`; `connect` sets any other."""
+    """The algorithm of collectives. A class has the value for `algorithm="auto"`, and `connect` sets other values."""
 
     node = 1
-    """Number of ranks per node for the hierarchical schedule. It is 1 for all other schedules."""
+    """Number of ranks per node for the hierarchical algorithm. It is 1 for all other algorithms."""
 
     holder: Holder | None = None
-    """Reports the memory that the transport holds for messages. Several transports may share a holder."""
+    """Object that reports the memory that the transport holds for messages. Several transports may share one."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return uninitialized memory [nbytes] from which tensors can be sent without a copy, where possible."""
@@ -111,7 +111,7 @@ class Transport:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Release unused memory to the system: memory unused since the last call, or all except `keep` bytes.
+        """Release memory unused since the previous call. `keep`: release all unused memory except this many bytes.
 
         Has no effect if the memory belongs to PyTorch's allocators.
         """
@@ -146,7 +146,7 @@ class Completed:
     """A `Pending` with nothing to wait for."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 def check_on_host(who: str, tensor: Tensor) -> None:
@@ -157,7 +157,7 @@ def check_on_host(who: str, tensor: Tensor) -> None:
     """
     assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
     assert tensor.is_contiguous(), "a message is contiguous"
-    if tensor.device.type != "cpu":  # using its address would fail at best, and crash the process at worst
+    if tensor.device.type != "cpu":  # a device address would raise an error at best, and crash at worst
         raise LayoutError(f"{who} sends CPU tensors, got one on {tensor.device}")
 
 

@@ -5,12 +5,14 @@
 | `GlooTransport` | CPU tensors | one message per call |
 | `StagedTransport` | CUDA tensors over gloo, which cannot send them | each message is copied through host memory |
 
-Failures of `torch.distributed` are raised as `CommError`s that name both ranks. `nccl.py` does the same over NCCL.
+Failures of `torch.distributed` are raised as `CommError`s that name both ranks. The transport over NCCL is in
+`nccl.py`.
 
 Over a backend without tags, operations that run concurrently need separate connections (`reconnect`). `dist.new_group`
-does not suit a library, for three reasons. Its groups are only freed when the program ends. It deadlocks if ranks are
-in different numbers of groups, because the number is part of the group's name. And if the default group is bound to a
-device, all ranks of the program must call it. A backend that is created directly has none of these problems.
+does not suit a library, for three reasons. Groups of `dist.new_group` are only freed when the program ends. The call
+deadlocks if ranks are in different numbers of groups, because the number is part of the group's name. And if the
+default group is bound to a device, all ranks of the program must make the call. A backend that is created directly has
+none of these problems.
 """
 
 import os
@@ -39,7 +41,7 @@ from shardlite.telemetry import Ledger
 
 
 class Posted(NamedTuple):
-    """Messages or a whole collective, described for errors."""
+    """Description of messages or of a whole collective, for errors."""
 
     rank: int
     messages: Sequence[Message] = ()
@@ -67,7 +69,7 @@ class Posted(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """Messages that the backend has started. Keeps references to their tensors, because gloo keeps only addresses."""
+    """Messages that the backend has started, with references to their tensors, because gloo keeps only addresses."""
 
     works: Sequence[dist.Work]
     posted: Posted
@@ -77,8 +79,8 @@ class InFlight(NamedTuple):
     def wait(self) -> None:
         """Wait for all messages, for at most the timeout per message.
 
-        A wait in the backend blocks its thread. The program's thread must stay interruptible and check for failures of
-        other ranks. So it lets another thread wait in the backend.
+        A wait in the backend blocks the thread that waits. The program's thread must stay interruptible and check for
+        failures of other ranks. So the program's thread lets another thread wait in the backend.
         """
         reports = reports_of_thread()
         if reports is None or self.posted.timeout is None or current_thread() is not main_thread():
@@ -105,7 +107,7 @@ class InFlight(NamedTuple):
 
 
 class _Waiter:
-    """A thread that waits in the backend on behalf of the program's thread. It is replaced while it is blocked."""
+    """A thread that waits in the backend on behalf of the program's thread. Replaced if it is still blocked."""
 
     def __init__(self) -> None:
         self._queue: ThreadQueue | None = None
@@ -119,7 +121,7 @@ class _Waiter:
         return self._latest
 
     def forget(self) -> None:
-        """Forget the thread in a forked child, because only the parent has it."""
+        """Forget the thread in a forked child, because only the parent has this thread."""
         self._queue = self._latest = None
 
 
@@ -145,14 +147,14 @@ def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] | None = None) -> Backend:
     """Return a new gloo backend between the ranks of `group`, in their order. Collective.
 
-    If `some` is given, the backend is between these ranks, which include this one. Two ranks pass the same `some`, or
-    disjoint ones. The connections are closed when the backend is freed.
+    If `some` is given, the backend is between these ranks, which include this one. Any two ranks must pass
+    the same `some` or disjoint lists. The connections are closed when the backend is freed.
 
     Raises:
         CommError: a rank did not arrive or cannot be connected.
     """
     members = range(group.size()) if some is None else some
-    # The token is random, so the store has no entries under it that an earlier group left there.
+    # The token is random, so an earlier group has left no entries in the store under the same token.
     tokens = all_gather_json(group, secrets.token_hex(8), "another connection over gloo", timeout)
     try:
         return over_gloo(tokens[members[0]], members.index(group.rank()), len(members), timeout)
@@ -169,7 +171,7 @@ def refused(group: dist.ProcessGroup, members: Sequence[int], backend: str, erro
 
 
 def global_ranks(group: dist.ProcessGroup, members: Sequence[int]) -> list[int]:
-    """Return the numbers of some ranks of a group in the default group."""
+    """Return the numbers that the ranks `members` of `group` have in the default group."""
     ranks = dist.get_process_group_ranks(group)
     return [ranks[each] for each in members]
 
@@ -242,7 +244,7 @@ class GlooTransport(GroupTransport):
 
 
 _NEVER_SENT = 0x7FFFFFFF
-"""A tag that a message has with probability 2^-31. A collision is harmless, since the program is ending."""
+"""A tag that a real message has only with probability 2^-31. Such a message does no harm: the program is ending."""
 
 
 class StagedTransport(Transport):

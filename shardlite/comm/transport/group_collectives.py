@@ -3,11 +3,12 @@
     gather     `all_gather_into_tensor`, in place; over gloo by messages
     reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank as a row; one kernel then adds the rows
                in the order of the ring (`shardlite_kernels.add_rows`). With two ranks, each receives one row and adds
-               its own summand from the bucket (`shardlite_kernels.hop`)
+               its own summand from the gradient bucket (`shardlite_kernels.hop`)
 
-The results have the bits of the ring, and the number of calls does not depend on the number of ranks. Both NCCL and
-gloo are supported. Over NCCL a message costs the host more time than a whole collective. A long reduction is made in
-slices of all segments. Over NCCL a slice is transferred while the previous slice is added.
+The results have the same bits as with the algorithm `ring`, and the number of calls does not depend on the number of
+ranks. Both NCCL and gloo are supported. Over NCCL a message costs the host more time than a whole collective. A long
+reduction is made in slices. A slice is one range of elements of every segment. Over NCCL a slice is transferred while
+the previous slice is added.
 
 These calls have no tags, so all ranks must make them in the same order. Therefore each queue of operations has a
 separate connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of
@@ -26,13 +27,14 @@ backends and not the functions of `torch.distributed`, which require process gro
         node 1   rank 2    [c0 c1 c2 c3]     [d0+c0 . d2+c2 .]       [. . (b2+a2)+(d2+c2) .]
                  rank 3    [d0 d1 d2 d3]     [. c1+d1 . c3+d3]       [. . . (a3+b3)+(c3+d3)]
 
-This is the order of the schedule `hierarchical`, so the results have the bits of that schedule. They depend on `L`.
+This is the order of the schedule `hierarchical`, so the results have the bits of that schedule. The bits depend on `L`.
 
-A rank sends `(L-1)/L` of the buffer inside its node, and `(N-1)/N` of `1/L` of it across nodes. The sum is `(W-1)/W`,
-as in one exchange among all ranks. But one exchange among all ranks sends `(W-L)/W` across nodes, `L` times as much.
+A rank sends `(L-1)/L` of the buffer inside its node, and `(N-1)/(N L)` of the buffer across nodes. Together this is
+`(W-1)/W`, as in one exchange among all ranks. But one exchange among all ranks sends `(W-L)/W` of the buffer across
+nodes, `L` times as much.
 
-Legend: `W` ranks, in two levels `W = N L` in `N` nodes of `L`: rank `m L + j` has place `j` in node `m`. `n` elements
-in the full buffer, `S` elements of the longest segment.
+Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment. In two levels there are `N`
+nodes of `L` ranks, `W = N L`, and rank `m L + j` has place `j` in node `m`.
 """
 
 import ctypes
@@ -57,7 +59,9 @@ from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
 FusedStep = tuple[State, Table, Tensor]
-"""Arguments of a kernel that steps by the mean it computes: weights and moments [S], their table, a flag [] for NaNs.
+"""Arguments of the kernel that computes a mean and makes an optimizer step by this mean.
+
+They are the weights and moments [S], the table of these tensors, and a flag [] for NaNs.
 """
 
 
@@ -69,7 +73,7 @@ class WholeCollectives(Transport):
 
     @property
     def first_row(self) -> int | None:
-        """Number of the first row to add of `exchange_rows`, or `None` to add the rows as a balanced tree."""
+        """Index of the row of `exchange_rows` that is added first, or `None` to add the rows as a balanced tree."""
         return None if self.algorithm == "halving" else (self.rank + 1) % self.world_size
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -97,7 +101,7 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the range of elements of each slice of a segment. All but the last are multiples of `grain`."""
+        """Return the range of elements of each slice of a segment. All but the last slice are multiples of `grain`."""
         return slices_of(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
@@ -106,10 +110,11 @@ class WholeCollectives(Transport):
         return self.world_size * max((stop - start for start, stop in slices), default=0)
 
     def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield all ranks' rows of this rank's segment of `full` [n], slice by slice: the slice's start, rows [W, .].
+        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row, [W, .].
 
-        With two ranks, it may yield only the other rank's row, [1, .]. The rows are in `staging` [`rows_numel(...)`].
-        The caller may use them in operations that it enqueues on the current stream before it requests the next slice.
+        With two ranks, the method may yield only the other rank's row, [1, .]. The rows are in `staging`, which has
+        `rows_numel(...)` elements. The caller may use the rows in operations that it enqueues on the current stream
+        before it requests the next slice.
 
         Raises:
             CommError: a peer failed or is late.
@@ -120,9 +125,9 @@ class WholeCollectives(Transport):
                 yield part[0], rows
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`.
+        """Return every rank's row for the range `part` of this rank's segment of `full` [n], as [W, .] in `staging`.
 
-        With two ranks, it may return only the other rank's row, [1, .]. `part` is clipped to segments that are shorter.
+        With two ranks, the method may return only the other rank's row, [1, .]. `part` is clipped to shorter segments.
         `staging` has `rows_numel(...)` elements.
 
         Raises:
@@ -136,7 +141,7 @@ class WholeCollectives(Transport):
 
 
 SHORTEST = 32
-"""Elements of the shortest slice. Longer slices are multiples of it, so that rows are aligned to 32 bytes or more."""
+"""Elements of the shortest slice. Longer slices have a multiple of `SHORTEST`, so that rows are aligned to 32 bytes."""
 
 
 @lru_cache(maxsize=1024)
@@ -247,10 +252,10 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return rows_numel(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
     def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield all ranks' rows of this rank's segment of `full` [n], slice by slice: the slice's start, rows [W, .].
+        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row, [W, .].
 
-        With two ranks, it yields only the other rank's row, [1, .]. Over NCCL, if segments have equal lengths, a slice
-        is transferred while the caller adds the previous slice.
+        With two ranks, the method yields only the other rank's row, [1, .]. Over NCCL, if segments have equal lengths,
+        a slice is transferred while the caller adds the previous slice.
 
         Raises:
             CommError: a peer failed or is late.
@@ -267,14 +272,14 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
         Three slots are used in turn. A copy runs after the addition that frees its slot, since both are on the current
         stream. A transfer runs after the previous transfer, since both are on NCCL's stream, and after the copy that it
-        sends. So it also runs after the addition that frees the slot.
+        sends. So a transfer also runs after the addition that frees the slot for its rows.
 
                      transfer 0   transfer 1      transfer 2      transfer 3
             slot 0   sent 0       rows 1          add 1, copy 3   sent 3
             slot 1   rows 0       add 0, copy 2   sent 2          rows 3
             slot 2   copy 1       sent 1          rows 2          add 2, copy 4
 
-        With two ranks, each sends from the bucket, and nothing is copied.
+        With two ranks, each rank sends from `full`, and nothing is copied.
         """
         ranks, numel = self.world_size, _row_count(self.world_size) * slices[0][1]
         word = _word(full, staging, full.numel() // ranks)
@@ -282,7 +287,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         pieces = torch.split(full.view(word).view(ranks, -1), slots[0].shape[1], 1)
         for k, ((start, _), piece) in enumerate(zip(slices, pieces, strict=True)):
             rows, sent = slots[(1 - k) % _SLOTS], slots[-k % _SLOTS]
-            if (length := piece.shape[1]) < slots[0].shape[1]:  # the last slice
+            if (length := piece.shape[1]) < slots[0].shape[1]:  # the last slice is shorter
                 rows, sent = (slot.view(-1)[: len(slot) * length].view(-1, length) for slot in (rows, sent))
             if ranks == 2:
                 sent = piece[1 - self.rank :][:1]
@@ -295,10 +300,10 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return self._group.alltoall_base(rows, sent, self._splits, self._splits, _EXCHANGE_ASYNC)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`.
+        """Return every rank's row for the range `part` of this rank's segment of `full` [n], as [W, .] in `staging`.
 
-        With two ranks, it returns only the other rank's row, [1, .], so nothing is copied within a rank. `part` is
-        clipped to segments that are shorter. `staging` has `rows_numel(...)` elements.
+        With two ranks, the method returns only the other rank's row, [1, .], so nothing is copied within a rank. `part`
+        is clipped to shorter segments. `staging` has `rows_numel(...)` elements.
 
         Raises:
             CommError: a peer failed or is late.
@@ -317,7 +322,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return self.all_to_all(staging, sent, sizes)
 
     def all_to_all(self, staging: Tensor, sent: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Send the k-th of `sizes` elements of `sent` to rank `k`. Return the received rows, [W, .] in `staging`."""
+        """Send `sent` to the ranks, `sizes[k]` elements to rank `k`. Return the received rows, [W, .] in `staging`."""
         own = sizes[self.rank]
         rows = staging[: self.world_size * own]
         splits: tuple[list[int], ...] = ()  # equal parts
@@ -327,7 +332,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return rows.view(self.world_size, own)
 
     def _all_to_all(self, rows: Tensor, sent: Tensor, *splits: list[int]) -> None:
-        """Receive `rows` [.] and send `sent` [.], in equal parts or in parts of `splits` bytes: received, sent."""
+        """Receive `rows` [.] and send `sent` [.]. `splits`: bytes received from and sent to each rank, if unequal."""
 
         def call(rows: Tensor, sent: Tensor) -> Any:
             return self._group.alltoall_base(rows, sent, *(splits or ([], [])), _EXCHANGE)
@@ -335,7 +340,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
 
     def sums(self, cut: Cut) -> bool:
-        """Return whether the process group adds such a buffer, with `reduce_scatter`. It requires equal segments."""
+        """Return whether the process group itself adds such a buffer, by `reduce_scatter`. Segments must be equal."""
         return self.fast and cut.even
 
     def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
@@ -404,13 +409,13 @@ def _landed(exchanges: Iterator[tuple[int, Tensor, Pending]]) -> Iterator[tuple[
 
 
 def _word(full: Tensor, staging: Tensor, segment: int) -> torch.dtype:
-    """Return the widest dtype as which slices can be copied, since PyTorch copies strided rows element by element."""
+    """Return the widest dtype with which slices can be copied. PyTorch copies strided rows element by element."""
     places = segment, full.storage_offset(), staging.storage_offset()
     return torch.uint8 if any(place * full.itemsize % 8 for place in places) else torch.int64
 
 
 def _on_same_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor on the memory of another contiguous CPU tensor that does not share its storage object."""
+    """Return a tensor with the memory of a contiguous CPU tensor, but with its own storage object."""
     if tensor.numel() == 0:
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -480,12 +485,12 @@ class TwoLevelCollectives(WholeCollectives):
         self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] for staging, registered for this node, to which most of the data is sent."""
+        """Return staging memory [nbytes], registered with the node's communicator, which carries most of the data."""
         return self.inside.empty_persistent(nbytes, device)
 
     @property
     def first_row(self) -> int | None:
-        """Number of the first row to add, which is the next node's row."""
+        """Index of the row that is added first, which is the next node's row."""
         return self.across.first_row
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -523,7 +528,7 @@ class TwoLevelCollectives(WholeCollectives):
         return 2 * super().rows_numel(cut, itemsize, grain)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return all nodes' rows of the elements `part` of this rank's segment of `full` [n]: [N, .] in `staging`.
+        """Return every node's row for the range `part` of this rank's segment of `full` [n], as [N, .] in `staging`.
 
         Raises:
             CommError: a peer failed or is late.
@@ -536,7 +541,7 @@ class TwoLevelCollectives(WholeCollectives):
         with self._level("inside its node"):
             given = self.inside.all_to_all(rows, sent, [*map(sum, by_place)])
         mine = by_place[self.inside.rank]
-        sums = sent[: sum(mine)]  # its former content has been sent
+        sums = sent[: sum(mine)]  # reused, because its former content has been sent
         if sums.numel():
             add_rows(sums, given, self.inside.first_row)
         with self._level("across nodes"):
@@ -544,7 +549,7 @@ class TwoLevelCollectives(WholeCollectives):
 
     @contextmanager
     def _level(self, where: str) -> Iterator[None]:
-        """Add this rank's number among all ranks to an error, which only has its number within the level."""
+        """Add this rank's number among all ranks to an error that has only its number within the level."""
         try:
             yield
         except CommError as error:
@@ -552,7 +557,7 @@ class TwoLevelCollectives(WholeCollectives):
 
 
 def _pack(out: Tensor, full: Tensor, cut: Cut, part: tuple[int, int], node: int) -> None:
-    """Copy `part` of each segment of `full` [n] to `out` [.], ordered by place in the node, then by node."""
+    """Copy `part` of each rank's segment of `full` [n] to `out` [.], ordered by the rank's place, then by its node."""
     if cut.even:
         parts = full.view(-1, node, cut.longest)[..., slice(*part)].transpose(0, 1)
         out.view(parts.shape).copy_(parts)

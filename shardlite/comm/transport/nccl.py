@@ -9,10 +9,10 @@ same ranks:
   communicator that is free on all ranks.
 - An operation of the former model may still wait for a rank that will never start it. So ranks also exchange the number
   of operations that each communicator has started. If the numbers differ, the communicator stays unused.
-- The former model may have used another stream. So each operation is ordered after the previous one (`turn`).
+- The former model may have used another stream. So each operation is ordered after the previous operation (`turn`).
 
 Communicators are shut down when the program ends and not when a model is deleted. The reason is that shutting down is a
-collective call, while garbage is collected at any time on any thread.
+collective call, but Python may collect a model at any time and on any thread.
 """
 
 import atexit
@@ -44,22 +44,22 @@ ranks, which then deadlock (https://github.com/pytorch/pytorch/issues/174288).
 class Communicator:
     """An NCCL communicator, used by one transport at a time.
 
-    Communicators with the same `purpose` have equal ranks and options, so one can replace the other.
+    Communicators with the same `purpose` have equal ranks and options, so one communicator can replace another.
     """
 
     def __init__(
         self, name: str, backend: Backend, device: torch.device, purpose: object, *, registers: bool = False
     ) -> None:
         self.name = name
-        """Equal on all ranks."""
+        """Name of the communicator. It is equal on all ranks."""
 
         self.backend: Any = backend
         self.purpose = purpose
         self.operations = 0
-        """Number of operations that were started."""
+        """Number of operations that this communicator has started."""
 
         self.registers = registers
-        """Whether it has an allocator for registered memory."""
+        """Whether the communicator has an allocator for registered memory."""
 
         self.is_free = False
         self._device = device
@@ -69,7 +69,7 @@ class Communicator:
     def lend(self, user: object) -> None:
         """Reserve the communicator for `user` until `user` is garbage-collected, on any thread."""
         self.is_free = False
-        # The finalizer takes no lock, because the thread that collects garbage may hold it.
+        # The finalizer takes no lock, because the thread that collects garbage may already hold the lock.
         weakref.finalize(user, setattr, self, "is_free", True).atexit = False
 
     def turn(self) -> None:
@@ -89,8 +89,9 @@ class Communicator:
     def empty(self, nbytes: int) -> Tensor:
         """Return uninitialized memory [nbytes] of NCCL's allocator, registered with this communicator.
 
-        It is allocated from a `torch.cuda.MemPool` of the backend. The backend registers the pool, and deregisters it
-        before it shuts down. Freed memory returns to the pool: only models that use this communicator can reuse it.
+        The memory is allocated from a `torch.cuda.MemPool` of the backend. The backend registers the pool, and
+        deregisters the pool before shutting down. Freed memory returns to the pool, so only models that use this
+        communicator can reuse the memory.
         """
         memory: Tensor = self.backend.allocate_tensor(nbytes, dtype=torch.uint8, device=self._device)
         return memory
@@ -108,8 +109,8 @@ def communicator(
 ) -> Communicator:
     """Return an unused communicator between the ranks of `group`. Collective.
 
-    If `some` is given, the communicator is between these ranks, which include this one. Two ranks pass the same `some`,
-    or disjoint ones.
+    If `some` is given, the communicator is between these ranks, which include this one. Any two ranks must pass
+    the same `some` or disjoint lists.
 
     Raises:
         LayoutError: `route.registered` is set, and NCCL's allocator is not available on a rank.
@@ -144,12 +145,12 @@ def _agree(
     group: dist.ProcessGroup, members: Sequence[int], offered: Sequence[Communicator], timeout: timedelta
 ) -> tuple[Communicator | None, str]:
     """Return the first communicator that all `members` offer, if any, and a name for a new communicator."""
-    # The name is random, so the store has no entries under it that an earlier group left there.
+    # The name is random, so an earlier group has left no entries in the store under the same name.
     mine = [secrets.token_hex(8), [[each.name, each.operations] for each in offered]]
     everyone = all_gather_json(group, mine, "an additional communicator of NCCL", timeout)
     rows = [everyone[each] for each in members]
     name, first = rows[0]
-    # In the order of the first member: threads that wrap models concurrently may create them in different orders.
+    # The first member's order counts: threads that wrap models concurrently may create communicators in another order.
     common = next((each for each, operations in first if all([each, operations] in theirs for _, theirs in rows)), None)
     return next((each for each in offered if each.name == common), None), name
 
@@ -162,7 +163,7 @@ def _connected(
     store = PrefixStore(f"shardlite/nccl/{name}", _get_default_store())
     try:
         made = dist.ProcessGroupNCCL(store, members.index(group.rank()), len(members), options)
-        if route.registered:  # which requires a communicator, and by default the first operation creates it
+        if route.registered:  # registration requires a communicator, which otherwise the first operation creates
             made.eager_connect_single_device(device)
     except RuntimeError as error:
         raise refused(group, members, "nccl", error) from error
@@ -178,7 +179,7 @@ def _options(group: dist.ProcessGroup, members: Sequence[int], timeout: timedelt
     options._timeout = timeout
     if route.max_ctas is not None:
         options.config.max_ctas = route.max_ctas
-        options.config.min_ctas = min(options.config.min_ctas, route.max_ctas)  # the smallest integer if not set
+        options.config.min_ctas = min(options.config.min_ctas, route.max_ctas)  # if not set, it is the smallest integer
     return options
 
 
@@ -187,7 +188,7 @@ def _purpose(
 ) -> tuple[object, ...]:
     """Return everything that must be equal for one communicator to replace another.
 
-    It includes the route, because messages run on NCCL's stream, and collectives run on the current stream.
+    The result includes the route, because messages run on NCCL's stream, and collectives run on the current stream.
     """
     config = options.config
     own = [each for name in dir(config) if name[0] != "_" and not callable(each := getattr(config, name))]
@@ -202,7 +203,7 @@ def _check_allocator(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Check that NCCL's allocator is available on every rank. Collective.
 
     Raises:
-        LayoutError: it is not available on a rank; the error quotes the backend.
+        LayoutError: the allocator is not available on a rank; the error quotes the backend.
     """
     try:
         reason = "" if _backend_of(group).mem_allocator is not None else "it has no allocator"
@@ -227,20 +228,20 @@ def _close() -> None:
 class NcclTransport(GroupTransport):
     """Messages over NCCL: over `group` (`None` is the default group), or over a communicator.
 
-    The transport uses a communicator until the transport is garbage-collected. It guarantees less than other
-    transports. NCCL has no tags, and matches messages only by their order. So all ranks must start their exchanges in
-    one order, from one thread at a time, and concurrent operations need separate process groups.
+    The transport reserves its communicator until the transport is garbage-collected. `NcclTransport` guarantees less
+    than other transports: NCCL has no tags, and matches messages only by their order. So all ranks must start their
+    exchanges in one order, from one thread at a time, and concurrent operations need separate process groups.
 
-    A wait lets the current stream wait for the messages, and returns at once. So the process group's watchdog detects a
-    late or dead peer, after the timeout of the group, and by default ends the process. A `CommError` is raised only for
-    immediate failures.
+    A wait lets the current stream wait for the messages, and returns immediately. So the process group's watchdog
+    detects a late or dead peer, after the timeout of the group, and by default ends the process. A `CommError` is
+    raised only for immediate failures.
     """
 
     batched = True
     blocking = False
 
     _communicator: Communicator | None = None
-    """`None` uses the communicator of the group, whose operations the program orders."""
+    """Communicator of the messages. `None` uses the group's own communicator, whose operations the program orders."""
 
     def __init__(self, group: dist.ProcessGroup | Backend | Communicator | None) -> None:
         if isinstance(group, Communicator):
@@ -267,8 +268,8 @@ class NcclTransport(GroupTransport):
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Start all `messages` in one batch.
 
-        The first exchange over a group creates its communicator, unless the group was initialized eagerly. It returns
-        after every rank of the group has called its first exchange.
+        The first exchange over a group creates the group's communicator, unless the group was initialized eagerly. This
+        exchange returns after every rank of the group has called its own first exchange.
         """
         self._take_turn()
         batch = [message for message in messages if message.tensor.numel()]

@@ -27,7 +27,7 @@ from shardlite.errors import LayoutError
 log = logging.getLogger("shardlite")
 
 _reported: set[str] = set()
-"""Messages already logged by this process. Ranks that are threads may log a message twice if they race."""
+"""Messages that this process has already logged. If ranks are threads, they may race and log a message twice."""
 
 _ON_REQUEST = "it was requested"
 
@@ -188,7 +188,7 @@ def _check(choice: Choice, route: Route) -> None:
     """Check that the transport supports the options of the route.
 
     Raises:
-        LayoutError: it does not.
+        LayoutError: the transport does not support an option.
     """
     transport, name = choice.transport, type(choice.transport).__name__
     if route.reduce == "fast" and transport.world_size > 1 and not isinstance(transport, GroupCollectives):
@@ -207,12 +207,12 @@ def _check(choice: Choice, route: Route) -> None:
 
 
 def _set_algorithm(transport: Transport, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the algorithm that the route names. Without one, the transport keeps the algorithm of its class."""
+    """Set the algorithm that the route names. If the route names none, keep the algorithm of the transport's class."""
     if isinstance(transport, GroupCollectives):
         transport.fast = route.reduce == "fast"
     if route.order == "tree":
         transport.algorithm = "halving"
-    elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # `choose` adds two levels to these
+    elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # two levels: see `choose`
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
             transport.node = nodes_of(group, timeout)
@@ -224,7 +224,7 @@ def _in_two_levels(
     """Return `flat` with reductions in two levels, or `flat` if there is one node or one rank per node."""
     node, ranks = nodes_of(group, timeout), range(flat.world_size)
     if node in (1, len(ranks)):
-        return flat  # it adds in the same order
+        return flat  # `flat` adds in the same order
 
     def among(some: Sequence[int]) -> GroupCollectives:
         if isinstance(flat, NcclCollectives):

@@ -9,10 +9,10 @@ kernel in Triton's interpreter.
 
     the area of a rank   [ flags | slots of the ring | window 0 | window 1 ]
 
-Only the area is symmetric. A rank allocates its gather buffers and buckets independently, so other ranks do not know
-their addresses. Therefore a segment is copied once to a window, within the memory of its GPU, and other ranks pull it
-from the window into their buffers. A bucket is read in place. Everything is enqueued on the current stream, and the
-host never waits.
+Only the area is symmetric memory. A rank allocates its gather buffers and gradient buckets independently, so other
+ranks do not know the addresses. Therefore a rank copies its segment once to a window, within the memory of its GPU, and
+other ranks pull the segment from the window into their buffers. A rank reads its own bucket in place. Everything is
+enqueued on the current stream, and the host never waits.
 
 **Windows** are used alternately, so one barrier per window is sufficient:
 
@@ -23,11 +23,11 @@ host never waits.
 barrier `i + 1` has ended, no rank reads window `i % 2`, and `show i + 2` may overwrite the window. With a single
 window, `show i + 1` would only follow barrier `i`, while other ranks may still pull.
 
-**Rings** use separate slots and flags, so they need no order relative to windows. `signals.py` of the kernels proves
-that no slot is overwritten early. Epochs count the rings of this transport.
+**Rings** use slots and flags and no windows, so rings and windows may be used in any order. `signals.py` of the kernels
+proves that no slot is overwritten early. Epochs count the rings of this transport.
 
-**No deadlock**: all ranks make the same calls in the same order, each on one stream. The last rank is in a barrier or a
-ring at which all other ranks have already arrived, so it does not wait.
+**No deadlock**: all ranks make the same calls in the same order, each on one stream. The rank that is furthest
+behind is in a barrier or a ring at which all other ranks have already arrived, so this rank does not wait.
 
 Legend: `W` ranks, `n` elements in the full buffer; windows and areas are counted in bytes.
 """
@@ -67,8 +67,8 @@ AREA = 64 << 20
 
 _WINDOWS = 2
 _ALIGNMENT = 128  # bytes: the size of a GPU's cache line
-_WIDEST = 8  # bytes of an element
-_CHANNEL = 0  # each transport has its own allocation and signals
+_WIDEST = 8  # bytes of the widest element
+_CHANNEL = 0  # always the same, because each transport has its own allocation and signals
 _LOOKS = 10**6  # estimate of how often a kernel reads a flag in a second
 _MOST_LOOKS = 2**31 - 1
 _IN_RING = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,10 +81,11 @@ class SymmetricMemoryTransport(WholeCollectives):
     `CUDA_DEVICE_MAX_CONNECTIONS=1` streams block each other. CUDA graphs are not supported: a replay would reuse the
     windows and epochs of the capture.
 
-    A waiting stream spins in a kernel. If a peer does not arrive within `timeout`, this kernel or the next one traps.
-    Later CUDA calls then fail, and the process cannot continue. Calls of this class raise a `CommError`.
+    A waiting stream spins in a kernel. If a peer does not arrive within `timeout`, this kernel or the next kernel
+    traps. Later CUDA calls then fail, and the process cannot continue. Calls of this class raise a `CommError`.
 
-    `area` is this rank's allocation, which the transport keeps alive. `programs` of a ring run concurrently.
+    `area` is this rank's allocation, which the transport keeps alive. `programs` is the number of
+    concurrent programs (thread blocks) of a ring kernel.
 
     Raises:
         LayoutError: the areas are too small for this number of ranks.
@@ -123,12 +124,12 @@ class SymmetricMemoryTransport(WholeCollectives):
             programs=programs,
             limit=min(_MOST_LOOKS, int(timeout.total_seconds() * _LOOKS) + 1),
         )
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # stream and end of the last collective
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # stream and end of the latest collective
         self.holder = books = Ledger()
         if isinstance(area, Tensor):
             books.track("mailboxes", area)
         own[:flags].zero_()
-        # Otherwise another rank might set a flag before it is zeroed.
+        # Without this barrier, another rank might set a flag before this rank zeroes it.
         memory.barrier(_CHANNEL, self._timeout_ms)
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -186,9 +187,9 @@ class SymmetricMemoryTransport(WholeCollectives):
         return rows
 
     def rings(self, full: Tensor, cut: Cut) -> bool:
-        """Return whether a ring kernel can add such a buffer: in fp32, bf16 or fp16, in equal segments, and no tree.
+        """Return whether a ring kernel can add such a buffer. The result is equal on all ranks.
 
-        The result is equal on all ranks.
+        The dtype must be fp32, bf16 or fp16, segments must be equal, and the order of addition must not be a tree.
         """
         in_ring = self.algorithm != "halving" and full.dtype in _IN_RING
         return in_ring and use_triton(full) and cut.even and cut.longest > 0
@@ -205,7 +206,9 @@ class SymmetricMemoryTransport(WholeCollectives):
             ring_reduce_scatter(out, full, self._peers, epoch=epoch, divisor=divisor, wire=full.dtype)
 
     def ring_step(self, step: FusedStep, full: Tensor, divisor: int) -> None:
-        """Step by the mean that `ring_reduce` would write to an `out` in fp32. Other ranks may call `ring_reduce`.
+        """Make an AdamW step by the mean that `ring_reduce` would write to an fp32 `out`.
+
+        Other ranks may call `ring_reduce` instead.
 
         Raises:
             CommError: a peer failed or is late.
@@ -227,7 +230,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         """Run a collective in this block, after the previous one, and name it in errors."""
         device = self._memory.device  # a CPU in tests
         try:
-            # A window is free only if collectives run in order, also if streams differ.
+            # A window is free only if collectives run in order, even on different streams.
             if self._last is not None and self._last[0] != torch.cuda.current_stream(device):
                 torch.cuda.current_stream(device).wait_event(self._last[1])
             yield
@@ -254,12 +257,12 @@ class SymmetricMemoryTransport(WholeCollectives):
         for content in contents:
             _fill(windows[self.rank][place : place + content.numel()], content)
             place += content.numel()
-        self._memory.barrier(_CHANNEL, self._timeout_ms)  # of the current streams of all ranks
+        self._memory.barrier(_CHANNEL, self._timeout_ms)  # a barrier of all ranks' streams
         return windows
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
-    """Copy the beginning of `source` to `target` [n]. If `source` is on another GPU, a copy engine does it."""
+    """Copy the beginning of `source` to `target` [n]. If `source` is on another GPU, a copy engine copies."""
     if target.numel():
         target.copy_(source[: target.numel()])
 
@@ -309,7 +312,7 @@ def symmetric_memory(
     if not reason:
         failure, memory, area = "", None, None
         try:
-            # A separate allocation, because signals belong to allocations. The pool from which
+            # Each transport has a separate allocation, because signals belong to allocations. The pool from which
             # `torch.distributed._symmetric_memory.empty` allocates may return a former allocation of another transport,
             # in which signals are still set.
             area = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, _numbered(device))
