@@ -51,10 +51,11 @@ def staging_numel(
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    The buffer holds two chunks over most transports. Over a batched transport it holds all messages of a step. Over a
-    transport that lends it holds the sum of several messages, if a rank adds several at a time. Over collectives of a
-    process group it holds one row per rank, or only the other rank's row if there are two ranks. Chunks are multiples
-    of `grain` elements. If the reduction computes statistics, `grain` is the length of a block of statistics.
+    Over most transports, the buffer holds two chunks. Over a batched transport, it holds all messages of a step. Over a
+    transport that lends, it holds the sum of several messages, if a rank adds several messages at a time. Over
+    collectives of a process group, it holds one row per rank, or only the other rank's row if there are two ranks.
+    Chunks are multiples of `grain` elements. If the reduction computes statistics, `grain` is the length of a block of
+    statistics.
 
     Raises:
         LayoutError: `cuts` are wrong.
@@ -160,11 +161,11 @@ def reduce_scatter(
     The rest of `full` is overwritten with partial sums, which are sent in the dtype of `full`.
 
     `last` makes the last addition. By default, the sum is stored in the shard's place. `StoreMean(out, divisor, stats)`
-    divides the sum, stores it in `out`, and computes its statistics. For a bf16 or fp16 `full`, `out` may be fp32: the
-    last addition and the division are then rounded to fp32 only. Any other `last` consumes the sum, and the returned
-    shard is then undefined. A single rank does not call such a `last`, because it has no addition to make. If `last`
-    computes statistics or consumes the sum, each message has a whole number of blocks of statistics. So the statistics
-    do not depend on the size of messages.
+    divides the sum, stores the mean in `out`, and computes the statistics of the mean. For a bf16 or fp16 `full`, `out`
+    may be fp32: the last addition and the division are then rounded to fp32 only. Any other `last` consumes the sum,
+    and the returned shard is then undefined. A single rank does not call such a `last`, because it has no addition to
+    make. If `last` computes statistics or consumes the sum, each message has a whole number of blocks of statistics. So
+    the statistics do not depend on the size of messages.
 
     Messages are received in `staging`, which has at least `staging_numel(...)` elements and is allocated if it is not
     given. A ring needs no staging if `out` is given and has the dtype of `full`, and all segments are equal: the ring

@@ -71,8 +71,8 @@ class Channel(NamedTuple):
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive chunks, each with its peer, and wait for all of them.
 
-        With many peers this takes several exchanges. Messages are assigned to exchanges by the distance between their
-        ranks, so the sender and the receiver assign a message to the same exchange.
+        Chunks of many peers are divided into several exchanges. Messages are assigned to exchanges by the distance
+        between their ranks, so the sender and the receiver assign a message to the same exchange.
         """
         rank, world_size = self.transport.rank, self.transport.world_size
         batches: list[list[Message]] = [[] for _ in range(0, world_size, _MOST_DISTANCES)]
@@ -264,7 +264,7 @@ def _reduce_by_steps(
 
 
 def _departing(channel: Channel, departures: Sequence[Departure], pieces: Pieces) -> Iterator[tuple[Tensor, int]]:
-    """Yield the chunks that are sent before anything has arrived, each with its target, and count them."""
+    """Yield the chunks that are sent before anything has arrived, each with its target rank, and count the chunks."""
     for departure in departures:
         for _, chunk in pieces(departure.segment, departure.part):
             for peer in departure.targets:
@@ -273,7 +273,7 @@ def _departing(channel: Channel, departures: Sequence[Departure], pieces: Pieces
 
 
 def _sent(transfers: Sequence[Transfer], pieces: Pieces) -> list[tuple[Tensor, int]]:
-    """Return the chunks that a rank sends in a step, each with its target."""
+    """Return the chunks of `transfers`, which a rank sends in a step, each with its target rank."""
     return [(chunk, each.target) for each in transfers for _, chunk in pieces(each.segment, each.part)]
 
 

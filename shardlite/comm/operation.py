@@ -31,9 +31,9 @@ class Operation(NamedTuple):
     """Counts the messages that this rank sends."""
 
     def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
-        """Return the tag of the operation's messages: a hash of its name, the buffer's layout and the algorithm.
+        """Return the tag of the operation's messages: a hash of the name, the buffer's layout and the algorithm.
 
-        Ranks that run different operations use different tags. So they never mix their data: their receives time out
+        Ranks that run different operations use different tags. So the ranks never mix their data: receives time out
         and raise a `CommError`. (Over NCCL, which has no tags, nothing separates such ranks.) The tag is a 31-bit CRC:
         no registry of labels is needed, and two names collide with probability 2^-31.
         """

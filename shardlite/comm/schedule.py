@@ -1,7 +1,7 @@
 """The algorithms that write schedules: which rank sends which piece to which rank, and the order of additions.
 
 In: an algorithm and a number of ranks. Out: a `Schedule` (`transfers.py`), equal on all ranks. This file
-handles integers and names only: it does not know tensors, links or time. A buffer has one segment per rank. Rank `k`
+handles integers and names only, and no tensors, links or times. A buffer has one segment per rank. Rank `k`
 owns segment `k`, which means that rank `k` holds the segment before an all-gather and after a reduce-scatter.
 
     algorithm        steps           messages sent by a rank    segment k is added in the order

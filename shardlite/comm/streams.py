@@ -23,8 +23,7 @@ from shardlite.comm.control.process import Owner
 from shardlite.config import streams_share_a_queue
 
 _FAREWELL = 2.0
-"""Maximum seconds that an ending queue waits for its final operation, which may itself wait for a peer that has ended.
-"""
+"""Maximum seconds that an ending queue waits for its final operation. The operation may wait for a peer that ended."""
 
 _HANG_UP = 1.0
 """Maximum seconds that the end of the program waits for blocked threads after their waits were ended."""
@@ -90,7 +89,7 @@ class HostWork:
         self._running.acquire()
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for the results, or raise the operation's error. In a long wait, call `meanwhile` once."""
+        """Wait for the results, or raise the operation's error. Call `meanwhile` once if the wait is long."""
         if not self._is_over:
             self._check_owner()
             if meanwhile is not None and not self.ends_within(_LONGEST):
@@ -334,8 +333,8 @@ class CudaStreamQueue:
     Memory is safe without `record_stream`. The tensors of an operation are allocated on the caller's stream, and the
     operation waits for the work of this stream. The caller frees or reuses the tensors only after `wait()`, which
     orders the caller's stream after the operation. If the caller is deleted with operations in flight, the caller's
-    stream waits for them when the queue is freed. Memory that is allocated in `stream()` belongs to the queue's stream,
-    so operations may still use it after it was freed.
+    stream waits for these operations when the queue is freed. Memory that is allocated in `stream()` belongs to the
+    queue's stream, so operations may still use the memory after the caller has freed it.
     """
 
     on_stream = True
@@ -399,7 +398,7 @@ class _StreamWork:
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Let the current stream wait for the results, or raise the operation's error.
 
-        The host waits until the operation was launched. In a long wait, it calls `meanwhile` once.
+        The host waits until the operation was launched. In a long wait, the host calls `meanwhile` once.
         """
         self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
@@ -437,7 +436,7 @@ def _pauses() -> Iterator[float]:
 
 
 Work: TypeAlias = HostWork | _StreamWork
-"""One operation in flight. The memory that it uses must not be touched before `wait()` returns."""
+"""One operation in flight. The memory that the operation uses must not be touched before `wait()` returns."""
 
 StreamQueue: TypeAlias = ThreadQueue | CudaStreamQueue
 """A queue that runs operations one after the other."""

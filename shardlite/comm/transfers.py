@@ -50,7 +50,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A piece that a rank receives at `step`, and its targets.
+    """A piece that a rank receives at `step`, and the targets to which the rank forwards the piece.
 
     In a reduction with `sources` (a, b, c), the rank's sum of the piece becomes ((from a + from b) + from c) + own sum.
     """
@@ -71,7 +71,7 @@ class Program:
     """The departures and arrivals of one rank. Arrivals are in the order in which the rank takes them.
 
     On each link, pieces are sent in the order in which the receiver takes them. So a rank whose sends are queued while
-    it receives needs only one free slot per link, and no two ranks deadlock.
+    the rank receives needs only one free slot per link, and no two ranks deadlock.
     """
 
     departures: tuple[Departure, ...]

@@ -1,4 +1,4 @@
-"""Failure reports: on a failure, each rank publishes what it was doing, so that every error describes all ranks.
+"""Failure reports: after a failure, each rank publishes what it was doing, so that every error describes all ranks.
 
 Without a failure or a long wait nothing is published, so reports take no time. After a failure, connections may be
 closed (gloo closes a connection that has timed out). So reports are sent through the store of the process group.
@@ -33,7 +33,7 @@ _LOOK = 0.02
 """Seconds between two reads of the other ranks' reports."""
 
 _BEATS = 2
-"""Number of times that each rank must publish the same operations before they count as a deadlock."""
+"""Number of times that each rank must publish the same operations before the waits count as a deadlock."""
 
 _EAGER = 16
 """Number of first deadlock checks in a wait that are all made. Of the later checks, only one in this many is made,
@@ -73,7 +73,7 @@ _PART = ".part"
 
 
 class _ErrorFile(ErrorHandler):
-    """The error file of `torchrun`, written atomically. If `torchrun` reads an incomplete file, it ends the run."""
+    """The error file of `torchrun`, written atomically. `torchrun` ends the run if it reads an incomplete file."""
 
     def record_exception(self, e: BaseException) -> None:
         """Write an error to the file. Has no effect without `torchrun`."""
@@ -140,7 +140,7 @@ class FailureReports:
         return since
 
     def fail(self, note: str) -> float:
-        """Publish a permanent failure: this rank starts no further operations, and others need not wait for it.
+        """Publish a permanent failure: this rank starts no further operations, and other ranks need not wait for it.
 
         Return the time of the first report, by `time.monotonic()`.
         """

@@ -1,4 +1,4 @@
-"""Progress of ranks in a backward, published where ranks diverge, so that they do not deadlock.
+"""Progress of ranks in a backward. Ranks publish it where they diverge, so that they do not deadlock.
 
 To bound memory, a backward waits for the reduction of an earlier unit (sharded submodule) before it fills one more
 bucket (buffer of a unit's gradients). A rank that has taken a different branch may start this reduction later, and may
@@ -11,10 +11,10 @@ of the units or has to wait for a gather. A rank that waits for a reduction read
 If all ranks follow the same order, nothing that they publish ends a wait, since a rank that is ahead has started more
 reductions.
 
-If ranks wait for each other, at least one rank detects it. Proof: of all ranks that wait for a reduction, take those
-that wait for the earliest reduction, `j`. Some rank `a` has not started `j`. Rank `a` waits for no reduction up to `j`,
-so rank `a` waits for a gather. Some rank `b` has not joined this gather. So `b` waits for reduction `j` or a later
-reduction. Rank `b` reads that `a` has not started this reduction and waits for the gather.
+If ranks wait for each other, at least one rank detects the deadlock. Proof: of all ranks that wait for a reduction,
+take those that wait for the earliest reduction, `j`. Some rank `a` has not started `j`. Rank `a` waits for no reduction
+up to `j`, so rank `a` waits for a gather. Some rank `b` has not joined this gather. So `b` waits for reduction `j` or a
+later reduction. Rank `b` reads that `a` has not started this reduction and waits for the gather.
 """
 
 import time
@@ -43,10 +43,10 @@ class _Standing:
     """Number of buckets filled in this backward or, on a GPU, number of units that this backward has begun."""
 
     gathers: int = 0
-    """Number of gathers and rounds of negotiation that the rank has ever joined. All ranks join the same ones."""
+    """Number of gathers and negotiation rounds that the rank has ever joined. All ranks join the same sequence."""
 
     out_of_turn: int = 0
-    """1 if the rank has all gradients of a unit, but lacks gradients of a unit that is reduced before it."""
+    """1 if the rank has all gradients of a unit, but lacks gradients of a unit whose reduction comes earlier."""
 
 
 class Progress:

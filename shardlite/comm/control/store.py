@@ -156,7 +156,7 @@ def all_gather_json(
 def _await(
     store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float, missing: Callable[[], str] = str
 ) -> Sequence[str]:
-    """Call `look` repeatedly, and return its first result that is not empty.
+    """Call `look` repeatedly, and return the first result that is not empty.
 
     Raises:
         CommError: `missing()` has returned a reason.
@@ -185,7 +185,7 @@ def _all_of(store: Store, entries: Sequence[str]) -> Sequence[str]:
 
 
 def _list_with(store: Store, key: str, rank: int, entry: str) -> Sequence[str]:
-    """Return the list if it is set and contains this rank's entry, else `[]`."""
+    """Return the list under `key` if the list is set and contains this rank's entry, else `[]`."""
     rows: list[str] = json.loads(store.get(key)) if store.check([key]) else []
     return rows if len(rows) > rank and rows[rank] == entry else []
 

@@ -3,7 +3,7 @@
 Each rank has control words at the start of its heap. Every other rank writes to its own words among these. The
 bell is the only word with several writers:
 
-    bell | whether this rank has failed | per peer: how many announcements it has read | per peer: announcements
+    bell | whether this rank has failed | per peer: how many of its announcements were read | per peer: announcements
 
 The content of an announcement is written before its number. x86 preserves the order of writes, so a rank that reads the
 number also reads the right content. The place of an announcement is reused after the announcement was read, and every
@@ -41,8 +41,8 @@ _FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 0x7FFFFFFF  # 202 is the system ca
 def why_unavailable() -> str:
     """Return why this machine does not support shared memory, or `""`.
 
-    Processors other than x86 may reorder writes, so another process may see a flag before the data that it announces.
-    This would require memory barriers, which Python does not provide.
+    Processors other than x86 may reorder writes, so another process may see a flag before the data that the flag
+    announces. This would require memory barriers, which Python does not provide.
     """
     if sys.platform != "linux":
         return f"requires Linux, this is {sys.platform}"
@@ -154,7 +154,7 @@ class Control:
             self.ring()
 
     def ring(self) -> None:
-        """Wake the owner, or keep it from falling asleep. Not thread-safe."""
+        """Wake the owner, or keep the owner from falling asleep. Not thread-safe."""
         assert _system is not None, "see why_unavailable()"
         self._words[_BELL] = self._next_ring & 0xFFFFFFFF
         self._next_ring += self._step
@@ -165,7 +165,7 @@ class Control:
 
 
 class Receipts:
-    """Receipts, stored after the control words of this rank's heap. Other ranks write them when they take a message."""
+    """Receipts, stored after the control words of this rank's heap. A rank that takes a message writes its receipt."""
 
     def __init__(self, mapping: Mapping, world_size: int) -> None:
         start = _control_words(world_size)

@@ -5,8 +5,8 @@
     all ranks    publish whether they succeeded: if a rank failed, no rank uses shared memory   (in the store)
 
 Linux lets a process open this path only if it may read the memory of that process (`PTRACE_MODE_READ` in ptrace(2)). So
-only processes of the same user and privileged processes can open it. No rank listens on a socket, so other users have
-nothing to connect to. Comparing the inode detects a later process that reuses the ID of an ended process.
+only processes of the same user and privileged processes can open the path. No rank listens on a socket, so other users
+have nothing to connect to. Comparing the inode detects a later process that reuses the ID of an ended process.
 
 A rank holds the lock until its process ends for any reason, and then its peers detect that the lock is free. A forked
 child does not inherit the lock.
@@ -120,7 +120,7 @@ def host_name() -> str:
 
 
 def _reach() -> list[str]:
-    """Return this process's host and namespaces. Processes for which they are equal can open each other's descriptors.
+    """Return this process's host and namespaces. Processes with equal lists can open each other's descriptors.
 
     Containers on one host have separate namespaces, unless they share the namespaces of the host.
     """
@@ -164,7 +164,7 @@ class _Alive:
 
     def __call__(self, peer: int) -> bool:
         try:
-            fcntl.lockf(self._descriptors[peer], fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other peers may hold it, too
+            fcntl.lockf(self._descriptors[peer], fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that several peers can ask
         except BlockingIOError:
             return True
         return False

@@ -6,8 +6,8 @@
 So a message is copied at most once. If the message is not in the shared heap, the sender also copies it to the heap. To
 avoid this second copy, allocate buffers for sending with `empty`.
 
-A waiting thread also takes messages for other threads of its process, so ranks may wait in any order. A rank whose wait
-fails marks itself as failed, because messages that it has announced may change from then on.
+A waiting thread also takes messages for other threads of the same process, so ranks may wait in any order. A rank whose
+wait fails marks itself as failed, because the messages that this rank has announced may change afterwards.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ _HALF = PLACES // 2
 
 
 class Neighbours:
-    """The ranks of one host, as seen by one of them: their memory, and the open messages between them and this rank."""
+    """The ranks of one host, as seen by this rank: all ranks' memory, and the open messages to and from this rank."""
 
     def __init__(self, rank: int, heap: Heap, mappings: Sequence[Mapping], alive: Callable[[int], bool]) -> None:
         self.rank = rank
@@ -189,7 +189,7 @@ class Neighbours:
             self.acknowledge(arriving)
 
     def _check_bounds(self, peer: int, announcement: Announcement) -> None:
-        """Check that a message and its receipt are inside the peer's heap.
+        """Check that the message and the receipt of an announcement are inside the peer's heap.
 
         Raises:
             ValueError: the message or the receipt is outside.

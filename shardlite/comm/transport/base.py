@@ -14,7 +14,7 @@ from shardlite.telemetry import Held
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor that is sent to rank `peer` if `outgoing`, and received from it otherwise."""
+    """A tensor that is sent to rank `peer` if `outgoing`, and received from rank `peer` otherwise."""
 
     tensor: Tensor
     peer: int
@@ -27,7 +27,7 @@ class Message:
 
 
 class Pending(Protocol):
-    """Messages in flight, with references to their tensors. The caller must not touch these before `wait` returns."""
+    """Messages in flight, with references to the tensors. The caller must not use the tensors before `wait` returns."""
 
     def wait(self) -> None:
         """Wait until sent tensors may be reused and received tensors may be read.
@@ -44,7 +44,7 @@ class Loan(Protocol):
     """A message that is read in the sender's memory."""
 
     def look(self) -> Tensor:
-        """Wait for the message and return it. The caller must not write to it, nor read it after `give_back`.
+        """Wait for the message and return its tensor, which must not be written, nor read after `give_back`.
 
         Raises:
             CommError: as `Pending.wait`.
@@ -83,7 +83,7 @@ class Transport:
     batched = False
     """Whether the transport only supports `exchange`.
 
-    Exchanges of such a transport wait for their peers in the order of the calls. Two ranks that start a send and a
+    Exchanges of a batched transport wait for peers in the order of the calls. Two ranks that start a send and a
     receive in opposite order would deadlock, so messages that depend on each other must be in one `exchange`.
     """
 

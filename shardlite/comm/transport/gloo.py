@@ -107,7 +107,7 @@ class InFlight(NamedTuple):
 
 
 class _Waiter:
-    """A thread that waits in the backend on behalf of the program's thread. Replaced if it is still blocked."""
+    """A thread that waits in the backend on behalf of the program's thread. A blocked thread is replaced."""
 
     def __init__(self) -> None:
         self._queue: ThreadQueue | None = None

@@ -188,7 +188,7 @@ def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, nbytes:
 
 
 def _row_count(world_size: int) -> int:
-    """Return the number of rows that a rank receives. With two ranks, it receives only the other rank's row."""
+    """Return the number of rows that a rank receives. With two ranks, this is only the other rank's row."""
     return 1 if world_size == 2 else world_size
 
 
@@ -211,7 +211,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     """A transport whose gathers and reductions are collectives of its process group. Base class for gloo and NCCL."""
 
     fast = False
-    """Whether the process group adds the summands of a reduction itself, in an order that it chooses."""
+    """Whether the process group itself adds the summands of a reduction, in an order that the process group chooses."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -268,7 +268,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     def _exchanges(
         self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor
     ) -> Iterator[tuple[int, Tensor, Pending]]:
-        """Start the exchanges of slices of equal segments. Yield the start of each slice, its rows and its transfer.
+        """Start the exchanges of slices of equal segments. For each slice, yield start, rows and transfer.
 
         Three slots are used in turn. A copy runs after the addition that frees its slot, since both are on the current
         stream. A transfer runs after the previous transfer, since both are on NCCL's stream, and after the copy that it
@@ -428,8 +428,8 @@ class GlooCollectives(GroupCollectives, GlooTransport):
     A gather sends each rank's segment to all other ranks by messages, since gloo's own all-gather takes up to three
     times as long (`bench/results/ring-cpu.jsonl`).
 
-    Gloo's threads keep references to the tensors of a collective for a while after it has ended, so their memory would
-    seem to be in use. Therefore gloo gets separate tensor objects on the same memory.
+    Gloo's threads keep references to the tensors of a collective for a while after the collective has ended, so the
+    memory would seem to be in use. Therefore gloo gets separate tensor objects on the same memory.
     """
 
     def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
@@ -471,9 +471,10 @@ class NcclCollectives(GroupCollectives, NcclTransport):
 
 
 class TwoLevelCollectives(WholeCollectives):
-    """Reductions over `inside`, the ranks of this node, then over `across`, the ranks with this place in their nodes.
+    """Reductions over `inside` (the ranks of this node), then over `across` (the ranks with this place in their nodes).
 
-    Other collectives use `flat`: NCCL's gathers detect nodes themselves, and integer sums are exact in any order.
+    Other collectives use `flat`, which connects all ranks: NCCL's gathers detect nodes themselves, and integer sums are
+    exact in any order.
     """
 
     algorithm = "hierarchical"

@@ -220,7 +220,7 @@ def _check_allocator(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def _close() -> None:
-    """Shut down all communicators after their last operations, in an order that is equal on all ranks."""
+    """Shut down all communicators after their final operations, in an order that is equal on all ranks."""
     while _all:
         _all.pop().backend.shutdown()
 

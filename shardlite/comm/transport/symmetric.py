@@ -21,7 +21,7 @@ enqueued on the current stream, and the host never waits.
 
 `show i` writes to window `i % 2`. In the order of its stream, a rank arrives at barrier `i + 1` after `pull i`. So when
 barrier `i + 1` has ended, no rank reads window `i % 2`, and `show i + 2` may overwrite the window. With a single
-window, `show i + 1` would only follow barrier `i`, while other ranks may still pull.
+window, `show i + 1` would only follow barrier `i`, when other ranks may still be in `pull i`.
 
 **Rings** use slots and flags and no windows, so rings and windows may be used in any order. `signals.py` of the kernels
 proves that no slot is overwritten early. Epochs count the rings of this transport.
@@ -219,7 +219,7 @@ class SymmetricMemoryTransport(WholeCollectives):
 
     @contextmanager
     def _ring(self, what: str, full: Tensor) -> Iterator[int]:
-        """Run a ring in this block, and yield its epoch. If the ring fails, the stream fails afterwards."""
+        """Run a ring in this block, and yield the ring's epoch. If the ring fails, the stream fails afterwards."""
         with self._turn(what, full):
             self._epoch += 1
             yield self._epoch
@@ -227,7 +227,7 @@ class SymmetricMemoryTransport(WholeCollectives):
 
     @contextmanager
     def _turn(self, what: str, full: Tensor) -> Iterator[None]:
-        """Run a collective in this block, after the previous one, and name it in errors."""
+        """Run the collective `what` in this block, after the previous collective. Errors contain `what`."""
         device = self._memory.device  # a CPU in tests
         try:
             # A window is free only if collectives run in order, even on different streams.
@@ -246,7 +246,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         return (slice(start, start + self.slice_nbytes) for start in range(0, nbytes, self.slice_nbytes))
 
     def _show(self, contents: Sequence[Tensor]) -> list[Tensor]:
-        """Write bytes, one tensor after the other, to this rank's window. Return all ranks' windows, with their bytes.
+        """Write bytes, one tensor after the other, to this rank's window. Return the filled windows of all ranks.
 
         The windows may be read until the next call.
         """
@@ -338,5 +338,5 @@ def _not_here(device: torch.device) -> str:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return a CUDA device with its index. A device without an index is the current device."""
+    """Return a CUDA device with an index. A device without an index means the current device."""
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
