@@ -71,7 +71,7 @@ class Channel(NamedTuple):
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive chunks, each with its peer, and wait for all of them.
 
-        Chunks of many peers are divided into several exchanges. Messages are assigned to exchanges by the distance
+        Chunks for many peers take several exchanges. Messages are assigned to exchanges by the distance
         between their ranks, so the sender and the receiver assign a message to the same exchange.
         """
         rank, world_size = self.transport.rank, self.transport.world_size

@@ -128,7 +128,8 @@ def broadcast(world_size: int, source: int, *, parts: int = 1) -> Schedule:
     """Return the schedule that sends the buffer of `source` along a chain: `source`, `source+1`, ..., `source-1`.
 
     The buffer is one segment, and there are `W-2+parts` steps. A rank forwards a part while it receives the next part,
-    so with many parts all links are busy at the same time. All ranks except the last send the whole buffer once.
+    so with many parts all links are busy at the same time. All ranks except the last rank of the chain send the whole
+    buffer once.
 
     Raises:
         LayoutError: there are no ranks, there is no rank `source`, or `parts` is negative.

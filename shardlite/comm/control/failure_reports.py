@@ -36,8 +36,8 @@ _BEATS = 2
 """Number of times that each rank must publish the same operations before the waits count as a deadlock."""
 
 _EAGER = 16
-"""Number of first deadlock checks in a wait that are all made. Of the later checks, only one in this many is made,
-because long waits of many ranks would otherwise burden the store.
+"""Number of deadlock checks in a wait before checks become rare: afterwards only one in this many is made, because
+long waits of many ranks would otherwise burden the store.
 """
 
 _FAILED = -1

@@ -1,4 +1,4 @@
-"""Progress of ranks in a backward. Ranks publish it where they diverge, so that they do not deadlock.
+"""Progress of ranks in a backward. Ranks that diverge publish their progress, so that they do not deadlock.
 
 To bound memory, a backward waits for the reduction of an earlier unit (sharded submodule) before it fills one more
 bucket (buffer of a unit's gradients). A rank that has taken a different branch may start this reduction later, and may

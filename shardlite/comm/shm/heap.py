@@ -10,7 +10,7 @@ used for a step are freed. A free range is warm if it has pages, and cold otherw
                          warm, taken     cold            never used
                          first
 
-The total of warm and live pages never exceeds the peak of live pages in the last two steps by more than 5 %.
+The total of warm and live pages never exceeds the peak of live pages in the latest two steps by more than 5 %.
 """
 
 import ctypes
