@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def describe_result(loss: float, entropy: float) -> str:
-    """Format the last validation loss and the unigram entropy of the same text."""
+    """Format the final validation loss and the unigram entropy of the validation text."""
     rows = (("validation loss", loss, "this model"), ("unigram entropy", entropy, "the best without context"))
     return "\n".join(
         f"{name}  {nats:.3f} nats/byte  {nats / math.log(2):.3f} bits/byte  ({who})" for name, nats, who in rows
