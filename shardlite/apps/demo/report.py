@@ -154,7 +154,7 @@ def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[st
 
 
 def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
-    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.figure import Figure  # an optional dependency, and slow to import
 
     validated = [(point.step, point.validation) for point in curve if point.validation is not None]
     figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")

@@ -18,8 +18,8 @@ SYSTEMS = (
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Measure all systems and return 1 if one failed. A started rank measures one system instead."""
-    if options.row is not None and world_size() is not None:  # a rank: its parent has checked the options
+    """Measure all systems, and return 1 if a system failed. A rank that `run_all` has started measures one system."""
+    if options.row is not None and world_size() is not None:  # a started rank, whose parent has checked the options
         from shardlite.apps.memory.run import run_rank
 
         return run_rank(options)

@@ -1,6 +1,6 @@
 """The models of presets, built from PyTorch's modules without other packages. They are planned, not trained.
 
-Legend: `b` sequences, `t` tokens in one, `c` width, `h` heads, `d = c / h`, `v` vocabulary.
+Legend: `b` sequences, `t` tokens in a sequence, `c` width, `h` heads, `d = c / h`, `v` vocabulary.
 """
 
 import torch.nn.functional as F  # noqa: N812
@@ -53,7 +53,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a norm before it and a residual connection around both."""
+    """Attention, then an MLP, each with a norm in front and a residual connection around norm and module."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

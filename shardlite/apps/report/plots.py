@@ -25,7 +25,7 @@ def plot(rows: Run, bench: Bench) -> str:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib import rc_context  # optional, and slow to import
+    from matplotlib import rc_context  # an optional dependency, and slow to import
     from matplotlib.figure import Figure
 
     values = [key for key in bench.values if any(_points(row, bench.axis, key) for row in rows)]

@@ -32,7 +32,7 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: `path` cannot be written.
     """
-    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.figure import Figure  # an optional dependency, and slow to import
 
     told = frames(schedule)
     kept = _kept(len(told))

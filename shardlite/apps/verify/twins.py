@@ -69,7 +69,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Survey:
-    """Quantities of the first step, which each rank runs alone with `Precision`. All are means over the ranks in fp64."""
+    """Quantities of the first step, which each rank runs alone with `Precision`. All are fp64 means over the ranks."""
 
     magnitudes: Step
     """Absolute values of the loss and of the gradients."""
