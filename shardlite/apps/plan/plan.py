@@ -223,7 +223,7 @@ class Planner:
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Make new tensors fake in the `with` block. Errors, for example from reading a value, become `SourceError`s."""
+        """Make new tensors fake in the `with` block. Errors, as from reading a value, become `SourceError`s."""
         try:
             with self._fake:
                 yield
