@@ -32,7 +32,7 @@ def run_import(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
 
 
 def _print_lines(make: Callable[[], Iterable[str | Path]]) -> int:
-    """Print the lines that `make` returns, and return 0. If `make` raises `CheckpointError`, print it and return 1."""
+    """Print the lines that `make` returns, and return 0. On a `CheckpointError`, print the error and return 1."""
     try:
         for line in make():
             print(line)

@@ -1,4 +1,4 @@
-"""Describe a checkpoint for `shardlite inspect`: in a summary in which equal blocks share a line, or by tensor."""
+"""Describe a checkpoint for `shardlite inspect`: each tensor, or a summary in which equal blocks share a line."""
 
 import os
 import re
@@ -77,7 +77,7 @@ def _parts(checkpoint: Checkpoint, tensors: Tensors) -> Iterator[str]:
 
 
 def _sums(held: Sequence[TensorStorageMetadata]) -> tuple[str, str, str, str]:
-    """Return the table cells of some weights: number of weights, of elements, dtype with the most bytes, and bytes."""
+    """Return the table cells of some weights: numbers of weights and elements, dtype with the most bytes, and bytes."""
     dtypes: Counter[str] = Counter()
     for each in held:
         dtypes[_dtype(each)] += _nbytes(each)
@@ -123,7 +123,7 @@ def _module_of(name: str) -> tuple[str, int | None]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Format the numbers of blocks as ranges: `0-3,5`. Of more than three, show the first two and the final one."""
+    """Format the numbers of blocks as ranges: `0-3,5`. Of more than three ranges, show the first two and the last."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
     words = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ",".join(words if len(words) <= 3 else [*words[:2], "..", words[-1]])

@@ -1,4 +1,4 @@
-"""Start a command once per rank with `torchrun`, and join the process group as one of its ranks."""
+"""Start a command on several ranks with `torchrun`, and join the process group as one of these ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def default_ranks() -> int:
 def process_group() -> Iterator[torch.device]:
     """Initialize the process group of the launched ranks, and yield this rank's device.
 
-    The backend for GPUs is NCCL if this machine has a GPU for each rank. Otherwise it is gloo, because NCCL does not
-    allow ranks to share a GPU.
+    The backend for GPUs is NCCL if this machine has a GPU for each rank. Otherwise the backend is gloo, because NCCL
+    does not allow ranks to share a GPU.
     """
     import torch
     import torch.distributed as dist
@@ -124,7 +124,10 @@ Otherwise all attempts share the store of torchrun's agent, in which gloo finds 
 
 
 def environment_for(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environment` with a share of the cores per rank and a store per attempt. Variables already set stay."""
+    """Return `environment` with a share of the cores per rank and a store per attempt.
+
+    Variables that are already set keep their values.
+    """
     threads = max(1, usable_cores() // ranks)
     return {"OMP_NUM_THREADS": str(threads), OWN_STORE: "1", **environment}
 

@@ -47,7 +47,7 @@ def add_command(commands: Any, name: str) -> None:
 def _add_options(group: Any, described: Mapping[str, Any]) -> None:
     """Add options to a parser or a group.
 
-    A key `@name` stands for the shared options `name`. Its value overrides parts of these options.
+    A key `@name` stands for the shared options `name`. The value of the key overrides parts of these options.
     """
     for name, each in described.items():
         if name.startswith("@"):

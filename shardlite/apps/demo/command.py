@@ -70,7 +70,7 @@ def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
     """
     if sys.version_info < (3, 11):
         raise ValueError(f"{path}: option files require Python 3.11 or newer, this is {sys.version.split()[0]}")
-    tomllib: Any = import_module("tomllib")  # Python 3.10, which the library supports, lacks it
+    tomllib: Any = import_module("tomllib")  # Python 3.10, which the library supports, has no `tomllib`
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:

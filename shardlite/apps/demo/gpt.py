@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b t c] -> [b t c]."""
+        """Map hidden states: [b t c] -> [b t c]."""
         q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
         attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         mixed: Tensor = self.out(rearrange(attended, "b h t d -> b t (h d)"))
@@ -39,8 +39,8 @@ def rotate(x: Tensor) -> Tensor:
     """Rotate each pair of elements of `x` [... t d] by an angle proportional to its position.
 
     The product of two rotated vectors depends only on the distance of their positions, so blocks need no other position
-    encoding (Su et al. 2021, "RoFormer"). Pair `i` consists of the elements i and i + d/2. Its angle
-    per position is 10000^(-2i/d).
+    encoding (Su et al. 2021, "RoFormer"). Pair `i` consists of the elements i and i + d/2. The
+    angle of pair `i` per position is 10000^(-2i/d).
     """
     t, d = x.shape[-2:]
     speed = 10000.0 ** (torch.arange(0, d, 2, device=x.device) / -d)
@@ -63,7 +63,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b t c] -> [b t c]."""
+        """Map hidden states: [b t c] -> [b t c]."""
         x = x + self.attention(self.attention_norm(x))
         x = x + self.mlp(self.mlp_norm(x))
         return x

@@ -104,7 +104,7 @@ class Settings:
     """A text file or a folder of text files. `None` selects the source of Python's standard library."""
 
     out: Path = Path("outputs")
-    """Folder for the loss curve and the log. The command line also saves checkpoints inside it by default."""
+    """Folder for the loss curve and the log. The command line also saves checkpoints in this folder by default."""
 
     log: str | None = None
     """Format in which the values of each step are written during the run: csv or tensorboard."""

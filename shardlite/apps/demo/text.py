@@ -98,7 +98,7 @@ def draw_sequences(text: Bytes, length: int, keys: Sequence[tuple[int, ...]]) ->
 
 
 def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tensor, Tensor]:
-    import torch  # here, because the command line checks the text before it imports PyTorch
+    import torch  # imported here, because the command line checks the text without PyTorch
 
     windows = torch.from_numpy(text[starts[:, None] + np.arange(length + 1)].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -247,7 +247,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _validate(run: Run) -> float:
-    """Return the mean loss on validation text. Each rank has its own part of the text, the same in every validation."""
+    """Return the mean loss on validation text. Each rank has its own part of this text, which never changes."""
     run.model.eval()
     losses = [
         _loss(run.model, *_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()
@@ -292,7 +292,7 @@ def _firsts(settings: Settings, drawn: int, rank: int, *, ranks: int, batches: i
 
 
 def _draw(settings: Settings, text: Bytes, device: torch.device, part: int, first: int) -> Batch:
-    """Draw a batch, which consists of the sequences from number `first` on, from a part of the text."""
+    """Draw a batch from a part of the text. The batch consists of the sequences from number `first` on."""
     numbers = range(first, first + settings.batch)
     x, y = draw_sequences(text, settings.gpt.context, [(settings.seed, part, number) for number in numbers])
     return x.to(device), y.to(device)

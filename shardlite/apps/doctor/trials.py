@@ -158,7 +158,8 @@ def failure(calls: Sequence[Call]) -> str:
             own = own if call.is_right() else "the result has wrong numbers"
     except ShardLiteError as error:
         own = str(error)
-    of_ranks = comm.all_gather_json(None, own, "results of a trial", 2 * _TIMEOUT)  # others may first time out
+    # The timeout is doubled, because another rank may first wait for a timeout of its trial.
+    of_ranks = comm.all_gather_json(None, own, "results of a trial", 2 * _TIMEOUT)
     return next((f"{_FAILED}: {each}" for each in of_ranks if each), "")
 
 

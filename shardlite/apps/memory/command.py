@@ -14,7 +14,7 @@ SYSTEMS = (
     *("deepspeed1", "deepspeed2", "deepspeed3", "stage0", "stage1", "stage2", "stage3"),
     *("in_backward", "in_backward, prefetch 0", "bf16", "bf16, split24", "bf16, int8", "compact"),
 )
-"""The names of `systems.SYSTEMS`, repeated because that module imports PyTorch."""
+"""The names of `systems.SYSTEMS`, repeated here because the module `systems` imports PyTorch."""
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:

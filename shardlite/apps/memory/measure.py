@@ -6,8 +6,8 @@ All sizes are bytes per rank:
 |---|---|
 | `tensor_bytes` | the peak of all tensors in a step, on rank 0 |
 | `predicted_bytes` | an upper bound of `tensor_bytes` by arithmetic (`predict.py`); absent if no rules are known |
-| `predicted_least_bytes` | a lower bound of `tensor_bytes`: each reduction of ShardLite ends before the next gradient |
-| `purposes` | the result of `memory()` at this peak; other bytes are activations, and gradients not in a bucket yet |
+| `predicted_least_bytes` | a lower bound of `tensor_bytes`, if each reduction ends before the next gradient |
+| `purposes` | `memory()` at that peak of all tensors; the rest are activations, and gradients not in a bucket yet |
 | `compute`, `weight_bytes` | dtype of forward and backward, and the weights of the plain model in this dtype |
 | `error` | why the system could not be measured; such a row has no sizes |
 
@@ -19,10 +19,10 @@ after its imports and the start of the process group:
 | `made_bytes` | size with the plain model |
 | `wrap_peak_bytes`, `wrapped_bytes` | peak while the model is created and wrapped, and size afterwards |
 | `pss_bytes` | peak of the proportional set size in a step |
-| `pss_vs_fsdp2` | `pss_bytes` as a fraction of FSDP2's |
+| `pss_vs_fsdp2` | `pss_bytes` divided by the `pss_bytes` of FSDP2 |
 | `between_bytes` | size between two steps |
 | `pss_purposes` | the result of `memory()` at the moment of `pss_bytes` |
-| `unexplained` | the fraction of `pss_bytes` that `pss_purposes` and the activations of `activations` do not explain |
+| `unexplained` | the fraction of `pss_bytes` that neither `pss_purposes` nor the system `activations` explains |
 
 The system `activations` runs forward and backward of the plain model, without its gradients. The size of this system
 includes autograd's own memory, buffers of libraries, and code that is loaded during the step.
@@ -164,7 +164,7 @@ def _compute(model: nn.Module) -> torch.dtype:
 
 
 class _Sampler:
-    """Samples the mean proportional set size of a group's ranks, relative to the start. All methods are collective."""
+    """Samples the mean proportional set size of a group's ranks, minus that at the start. All methods are collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -145,7 +145,7 @@ def _parts(row: Row) -> dict[str, int]:
 
 
 def _draw_ranks(rows: Sequence[Row]) -> Figure:
-    """Draw peak tensor bytes against ranks, measured as points and predicted as lines. One panel is ShardLite's."""
+    """Draw peak tensor bytes against ranks, measured as points and predicted as lines. ShardLite has its own panel."""
     names = dict.fromkeys((not row["purposes"], row["system"]) for row in rows)
     panels = [[name for other, name in names if other is kind] for kind in (True, False)]
     panels = list(filter(None, panels))

@@ -66,7 +66,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
     for measured in measure_all(_named(source), program, systems, sorted(set(options.ranks))):
         rows += measured
         print(render(measured), end="\n\n", flush=True)
-        if options.json is not None:  # already now, because a long run may be interrupted
+        if options.json is not None:  # each time, because a long run may be interrupted
             options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if options.json is not None:
         print(f"wrote {options.json}")
@@ -206,7 +206,7 @@ def _draw_timeline(source: Source, setting: Setting, program: Program, picture: 
 
 
 def _prediction(source: Source) -> Callable[[str, System, int], Row]:
-    """Return a function that predicts the bytes of a system. For a model that cannot be traced, it predicts nothing."""
+    """Return a function that predicts the bytes of a system, or predicts nothing if the model cannot be traced."""
     try:
         predictor = Predictor(source, progress=say)
     except ValueError as error:

@@ -76,7 +76,7 @@ class System:
 
     build: Callable[[Source, ProcessGroup], Trainer]
     setting: Setting | None = None
-    """The options of ShardLite, from which its memory is predicted. `None` for other systems."""
+    """The options of ShardLite, from which the memory of the system is predicted. `None` for other systems."""
 
     package: str = "torch"
     """The package that the system imports."""

@@ -187,7 +187,7 @@ class Planner:
         return RankPlan(setting, budget, timeline_of(budget, events), events)
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
-        """Return the smallest number of ranks with which a rank holds at most `nbytes`: up to 4096, or else `None`."""
+        """Return the smallest number of ranks (at most 4096) with which a rank holds at most `nbytes`, or `None`."""
 
         def fits(ranks: int) -> bool:
             return self.plan(replace(setting, world_size=ranks)).peak <= nbytes
@@ -223,7 +223,10 @@ class Planner:
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Make new tensors fake in the `with` block. Errors, as from reading a value, become `SourceError`s."""
+        """Make new tensors fake in the `with` block.
+
+        Errors become `SourceError`s, for example if the model reads the value of a fake tensor.
+        """
         try:
             with self._fake:
                 yield

@@ -56,7 +56,7 @@ def new_figure(
 def paint(
     planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None, folder: Path
 ) -> list[Path]:
-    """Write the plots of the groups to a folder and return the paths. Scaling and bandwidth require a cluster.
+    """Write the plots of the groups to a folder and return the paths. Two of the plots require a cluster.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -135,7 +135,7 @@ def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster) -> Fig
 
 
 def _bandwidth(planner: Planner, group: Group, cluster: Cluster) -> Figure:
-    """Draw the bandwidth of gathers and reductions against the size of a model in as many units as this one."""
+    """Draw the bandwidth of gathers and reductions against the size of a model with as many units as this model."""
     plan = group.plans[-1]
     ranks, units = plan.setting.world_size, len(plan.budget.units)
     figure, (axes,) = new_figure(8, 4.4)

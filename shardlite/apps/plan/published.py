@@ -28,8 +28,8 @@ def zero2_by_deepspeed(n: float, world_size: int) -> float:
 def zero3_by_deepspeed(n: float, largest: float, world_size: int) -> float:
     """Return DeepSpeed's estimate of bytes per rank for ZeRO-3 without offload: `4 l + 18 n / W`.
 
-    The source is the page of `zero2_by_deepspeed`. The largest layer has `l` parameters. The layer is gathered in
-    16 bits, and its gradients have the same size.
+    The source is the page that `zero2_by_deepspeed` names. The largest layer has `l` parameters. The layer is gathered
+    in 16 bits, and its gradients have the same size.
     """
     return 4 * largest + 18 * n / world_size
 

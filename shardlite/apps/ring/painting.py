@@ -75,7 +75,7 @@ def _side(world_size: int) -> float:
 
 
 def _kept(count: int) -> list[int]:
-    """Return the indices of the drawn frames: all, or if they are too many, the first and the final ones."""
+    """Return the indices of the drawn frames: all, or the first and the final ones if there are too many."""
     half = _SQUARES // 2
     return list(range(count)) if count <= _SQUARES else [*range(half), *range(count - half, count)]
 

@@ -1,7 +1,7 @@
 """Format the schedule of a collective as text: the pieces that each rank holds and sends in each step.
 
-`frames` simulates a schedule symbolically: the number of its owner represents a segment, and an order of additions
-represents a sum.
+`frames` simulates a schedule symbolically: a segment is represented by the number of its owner, and a sum by the
+order of its additions.
 `text` formats a page for a terminal. `painting.py` draws an image.
 """
 
@@ -23,7 +23,7 @@ NARROW = 40
 
 _MOST = 2  # maximum number of neighbours that a sum lists if space is short
 _LONGEST_NOTE = 42  # columns: a longer list of messages is replaced by the number of messages
-_ORDERS = 8  # lines: of more segments, only the first few and the final one have their orders shown
+_ORDERS = 8  # lines: with more segments, only the orders of the first few and of the final one are shown
 
 _GIST = {
     "ring": "each rank sends to the next one",

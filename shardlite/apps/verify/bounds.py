@@ -1,6 +1,6 @@
 """Differences of two tensors, and bounds on them.
 
-Legend: `W` ranks, `r` a rank, `g_r` its gradient of one element, `u` the unit roundoff (half the distance from 1 to the
+Legend: `W` ranks, `g_r` the gradient of one element on rank `r`, `u` the unit roundoff (half the distance from 1 to the
 next number), `gamma(k) = k*u / (1 - k*u)` the bound on `k` roundings (Higham, 2002, Accuracy and Stability, 3.1).
 """
 
@@ -18,7 +18,10 @@ from shardlite.apps.verify import twins
 from shardlite.config import Precision
 
 _FP64 = 1 + 2.0**-20
-"""Factor that allows for rounding errors of differences computed in fp64: 2^-29 of the rounding errors in fp32."""
+"""Factor that allows for the rounding errors of fp64, in which differences are computed.
+
+These errors are 2^-29 of the rounding errors of fp32.
+"""
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -86,9 +89,9 @@ class Sum:
 
         sum_r g_r/W * (1 + d_r)   with |d_r| <= gamma(k)
 
-    in any order of additions. So its distance from the exact mean is at most `gamma(k) * M`, where `M` is the mean of
-    `|g_r|`. The distance of two means is at most the sum of their distances from the exact mean. The ring and the
-    simple twin add `W` gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each
+    in any order of additions. So the distance of this mean from the exact mean is at most `gamma(k) * M`, where `M` is
+    the mean of `|g_r|`. The distance of two means is at most the sum of their distances from the exact mean. The ring
+    and the simple twin add `W` gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each
     gradient by the rounded `1/W`, then adds: `k = 1 + 1 + W - 1`. If a result is subnormal, an addition is exact, and
     the error of a division or a product is at most half the smallest number.
     """

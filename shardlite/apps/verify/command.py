@@ -37,7 +37,7 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
         report = verify(lambda: GPT(settings.gpt), batch, settings.steps, **chosen)
         if dist.get_rank() == 0:
             print(report.table(), flush=True)
-        dist.barrier()  # until the table is printed: torchrun ends all ranks when one fails
+        dist.barrier()  # wait for the table, because torchrun ends all ranks when one fails
     finally:
         dist.destroy_process_group()
     return 0 if report.ok else 1

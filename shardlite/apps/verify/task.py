@@ -95,7 +95,7 @@ def joined_batch(batches: Sequence[Batch]) -> Batch | None:
 
     try:
         whole: Batch = tree_map(join, *batches)
-    except ValueError:  # `tree_map` raises it, too, if the structures of the batches differ
+    except ValueError:  # also raised by `tree_map` if the structures of the batches differ
         return None
     return whole
 

@@ -84,7 +84,7 @@ class Report:
 
     @property
     def first_failure(self) -> str | None:
-        """The first tensor beyond its bound, or `None`. Includes rank, name, system, both values and the bound."""
+        """The first tensor beyond its bound, or `None`. The text has rank, name, system, both values and the bound."""
         return next((row.failure for row in self.rows if row.failure is not None), None)
 
     def table(self) -> str:
@@ -175,7 +175,7 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
         yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
     survey = twins.survey(task)
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
-    # Two terms have the same sum in either order. The ring adds more terms in an order that differs from the twin's.
+    # Two terms have the same sum in either order. More terms are added in different orders by ring and twin.
     bounds = SAME if world_size <= 2 else {"first loss": same_bits, "gradients": summed.simple}
     simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)
@@ -278,7 +278,7 @@ def _row(opponent: str, quantity: str, label: str, tensors: Sequence[Tensors], j
 def _compared(
     equal: ReportRow, what: str, pair: tuple[str, Tensor | None, Tensor | None], judge: Judge | None
 ) -> ReportRow:
-    """Return the row of one tensor. `equal` is the row of two equal tensors."""
+    """Return the row of one tensor, made from `equal`, the row for two equal tensors."""
     name, ours, theirs = pair
     if ours is None and theirs is None:
         return equal
