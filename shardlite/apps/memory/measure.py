@@ -164,7 +164,10 @@ def _compute(model: nn.Module) -> torch.dtype:
 
 
 class _Sampler:
-    """Samples the mean proportional set size of a group's ranks, minus that at the start. All methods are collective."""
+    """Samples the mean proportional set size of a group's ranks, minus the mean at the start.
+
+    All methods are collective.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
