@@ -116,7 +116,7 @@ def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite",
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""The environment variable of `torchrun` that, if it is 1, gives each attempt of `--max-restarts` its own store.
+"""If this environment variable of `torchrun` is 1, each attempt of `--max-restarts` has its own store.
 
 Otherwise all attempts share the store of torchrun's agent, in which gloo finds the addresses of dead processes
 (PyTorch 2.13).

@@ -38,8 +38,8 @@ class Attention(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Rotate each pair of elements of `x` [... t d] by an angle proportional to its position.
 
-    The product of two rotated vectors depends only on the distance of their positions, so blocks need no other position
-    encoding (Su et al. 2021, "RoFormer"). Pair `i` consists of the elements i and i + d/2. The
+    The product of two rotated vectors depends on their positions only through the distance, so blocks need no other
+    position encoding (Su et al. 2021, "RoFormer"). Pair `i` consists of the elements i and i + d/2. The
     angle of pair `i` per position is 10000^(-2i/d).
     """
     t, d = x.shape[-2:]

@@ -230,7 +230,7 @@ class _Account:
 
     def _sample(self) -> None:
         over = False
-        while not over:  # at least once, however short the block is
+        while not over:  # take at least one sample, however short the block is
             held = self._context.held() if self._context else {}
             now = {purpose: each.now for purpose, each in held.items() if each.now}
             self._samples.append((time.monotonic_ns(), now))

@@ -84,7 +84,7 @@ class Predictor:
         return self._alone() + self._bytes(self._planner.trainable + 2 * stepped)
 
     def _sharded(self, ranks: int, replay: type["_Replay"]) -> int:
-        plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # gives buffers, units and events
+        plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # used for its buffers, units and events
         shards = self._bytes(self._planner.numel + 2 * self._planner.trainable) // ranks
         return shards + plan.budget.held["buffers"] + replay(plan.budget.units, ranks).peak(plan.events)
 

@@ -223,7 +223,7 @@ def _activations(dtype: torch.dtype | None) -> System:
 def _deepspeed(stage: int) -> System:
     """Return DeepSpeed as a system. Its buckets are as large as the largest unit, because the default size is 2 GB."""
 
-    def build(source: Source, _: ProcessGroup) -> Trainer:  # DeepSpeed uses the default group
+    def build(source: Source, _: ProcessGroup) -> Trainer:  # unused: DeepSpeed takes the default group
         import deepspeed
 
         model = source.make()

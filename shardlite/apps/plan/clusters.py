@@ -140,7 +140,7 @@ class Cluster:
         """Return the link of an exchange among all ranks, which share the network cards of their nodes equally."""
         if world_size <= self.node:
             return self.inside
-        leaving = (world_size - self.node) / (world_size - 1)  # fraction of a rank's bytes
+        leaving = (world_size - self.node) / (world_size - 1)  # fraction of a rank's bytes that leave the node
         beta = max(self.inside.beta, leaving * self.nic.beta * self.node / self.nics)
         return self.inside._replace(alpha=self.nic.alpha, beta=beta)
 

@@ -127,7 +127,7 @@ def _of_import_path(model: str, batch: int, context: int | None, inputs: str | N
 
 
 def _imported(path: str, option: str) -> Callable[[], Any]:
-    """Return the function or class `module:name`. The module may be in the current folder."""
+    """Return the function or class with the path `module:name`. The module may be in the current folder."""
     module, _, name = path.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -175,7 +175,7 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
         yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
     survey = twins.survey(task)
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
-    # Two terms have the same sum in either order. More terms are added in different orders by ring and twin.
+    # Two terms have the same sum in either order. The ring and the twin add more terms in different orders.
     bounds = SAME if world_size <= 2 else {"first loss": same_bits, "gradients": summed.simple}
     simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)
