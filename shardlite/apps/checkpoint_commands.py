@@ -25,14 +25,14 @@ def run_export(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
 
 
 def run_import(_: ArgumentParser, options: Namespace, __: Sequence[str]) -> int:
-    """Write a checkpoint of safetensors files, and print its path."""
+    """Write a checkpoint with the weights of safetensors files, and print the path of the checkpoint."""
     from shardlite.checkpoint import import_weights
 
     return _print_lines(lambda: [import_weights(options.path, options.out)])
 
 
 def _print_lines(make: Callable[[], Iterable[str | Path]]) -> int:
-    """Print the lines that `make` returns. Print the error and return 1 if it raises a `CheckpointError`."""
+    """Print the lines that `make` returns, and return 0. On a `CheckpointError`, print the error and return 1."""
     try:
         for line in make():
             print(line)

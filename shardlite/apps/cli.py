@@ -1,7 +1,8 @@
 """The command line: `shardlite COMMAND`.
 
-`options.json` describes the commands. `run` of a command takes its parser, the parsed options and the whole command
-line, and returns the exit status. Parsers do not import PyTorch, so help and usage errors appear at once.
+`options.json` describes the commands. The function `run` of a command takes the parser of the command, the parsed
+options and the whole command line, and returns the exit status. Parsers do not import PyTorch, so help and usage errors
+appear immediately.
 """
 
 import sys
@@ -30,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(ArgumentParser):
-    """A parser that reports wrong usage in one line, without the usage message. Commands also have such parsers."""
+    """A parser that reports wrong usage in one line, without the usage message. Each command has such a parser, too."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:  # type: ignore[override]
-        """Parse options. The parser of a command reports its own unknown arguments."""
+        """Parse the arguments, and exit if one is unknown. A command's parser checks the arguments of the command."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line."""
+        """Print `message` in one line and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

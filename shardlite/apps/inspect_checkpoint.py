@@ -1,4 +1,4 @@
-"""`shardlite inspect` as a function: a summary in which equal blocks share a line, or a line for each tensor."""
+"""Describe a checkpoint for `shardlite inspect`: each tensor, or a summary in which equal blocks share a line."""
 
 import os
 import re
@@ -27,12 +27,13 @@ def inspect(path: str | os.PathLike[str], *, check: bool = True, every: bool = F
     """Yield lines that describe a checkpoint.
 
     Args:
-        path: the folder of a checkpoint, or the folder of a run for its newest checkpoint.
+        path: the folder of a checkpoint, or the folder of a run, whose newest checkpoint is described.
         check: whether to read all files and compare their checksums.
         every: whether to list each tensor instead of the parts of the model.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a file is missing or damaged. Files are checked last.
+        CheckpointError: there is no checkpoint, or a file is missing or damaged. The files are checked after all
+            other lines.
     """
     checkpoint = Checkpoint(find(Path(path)))
     yield f"{checkpoint.folder}"
@@ -76,7 +77,7 @@ def _parts(checkpoint: Checkpoint, tensors: Tensors) -> Iterator[str]:
 
 
 def _sums(held: Sequence[TensorStorageMetadata]) -> tuple[str, str, str, str]:
-    """Return the cells of some weights: their number, elements, most frequent dtype, and bytes."""
+    """Return the table cells of some weights: numbers of weights and elements, dtype with the most bytes, and bytes."""
     dtypes: Counter[str] = Counter()
     for each in held:
         dtypes[_dtype(each)] += _nbytes(each)
@@ -88,12 +89,12 @@ def _sums(held: Sequence[TensorStorageMetadata]) -> tuple[str, str, str, str]:
 def _titled(weights: Tensors) -> dict[tuple[str, str], list[str]]:
     """Return the names of the weights in each line of the table, by title and number of equal blocks.
 
-    If there are too many lines, each outermost module has a line instead.
+    If there would be too many lines, each outermost module has a line instead.
     """
     modules: dict[tuple[str, int | None], list[str]] = {}
     for name in weights:
         modules.setdefault(_module_of(name), []).append(name)
-    alike: dict[object, list[tuple[str, int | None]]] = {}  # by the names in the block, shapes and dtypes
+    alike: dict[object, list[tuple[str, int | None]]] = {}  # modules by the names, shapes and dtypes of their weights
     for (stem, number), names in modules.items():
         inside = [name.removeprefix(f"{stem}.").partition(".")[2] for name in names]
         shapes = [(tuple(weights[name].size), _dtype(weights[name])) for name in names]
@@ -112,9 +113,9 @@ def _titled(weights: Tensors) -> dict[tuple[str, str], list[str]]:
 
 
 def _module_of(name: str) -> tuple[str, int | None]:
-    """Return the module that holds a weight: its outermost block, as stem and number, or else its innermost module.
+    """Return the outermost numbered block that holds a weight, as stem and number, or else the innermost module.
 
-    `h.3.mlp.weight` is in `("h", 3)`, `norm.weight` in `("norm", None)`.
+    `h.3.mlp.weight` belongs to `("h", 3)`, and `norm.weight` belongs to `("norm", None)`.
     """
     if block := re.match(r"(?:(.*?)\.)??(\d+)(?:\.|$)", name):
         return block[1] or "", int(block[2])
@@ -158,7 +159,7 @@ def _optimizer(checkpoint: Checkpoint, tensors: Tensors) -> Iterator[str]:
 
 
 def _groups(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Return the entry of each option of each group."""
+    """Return the name of the checkpoint entry for each option of each group of the optimizer."""
     found: dict[str, dict[str, str]] = {}
     for name in checkpoint.entries:
         keys = tuple(map(str, checkpoint.path_of(name)))

@@ -1,4 +1,4 @@
-"""Start a command once per rank with `torchrun`, and join the process group as one of its ranks."""
+"""Start a command on several ranks with `torchrun`, and join the process group as one of these ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_restart(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def default_ranks() -> int:
-    """Return one rank per GPU, or 2 without GPUs."""
+    """Return the default number of ranks: one per GPU, or 2 if there are no GPUs."""
     import torch
 
     return torch.cuda.device_count() or 2
@@ -36,8 +36,8 @@ def default_ranks() -> int:
 def process_group() -> Iterator[torch.device]:
     """Initialize the process group of the launched ranks, and yield this rank's device.
 
-    The backend for GPUs is NCCL if this machine has a GPU for each rank. Otherwise it is gloo, because NCCL does not
-    allow ranks to share a GPU.
+    The backend for GPUs is NCCL if this machine has a GPU for each rank. Otherwise the backend is gloo, because NCCL
+    does not allow ranks to share a GPU.
     """
     import torch
     import torch.distributed as dist
@@ -72,14 +72,16 @@ def launch(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
 def run_agent(command: Sequence[str], environment: Mapping[str, str], output: IO[str] | None = None) -> int:
     """Run a `torchrun` command, wait for all of its processes, and return its exit status.
 
-    SIGINT (Ctrl-C), SIGTERM and SIGHUP are passed on to the ranks. The exit status is then 128 plus the signal number.
+    If this process receives SIGINT (Ctrl-C), SIGTERM or SIGHUP, it passes the signal on to the ranks, and the exit
+    status is 128 plus the number of the signal.
 
     Args:
         command: the command, as returned by `torchrun`.
         environment: environment variables of all processes.
-        output: the file for the output of the processes. `None` is the output of this process.
+        output: the file for the output of the processes. `None` selects the output of this process.
     """
-    # In its own session, the agent gets each signal once, from here: a second signal would interrupt its shutdown.
+    # The agent has its own session, so it gets each signal only once, from this process. A second signal, from the
+    # terminal, would interrupt the shutdown of the agent.
     agent = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     received: list[int] = []
 
@@ -94,7 +96,7 @@ def run_agent(command: Sequence[str], environment: Mapping[str, str], output: IO
 
 @contextmanager
 def on_signals(names: Sequence[str], act: Callable[[int], object]) -> Iterator[None]:
-    """Context in which `act` is called with the number of each received signal. No effect outside the main thread."""
+    """Call `act` with the number of each signal received in the `with` block. Outside the main thread, do nothing."""
     known = [getattr(signal, name) for name in names if hasattr(signal, name)]
     in_main = threading.current_thread() is threading.main_thread()
     before = {each: signal.signal(each, lambda number, _: act(number)) for each in known if in_main}
@@ -114,14 +116,18 @@ def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite",
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Environment variable of `torchrun`. Unless it is 1, all attempts of `--max-restarts` share the store of the agent.
+"""If this environment variable of `torchrun` is 1, each attempt of `--max-restarts` has its own store.
 
-In a shared store, gloo finds the addresses of dead processes (PyTorch 2.13).
+Otherwise all attempts share the store of torchrun's agent, in which gloo finds the addresses of dead processes
+(PyTorch 2.13).
 """
 
 
 def environment_for(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environment` with cores divided among the ranks and a store per attempt. Existing values are kept."""
+    """Return `environment` with a share of the cores per rank and a store per attempt.
+
+    Variables that are already set keep their values.
+    """
     threads = max(1, usable_cores() // ranks)
     return {"OMP_NUM_THREADS": str(threads), OWN_STORE: "1", **environment}
 

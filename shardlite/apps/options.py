@@ -1,7 +1,7 @@
 """Parsers of the commands, checks of options, and errors of usage.
 
-`options.json` describes the commands and their options. `run` is the function that runs a command, as `module:name`
-below `shardlite.apps`.
+`options.json` describes the commands and their options. The key `run` of a command names the function that runs the
+command, as `module:name` inside `shardlite.apps`.
 """
 
 import json
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from shardlite.config import Precision
 
 MOST_RANKS = 4096
-"""Maximum number of ranks of a plan. Repeated here because the module that defines it imports PyTorch."""
+"""Maximum number of ranks of a plan: a copy of `shardlite.build.MOST_RANKS`, whose module imports PyTorch."""
 
 _DESCRIBED = json.loads(Path(__file__).with_name("options.json").read_text())
 COMMANDS: Mapping[str, Mapping[str, Any]] = _DESCRIBED["commands"]
 """Descriptions of the commands, in the order of `shardlite --help`."""
 
 _NAMED = {"int": int, "float": float, "path": Path, "switch": BooleanOptionalAction, "hidden": SUPPRESS}
-"""Python objects that `options.json` names."""
+"""The Python objects for the names that `options.json` uses."""
 
 
 def add_command(commands: Any, name: str) -> None:
     """Add a command to the subparsers of the program. The parsed options include `parser` and `run` of the command."""
     described = COMMANDS[name]
     parser: ArgumentParser = commands.add_parser(name, help=described["help"], description=described["description"])
-    if "settings" in described:  # a command that trains the GPT of the demo
+    if "settings" in described:  # the command trains the GPT of the demo
         kept = [each for each in fields(Settings) if each.name not in ("gpt", "save_every")]
         parser.set_defaults(**{each.name: each.default for each in kept})
     parser.set_defaults(parser=parser, run=described["run"])
@@ -45,25 +45,28 @@ def add_command(commands: Any, name: str) -> None:
 
 
 def _add_options(group: Any, described: Mapping[str, Any]) -> None:
-    """Add options to a parser or a group. `@name` stands for shared options, and may override some of their values."""
+    """Add options to a parser or a group.
+
+    A key `@name` stands for the shared options `name`. The value of the key overrides parts of these options.
+    """
     for name, each in described.items():
         if name.startswith("@"):
             shared = _DESCRIBED["shared"][name[1:]]
             _add_options(group, {key: {**option, **each.get(key, {})} for key, option in shared.items()})
-        elif name != "about":  # the description of the group
+        elif name != "about":  # `about` is the description of the group
             named = {key: _NAMED.get(each[key], each[key]) for key in ("type", "action", "help") if key in each}
             group.add_argument(name, **{**each, **named})
 
 
 def dtype_of(name: str) -> "torch.dtype":
-    """Return the dtype of a value of an option."""
+    """Return the dtype that the value of an option names."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
 
 
 def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
-    """Return the precision of the values of three options. Without `compute`, forward and backward cast nothing.
+    """Return the `Precision` that three options select. If `compute` is `None`, forward and backward cast nothing.
 
     Raises:
         ValueError: the dtypes cannot be combined.
@@ -78,7 +81,10 @@ def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
 
 
 def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
-    """Return the number of ranks that a launcher has started, or `None`. Exit if `--ranks` differs from it."""
+    """Return the number of ranks that a launcher has started, or `None` without a launcher.
+
+    If `--ranks` differs from this number, exit.
+    """
     started = world_size()
     if options.ranks is not None and options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}; it must be at least 1")
@@ -94,7 +100,7 @@ def progress(words: str) -> None:
 
 @contextmanager
 def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[None]:
-    """Exit with status 2 and one line if the block raises an error that its options caused.
+    """Exit with status 2 and one line if the `with` block raises an error that the options of the command caused.
 
     Args:
         parser: the parser of the command, which prints the line.
@@ -112,10 +118,10 @@ def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[N
 
 
 def check_numbers(options: Namespace, **least: int) -> None:
-    """Check that options have at least their minimum values. An option that was not given is `None`.
+    """Check that options have at least their minimum values. An option that was not given is `None` and not checked.
 
     Raises:
-        ValueError: a value is smaller. The message names the option.
+        ValueError: a value is smaller than its minimum. The message names the option.
     """
     for name, smallest in least.items():
         value = getattr(options, name)

@@ -16,7 +16,7 @@ from shardlite.apps.options import started_ranks, usage_errors
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Check the options, then start the ranks, or run as one of them."""
+    """Check the options. Then start the ranks, or train as one of the started ranks."""
     with usage_errors(parser):
         if options.config is not None:
             options = parser.parse_args([*arguments_in(options.config, parser), *arguments[1:]])
@@ -70,7 +70,7 @@ def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
     """
     if sys.version_info < (3, 11):
         raise ValueError(f"{path}: option files require Python 3.11 or newer, this is {sys.version.split()[0]}")
-    tomllib: Any = import_module("tomllib")  # not in Python 3.10, which the library supports
+    tomllib: Any = import_module("tomllib")  # Python 3.10, which the library supports, has no `tomllib`
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
@@ -96,10 +96,11 @@ def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
 def _check_checkpoints(settings: Settings, options: Namespace) -> None:
     """Check that `--resume` finds a checkpoint, and that a new run does not overwrite another one.
 
-    With `--checkpoints`, both are allowed. Ranks that torchrun restarts after a failure always resume.
+    A run with `--checkpoints` resumes without `--resume` if there is a checkpoint. Ranks that torchrun restarts after a
+    failure always resume.
 
     Raises:
-        ValueError: the message names the option to give or to omit.
+        ValueError: a check failed. The message names the option to give or to omit.
     """
     if settings.checkpoints is None or launch.is_restart():
         return

@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b t c] -> [b t c]."""
+        """Map hidden states: [b t c] -> [b t c]."""
         q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
         attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         mixed: Tensor = self.out(rearrange(attended, "b h t d -> b t (h d)"))
@@ -38,8 +38,9 @@ class Attention(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Rotate each pair of elements of `x` [... t d] by an angle proportional to its position.
 
-    The product of two rotated vectors depends only on the distance of their positions, so blocks need no other position
-    encoding (Su et al. 2021, "RoFormer"). Pair `i` is (i, i + d/2). Its angle per position is 10000^(-2i/d).
+    The product of two rotated vectors depends on their positions only through the distance, so blocks need no other
+    position encoding (Su et al. 2021, "RoFormer"). Pair `i` consists of the elements i and i + d/2. The
+    angle of pair `i` per position is 10000^(-2i/d).
     """
     t, d = x.shape[-2:]
     speed = 10000.0 ** (torch.arange(0, d, 2, device=x.device) / -d)
@@ -62,7 +63,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b t c] -> [b t c]."""
+        """Map hidden states: [b t c] -> [b t c]."""
         x = x + self.attention(self.attention_norm(x))
         x = x + self.mlp(self.mlp_norm(x))
         return x
@@ -116,7 +117,11 @@ class GPT(nn.Module):
         return bytes(text[0].tolist())
 
     def _initialize(self) -> None:
-        """Initialize as GPT-2: normal(0.02), scaled by the number of additions for outputs to the residual stream."""
+        """Initialize as in GPT-2, from a normal distribution with the standard deviation 0.02.
+
+        For matrices whose output is added to the residual stream, the deviation is divided by the square root of the
+        number of such additions.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 adds = name.endswith(("attention.out.weight", "mlp.2.weight"))

@@ -14,11 +14,12 @@ COLUMNS = (
     *("loss", "validation_loss", "learning_rate", "gradient_norm"),
     *("step_ms", "exposed_ms", "sent_mib", "held_mib"),
 )
-"""Values of a step.
+"""Names of the logged values of a step.
 
 Losses are means over the ranks, in nats per byte. The gradient norm is the norm before clipping. The last four values
 belong to rank 0: duration of the step, time that computation waited for messages, bytes sent, and bytes held by the
-library after the step. Waiting and sending are counted since the previous row, so they include a validation.
+library after the step. The waiting time and the bytes sent are counted since the previous row, so they include a
+validation between the two rows.
 """
 
 Values = Mapping[str, float]
@@ -26,7 +27,7 @@ Values = Mapping[str, float]
 
 
 def open_log(kind: str, folder: Path, *, after: int) -> CSVLog | TensorBoardLog:
-    """Open the log of a run in its folder. Discard rows of an earlier process for steps after `after`."""
+    """Open the log of a run in `folder`. Discard rows that an earlier process wrote for steps after `after`."""
     folder.mkdir(parents=True, exist_ok=True)
     return CSVLog(folder / "log.csv", after) if kind == "csv" else TensorBoardLog(folder / "tensorboard", after)
 

@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def describe_result(loss: float, entropy: float) -> str:
-    """Format the last validation loss and the unigram entropy of the same text."""
+    """Format the final validation loss and the unigram entropy of the validation text."""
     rows = (("validation loss", loss, "this model"), ("unigram entropy", entropy, "the best without context"))
     return "\n".join(
         f"{name}  {nats:.3f} nats/byte  {nats / math.log(2):.3f} bits/byte  ({who})" for name, nats, who in rows
@@ -154,7 +154,7 @@ def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[st
 
 
 def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
-    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.figure import Figure  # an optional dependency, and slow to import
 
     validated = [(point.step, point.validation) for point in curve if point.validation is not None]
     figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")

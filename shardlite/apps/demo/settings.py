@@ -39,7 +39,7 @@ SIZES = {
     "demo": GPTConfig(),
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024),
 }
-"""Models by name, with 0.1, 10.7 and 85 million parameters."""
+"""Shapes of models by name. The models have 0.1, 10.7 and 85 million parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,12 @@ class Settings:
     """Number of forwards and backwards per optimizer step."""
 
     lr: float = 1e-3
-    """Peak learning rate. A linear warmup reaches it after a tenth of the steps; a cosine decays it to a tenth."""
+    """Peak learning rate. A linear warmup reaches the peak after a tenth of the steps. Then a cosine lowers the rate to
+    a tenth of the peak.
+    """
 
     precision: str = "fp32"
-    """Dtype of forward and backward: fp32, bf16, fp16 or fp64. Weights are made in fp32, so fp32 casts nothing.
+    """Dtype of forward and backward: fp32, bf16, fp16 or fp64. Weights are created in fp32, so fp32 needs no casts.
 
     With fp16, a gradient scaler is used.
     """
@@ -102,7 +104,7 @@ class Settings:
     """A text file or a folder of text files. `None` selects the source of Python's standard library."""
 
     out: Path = Path("outputs")
-    """Folder for the loss curve and the log. Also for the checkpoints, unless `checkpoints` names another folder."""
+    """Folder for the loss curve and the log. The command line also saves checkpoints in this folder by default."""
 
     log: str | None = None
     """Format in which the values of each step are written during the run: csv or tensorboard."""
@@ -114,7 +116,10 @@ class Settings:
     """Number of steps between two checkpoints."""
 
     redundancy: str | None = None
-    """"neighbour": copy the run into memory after each step, for ranks that are restarted. `None` copies nothing."""
+    """Copies of the run in memory, from which restarted ranks can resume.
+
+    "neighbour" makes a copy after each step. `None` copies nothing.
+    """
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "lr", "save_every"):

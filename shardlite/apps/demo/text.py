@@ -81,7 +81,7 @@ def unigram_entropy(text: Bytes) -> float:
 def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Draw a batch of `shape` (b, t) from `text`: bytes x [b t] and the byte after each of them, y [b t].
 
-    `key`, such as (seed, rank, step), is the seed.
+    `key`, such as (seed, rank, step), seeds the random numbers of the draw.
     """
     b, t = shape
     return _windows(text, np.random.default_rng(key).integers(0, len(text) - t, size=b), t)
@@ -98,16 +98,16 @@ def draw_sequences(text: Bytes, length: int, keys: Sequence[tuple[int, ...]]) ->
 
 
 def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tensor, Tensor]:
-    import torch  # imported late: the command line checks the text without PyTorch
+    import torch  # imported here, because the command line checks the text without PyTorch
 
     windows = torch.from_numpy(text[starts[:, None] + np.arange(length + 1)].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def _files(source: Path | None) -> Iterator[Path]:
-    """Yield `source` if it is a file, or else the text files in a folder or the standard library, sorted by name.
+    """Yield `source` if it is a file. Otherwise yield the text files in the folder `source`, sorted by name.
 
-    Hidden files are skipped.
+    `None` stands for the folder of Python's standard library. Hidden files are skipped.
     """
     root = source or Path(sysconfig.get_paths()["stdlib"])
     if root.is_file():

@@ -35,10 +35,10 @@ from shardlite.comm import all_gather_json
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
 
-_MEASURED_STEP = 2  # the earlier steps allocate the optimizer state and all buffers
+_MEASURED_STEP = 2  # index of the step; earlier steps allocate the optimizer state and all buffers
 _VALIDATIONS = 8  # at equal intervals; the last validation is at the end of the run
 _VALIDATION_BATCHES = 8
-_TRAIN, _VALIDATION = 0, 1  # parts of the text, in the key of a sequence
+_TRAIN, _VALIDATION = 0, 1  # numbers of the parts of the text, in the key of a sequence
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Run:
 
 
 def train(settings: Settings, corpus: Corpus) -> None:
-    """Train on `corpus`, validate, report, sample."""
+    """Train on `corpus`, validate, report the result, and print a sample of text."""
     with process_group() as device:
         plain = _measure_data_parallel(settings, corpus, device)
         run = _set_up(settings, corpus, device)
@@ -146,7 +146,7 @@ def _resume(run: Run) -> tuple[list[Point], int]:
 
 
 def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
-    """Copy the run into memory if enabled. Save a checkpoint if a checkpoint is due or the run `ends`."""
+    """Copy the run into memory if redundancy is enabled. Save a checkpoint if one is due or if the run `ends`."""
     settings, step = run.settings, len(curve)
     if settings.checkpoints is None:
         return
@@ -203,7 +203,7 @@ def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, reporter
 
 
 def _step(run: Run, step: int, drawn: int) -> dict[str, float]:
-    """Take an optimizer step on the sequences from number `drawn` on, and return its values for the log."""
+    """Take an optimizer step on the sequences from number `drawn` on, and return the values of the step for the log."""
     settings, model, scaler = run.settings, run.model, run.scaler
     begin, loss, rate = time.perf_counter(), 0.0, learning_rate(settings, step)
     for group in run.optimizer.param_groups:
@@ -247,7 +247,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _validate(run: Run) -> float:
-    """Return the mean loss on validation text. Each rank has its own part of the text, the same in every validation."""
+    """Return the mean loss on validation text. Each rank has its own part of this text, which never changes."""
     run.model.eval()
     losses = [
         _loss(run.model, *_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()
@@ -258,7 +258,7 @@ def _validate(run: Run) -> float:
 
 
 def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, *, steps: int) -> None:
-    """Print the quality of the model, and the memory and traffic of the `steps` that this process has taken."""
+    """Print the quality of the model, the memory of a step, and the mean traffic of the `steps` of this process."""
     footprints = [Footprint(**each) for each in all_gather_json(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
@@ -284,7 +284,7 @@ def _show_sample(run: Run) -> None:
 def _firsts(settings: Settings, drawn: int, rank: int, *, ranks: int, batches: int | None = None) -> range:
     """Return the number of the first sequence of each batch of a rank, after `drawn` earlier sequences.
 
-    Ranks take turns, batch by batch.
+    The ranks take consecutive batches in turn.
     """
     count = settings.accumulate if batches is None else batches
     first, every = drawn + rank * settings.batch, ranks * settings.batch
@@ -292,7 +292,7 @@ def _firsts(settings: Settings, drawn: int, rank: int, *, ranks: int, batches: i
 
 
 def _draw(settings: Settings, text: Bytes, device: torch.device, part: int, first: int) -> Batch:
-    """Draw a batch from a part of the text: the sequences from number `first` on."""
+    """Draw a batch from a part of the text. The batch consists of the sequences from number `first` on."""
     numbers = range(first, first + settings.batch)
     x, y = draw_sequences(text, settings.gpt.context, [(settings.seed, part, number) for number in numbers])
     return x.to(device), y.to(device)

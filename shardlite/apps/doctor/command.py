@@ -8,7 +8,7 @@ from shardlite.apps.options import started_ranks
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Start the ranks, or examine this machine as one of them. Return 1 if a trial failed, else 0."""
+    """Start the ranks, or, as one of the started ranks, examine this machine. Return 1 if a trial failed, else 0."""
     if started_ranks(parser, options) is None:
         return launch.launch(options.ranks or launch.default_ranks(), arguments)
     from shardlite.apps.doctor.trials import run_trials

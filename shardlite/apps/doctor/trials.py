@@ -27,17 +27,17 @@ from shardlite.errors import LayoutError, ShardLiteError
 _TIMEOUT = timedelta(seconds=30)
 _NBYTES = 1 << 20
 _WARM_UP = 3
-"""Number of calls before the timed calls. They open connections and allocate pages, and their results are checked."""
+"""Number of warm-up calls. They open connections and allocate pages, and their results are checked."""
 
 _REPEATS = 31
-_AHEAD = 300e-6  # seconds between agreeing on a start and the start
+_AHEAD = 300e-6  # seconds from the agreement on a start time until the start
 _FAILED = "FAILED"
 
 
 Findings = Mapping[str, Mapping[str, Sequence[str]]]
-"""By device and transport: a text with the selected transport and the reason, and a text with the result of the trial.
+"""Two texts for each device and transport: the selected transport with the reason, and the result of the trial.
 
-If a transport is not available, there is only the reason.
+If a transport is not available, the only text is the reason.
 """
 
 
@@ -148,7 +148,7 @@ def _calls(transport: comm.Transport, device: torch.device, name: str) -> list[C
 
 
 def failure(calls: Sequence[Call]) -> str:
-    """Warm up. Return the first failure of any rank, or an empty string. Collective."""
+    """Make the warm-up calls. Return the first failure of any rank, or an empty string. Collective."""
     own = ""
     try:
         for call in calls:
@@ -158,14 +158,15 @@ def failure(calls: Sequence[Call]) -> str:
             own = own if call.is_right() else "the result has wrong numbers"
     except ShardLiteError as error:
         own = str(error)
-    of_ranks = comm.all_gather_json(None, own, "results of a trial", 2 * _TIMEOUT)  # other ranks may time out first
+    # The timeout is doubled, because another rank may first wait for a timeout of its trial.
+    of_ranks = comm.all_gather_json(None, own, "results of a trial", 2 * _TIMEOUT)
     return next((f"{_FAILED}: {each}" for each in of_ranks if each), "")
 
 
 def milliseconds(call: Call) -> float:
     """Return the median duration of a call on the slowest rank. Collective.
 
-    Ranks start a call together, as in `bench.ring`. Filling the buffers is not timed.
+    All ranks start a call together, as in `bench.ring`. Filling the buffers is not timed.
     """
     times = []
     for i in range(_WARM_UP, _WARM_UP + _REPEATS):
@@ -184,8 +185,8 @@ def milliseconds(call: Call) -> float:
 def start_together(group: dist.ProcessGroup | None = None) -> None:
     """Return at the same moment on all ranks of one machine, which have one clock. Collective.
 
-    After a barrier, ranks start one after the other, and the delay may be as long as a short call. Ranks of several
-    machines, whose clocks differ, start as after a barrier.
+    A barrier is not enough: ranks return from it one after the other, with delays that may be as long as a short call.
+    Ranks of several machines, whose clocks differ, start as they would after a barrier.
     """
     moment = torch.tensor(time.perf_counter() + _AHEAD, dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX, group=group)

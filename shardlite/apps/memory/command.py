@@ -14,12 +14,12 @@ SYSTEMS = (
     *("deepspeed1", "deepspeed2", "deepspeed3", "stage0", "stage1", "stage2", "stage3"),
     *("in_backward", "in_backward, prefetch 0", "bf16", "bf16, split24", "bf16, int8", "compact"),
 )
-"""The names of `systems.SYSTEMS`, repeated because that module imports PyTorch."""
+"""The names of `systems.SYSTEMS`, repeated here because the module `systems` imports PyTorch."""
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Measure all systems and return 1 if one failed. A started rank measures one system instead."""
-    if options.row is not None and world_size() is not None:  # a rank: its parent has checked the options
+    """Measure all systems, and return 1 if a system failed. A rank that `run_all` has started measures one system."""
+    if options.row is not None and world_size() is not None:  # a started rank, whose parent has checked the options
         from shardlite.apps.memory.run import run_rank
 
         return run_rank(options)

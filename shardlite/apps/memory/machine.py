@@ -10,7 +10,7 @@ from shardlite.apps.launch import usable_cores
 
 
 def machine(device: torch.device | None = None) -> dict[str, str]:
-    """Return the keys of every row: processor, cores, versions and date. A GPU `device` is named first."""
+    """Return entries for every row: processor and cores, versions, and date. A GPU `device` is named first."""
     gpu = f"{torch.cuda.get_device_name(device)}; " if device is not None and device.type == "cuda" else ""
     return {
         "machine": f"{gpu}{_processor()}, {usable_cores()} cores",
@@ -21,7 +21,7 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's name from `/proc/cpuinfo`, or from `platform` where that file does not exist."""
+    """Return the processor's name from `/proc/cpuinfo`, or from `platform` if that file does not exist."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

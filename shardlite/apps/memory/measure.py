@@ -5,11 +5,11 @@ All sizes are bytes per rank:
 | key | meaning |
 |---|---|
 | `tensor_bytes` | the peak of all tensors in a step, on rank 0 |
-| `predicted_bytes` | an upper bound of it by arithmetic (`predict.py`); absent if no rules are known |
-| `predicted_least_bytes` | a lower bound: each reduction of ShardLite ends before the next gradient |
-| `purposes` | the result of `memory()` at that peak; the rest are activations, and gradients not in a bucket yet |
+| `predicted_bytes` | an upper bound of `tensor_bytes` by arithmetic (`predict.py`); absent if no rules are known |
+| `predicted_least_bytes` | a lower bound of `tensor_bytes`, if each reduction ends before the next gradient |
+| `purposes` | `memory()` at that peak of all tensors; the rest are activations, and gradients not in a bucket yet |
 | `compute`, `weight_bytes` | dtype of forward and backward, and the weights of the plain model in this dtype |
-| `error` | why the system could not be measured; the row has no sizes then |
+| `error` | why the system could not be measured; such a row has no sizes |
 
 The following keys are measured with `process=True`. They are means over the ranks, relative to the size of a process
 after its imports and the start of the process group:
@@ -19,13 +19,13 @@ after its imports and the start of the process group:
 | `made_bytes` | size with the plain model |
 | `wrap_peak_bytes`, `wrapped_bytes` | peak while the model is created and wrapped, and size afterwards |
 | `pss_bytes` | peak of the proportional set size in a step |
-| `pss_vs_fsdp2` | `pss_bytes` as a fraction of FSDP2's |
+| `pss_vs_fsdp2` | `pss_bytes` divided by the `pss_bytes` of FSDP2 |
 | `between_bytes` | size between two steps |
 | `pss_purposes` | the result of `memory()` at the moment of `pss_bytes` |
-| `unexplained` | the fraction of `pss_bytes` that `pss_purposes` and the activations of `activations` do not explain |
+| `unexplained` | the fraction of `pss_bytes` that neither `pss_purposes` nor the system `activations` explains |
 
-`activations` runs forward and backward of the plain model, without its gradients. Its size includes autograd's own
-memory, buffers of libraries, and code that is loaded during the step.
+The system `activations` runs forward and backward of the plain model, without its gradients. The size of this system
+includes autograd's own memory, buffers of libraries, and code that is loaded during the step.
 """
 
 import gc
@@ -55,7 +55,7 @@ from shardlite.model import ModelState
 Row = dict[str, Any]
 
 WARM_UP = 3
-"""Steps before the measured ones. They allocate the optimizer's state, and record the order of gathers."""
+"""Number of warm-up steps. They allocate the optimizer's state, and record the order of gathers."""
 
 STEPS = 3
 """Default number of steps in which processes are sampled."""
@@ -103,7 +103,7 @@ def measure(
 
 
 def warm_up(trainer: Trainer) -> None:
-    """Take the steps before the measured ones."""
+    """Take the warm-up steps, which are not measured."""
     for _ in range(WARM_UP):
         trainer.step()
 
@@ -147,12 +147,12 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
 def _count(source: Source) -> int:
     """Return the number of elements in all parameters.
 
-    Creating the model imports its packages, so the sizes of processes do not include them.
+    The function also imports the packages of the model, so that sizes measured later do not include the imports.
     """
     try:
         with torch.device("meta"):
             model = source.make()
-    except (NotImplementedError, RuntimeError):  # its constructor reads values
+    except (NotImplementedError, RuntimeError):  # the constructor of the model reads values
         model = source.make()
     return sum(param.numel() for param in model.parameters())
 
@@ -164,7 +164,10 @@ def _compute(model: nn.Module) -> torch.dtype:
 
 
 class _Sampler:
-    """Samples the mean proportional set size of a group's ranks, relative to the start. Its methods are collective."""
+    """Samples the mean proportional set size of a group's ranks, minus the mean at the start.
+
+    All methods are collective.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -177,7 +180,7 @@ class _Sampler:
         self._start = self.sample()[1]
 
     def sample(self) -> tuple[int, int]:
-        """Return the peak since the last call, and the current size, in bytes.
+        """Return the peak since the previous call, and the current size, in bytes.
 
         Sets `when` to the moment of the peak, in nanoseconds of the monotonic clock.
         """
@@ -200,8 +203,8 @@ class _Sampler:
 class _Account:
     """Samples the bytes by purpose of this rank during a `with` block. Systems without `memory()` have no purposes.
 
-    A second thread takes the samples. It reads only counters, because `memory()` would read gradients while the
-    backward writes them. One call of `memory()` beforehand registers all tensors with the counters.
+    A second thread takes the samples. The thread reads only counters, because `memory()` would read gradients while the
+    backward writes them. A call of `memory()` beforehand registers all tensors with the counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -227,7 +230,7 @@ class _Account:
 
     def _sample(self) -> None:
         over = False
-        while not over:  # at least once, however short the block is
+        while not over:  # take at least one sample, however short the block is
             held = self._context.held() if self._context else {}
             now = {purpose: each.now for purpose, each in held.items() if each.now}
             self._samples.append((time.monotonic_ns(), now))

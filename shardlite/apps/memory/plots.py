@@ -1,7 +1,7 @@
 """Plots of memory: bars by purpose, bytes against the number of ranks, and one step as stacked areas. Needs matplotlib.
 
-Colours are those of Wong 2011 (Nature Methods 8, 441). Hatches and markers are distinguishable in print. Each purpose
-has the same style as in the plots of a plan.
+Colours are those of Wong 2011 (Nature Methods 8, 441). In print, hatches and markers remain distinguishable. Each
+purpose has the same style as in the plots of a plan.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _DARK = ("#0072B2", "#009E73", "#333333")
 _AREAS = ("weights", "optimizer", "other", "gradients", "buckets", "gathered", "activations")
 """Columns of a plan in the order in which a timeline stacks them, from the bottom up."""
 
-_READABLE = 30  # phases: up to this number, each unit is named
+_READABLE = 30  # maximum number of phases in which each unit is named
 
 
 def paint(rows: Sequence[Row], folder: Path, *, kind: str = "png") -> list[Path]:
-    """Write the plots of rows to a folder, and return their paths: bars for each run, and lines for each model.
+    """Write the plots of rows to a folder: bars for each run, and lines for each model. Return the paths of the plots.
 
     Args:
         rows: rows of any number of models, ranks and systems.
-        folder: created if it does not exist.
+        folder: the folder, which is created if it does not exist.
         kind: `png` or `svg`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the folder is not writable.
     """
-    import matplotlib  # optional: raise before the folder is created
+    import matplotlib  # an optional dependency: a missing one must raise before the folder is created
 
     folder.mkdir(parents=True, exist_ok=True)
     measured = [row for row in rows if "error" not in row]
@@ -136,7 +136,7 @@ def _number(axes: Axes, middle: float, place: int, size: float, colour: str) -> 
 def _parts(row: Row) -> dict[str, int]:
     """Return the bytes of each part of a bar."""
     held, tensors = row["purposes"], int(row["tensor_bytes"])
-    outside = {name: held.get(name, 0) for name in ("mailboxes", _IDLE)}  # purposes of memory that no tensor has
+    outside = {name: held.get(name, 0) for name in ("mailboxes", _IDLE)}  # purposes of memory that is not in tensors
     parts = {part: held.get(part, 0) for part in _PARTS}
     parts[_OTHERS] = sum(held.values()) - sum(parts.values())
     parts[_ON_THEIR_WAY if held else _NO_ACCOUNT] = tensors - sum(held.values()) + sum(outside.values())

@@ -1,7 +1,8 @@
-"""Predict the peak tensor bytes of a step by arithmetic, as `tensor_bytes` of a row measures them.
+"""Predict the peak tensor bytes of a step by arithmetic. The entry `tensor_bytes` of a row is the measured peak.
 
-ShardLite's rules are those of `shardlite plan`. The rules of PyTorch's systems were read in the source of PyTorch 2.13.
-They are replayed on the events of the same traced step. On a CPU every collective has ended when its call returns.
+ShardLite's rules are those of `shardlite plan`. The rules of PyTorch's systems were read in the source of PyTorch 2.13,
+and are replayed on the events of the step that `shardlite plan` traces. On a CPU, every collective has ended when its
+call returns.
 
 | system | held from step to step | held in a step |
 |---|---|---|
@@ -11,8 +12,8 @@ They are replayed on the events of the same traced step. On a CPU every collecti
 | FSDP1 | shards, moments | full units; at a unit's end its gradients and a flat copy of them |
 | FSDP2 | shards, moments | full units and gathered copies; at a unit's end its gradients and a flat copy of them |
 
-FSDP1 and FSDP2 gather one unit ahead in the backward. They keep the root's weights from its forward to the end of the
-step, and the gradient shards of finished units.
+FSDP1 and FSDP2 gather one unit ahead in the backward. They keep the root's weights from the root's forward to the end
+of the step. They also keep the gradient shards of finished units.
 
 Legend: `W` ranks.
 """
@@ -51,7 +52,7 @@ class Predictor:
     def bounds(self, name: str, system: System, ranks: int) -> tuple[int, int] | None:
         """Return the least and the greatest possible peak of a rank in bytes, or `None` if no rules are known.
 
-        They differ only for ShardLite, whose peak depends on when reductions end. DeepSpeed has no rules here.
+        The bounds differ only for ShardLite, whose peak depends on when reductions end. DeepSpeed has no rules here.
 
         Raises:
             SourceError: the model cannot be traced with fake tensors.
@@ -83,7 +84,7 @@ class Predictor:
         return self._alone() + self._bytes(self._planner.trainable + 2 * stepped)
 
     def _sharded(self, ranks: int, replay: type["_Replay"]) -> int:
-        plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # for its units and events
+        plan = self._planner.plan(Setting(world_size=ranks, on_gpu=False))  # used for its buffers, units and events
         shards = self._bytes(self._planner.numel + 2 * self._planner.trainable) // ranks
         return shards + plan.budget.held["buffers"] + replay(plan.budget.units, ranks).peak(plan.events)
 
@@ -163,7 +164,7 @@ class _Replay:
         yield
 
     def _leave(self, unit: int) -> None:
-        """Free full weights after a forward, except the root's. Units without gradients are freed in the backward."""
+        """Free full weights after a forward, except the root's. In a backward, free only units without gradients."""
         if self._users[unit] > 0 or self._units[unit].is_root:
             return
         if not self._backward:
@@ -174,7 +175,7 @@ class _Replay:
     def _next(self, unit: int) -> int | None:
         """Return the unit to gather during the backward of `unit`, or `None`.
 
-        This is the preceding unit of the forward, unless its weights are full already.
+        This is the unit before `unit` in the forward, unless the weights of that unit are already full (not sharded).
         """
         place = self._order.index(unit) if unit in self._order else 0
         upcoming = self._order[place - 1] if place > 0 else None
@@ -188,7 +189,7 @@ class _Replay:
 
 
 class _Fsdp1(_Replay):
-    """FSDP1 gathers a unit into the memory where it is used. A single rank shards and gathers nothing."""
+    """FSDP1 gathers a unit into the memory in which the unit is used. A single rank shards and gathers nothing."""
 
     def _gather(self, unit: int) -> Iterator[None]:
         if self._ranks > 1:
@@ -209,7 +210,7 @@ class _Fsdp1(_Replay):
 
 
 class _Fsdp2(_Replay):
-    """FSDP2 gathers a unit into a buffer, then copies it. A single rank copies its shards."""
+    """FSDP2 gathers a unit into a buffer, then copies the buffer. A single rank copies its shards."""
 
     def _gather(self, unit: int) -> Iterator[None]:
         nbytes = self._units[unit].full if self._ranks > 1 else 0
@@ -226,7 +227,7 @@ class _Fsdp2(_Replay):
                 self._gathered[upcoming] = self._units[upcoming].full if self._ranks > 1 else 0
 
     def _reduce(self, unit: int) -> Iterator[None]:
-        """Copy the gradients into one buffer and reduce them. The next unit's buffer replaces this one."""
+        """Copy the gradients into one buffer and reduce them. The next unit's buffer replaces this buffer."""
         self._full.discard(unit)
         self._flat = self._units[unit].full
         yield

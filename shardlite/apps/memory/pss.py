@@ -1,10 +1,10 @@
 """Sample the proportional set size of some processes together, from outside: `python pss.py PID...`.
 
 A page that `n` processes share counts as `1/n` in each, so the sum is the memory of all processes together. The kernel
-keeps no maximum of it, so this program reads it repeatedly. The program imports only small modules.
+keeps no maximum of this size, so this program reads the size repeatedly. The program imports only small modules.
 
-It answers each line of its input with `peak now when`: the peak since the last line and the current size in bytes, and
-the moment of the peak in nanoseconds of the monotonic clock, which all processes share.
+The program answers each line of its input with `peak now when`: the peak since the previous line and the current size,
+both in bytes, and the moment of the peak in nanoseconds of the monotonic clock, which all processes share.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Start the ranks of each system, one system after the other, and print the rows that they measure.
 
-Each rank runs the same command line, plus the name of one system and a file for its row. The row of a system
-that fails has an `error`.
+Each rank runs the same command line, with the name of one system and the path of a file for the row. The row of a
+system that fails has an `error`.
 """
 
 import json
@@ -31,7 +31,7 @@ from shardlite.apps.plan.plan import Planner, Setting, setting_of
 from shardlite.apps.plan.source import Source, find_source
 
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
-"""Environment that makes malloc map each block above this size (bytes) separately, so that `free` unmaps it."""
+"""Environment variables that make malloc map each block above 256 KiB separately, so that `free` unmaps the block."""
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
 _TIMEOUT = timedelta(minutes=10)
@@ -45,7 +45,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
 
     Args:
         options: the checked options.
-        arguments: the whole command line, which is passed on to ranks.
+        arguments: the whole command line, which is passed on to the ranks.
 
     Raises:
         ValueError: an option has an invalid value.
@@ -55,7 +55,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
     source, setting, systems = _parse(options)
     program = Program(module="shardlite", arguments=arguments)
     if options.plots is not None or options.timeline is not None:
-        import matplotlib  # noqa: F401  # optional: fail before anything is measured
+        import matplotlib  # noqa: F401  # optional: if missing, this must raise before any measurement
     if options.timeline is not None:
         setting = replace(setting, world_size=options.ranks[0])
         return _draw_timeline(source, setting, program, options.timeline)
@@ -66,7 +66,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
     for measured in measure_all(_named(source), program, systems, sorted(set(options.ranks))):
         rows += measured
         print(render(measured), end="\n\n", flush=True)
-        if options.json is not None:  # now: a long run may be interrupted
+        if options.json is not None:  # each time, because a long run may be interrupted
             options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if options.json is not None:
         print(f"wrote {options.json}")
@@ -148,7 +148,7 @@ def measure_all(
     Args:
         source: the model, for predictions and for the rows of systems that fail.
         program: measures a system with the same model.
-        systems: by name. Systems without their package are left out, and named on standard error.
+        systems: the systems by name. Systems whose package is not installed are left out, and named on standard error.
         ranks: numbers of processes on this machine.
     """
     known = _prediction(source)
@@ -188,7 +188,7 @@ def _named(source: Source) -> Source:
 
 
 def _draw_timeline(source: Source, setting: Setting, program: Program, picture: Path) -> int:
-    """Record a step of ShardLite and of FSDP2, print a table, and draw both. Return 1 if one failed."""
+    """Record a step of ShardLite and of FSDP2, print a table, and draw both steps. Return 1 if a system failed."""
     plan = Planner(source, progress=progress).plan(setting)  # raises errors before ranks are started
     timelines = []
     for name in (OWN, "fsdp2"):
@@ -206,7 +206,7 @@ def _draw_timeline(source: Source, setting: Setting, program: Program, picture: 
 
 
 def _prediction(source: Source) -> Callable[[str, System, int], Row]:
-    """Return a function that predicts the bytes of a system. If the model cannot be traced, it returns no bytes."""
+    """Return a function that predicts the bytes of a system, or predicts nothing if the model cannot be traced."""
     try:
         predictor = Predictor(source, progress=say)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Define the systems to compare. Each trains the same model, in the same units, with fused AdamW.
+"""Define the systems to compare. Each system trains the same model, in the same units, with fused AdamW.
 
 | name | training |
 |---|---|
@@ -48,10 +48,10 @@ class Trainer:
 
     model: nn.Module
     loss: Callable[[], Tensor]
-    """Run the forward and return the loss []."""
+    """Function that runs the forward and returns the loss []."""
 
     update: Callable[[], None]
-    """Step the parameters and drop the gradients."""
+    """Function that steps the parameters and drops the gradients."""
 
     backward: Callable[[Tensor], object] = torch.autograd.backward
     units: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class System:
 
     build: Callable[[Source, ProcessGroup], Trainer]
     setting: Setting | None = None
-    """The options of ShardLite, from which its memory is predicted. `None` for other systems."""
+    """The options of ShardLite, from which the memory of the system is predicted. `None` for other systems."""
 
     package: str = "torch"
     """The package that the system imports."""
@@ -94,7 +94,7 @@ class System:
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules whose weights ShardLite gathers together, by name: outer ones first, without the root."""
+    """Return the modules whose weights ShardLite gathers together, by name: outer modules first, without the root."""
     plans = partition_module(model, None)
     return {plan.name: plan.module for plan in plans if plan.params and plan.module is not model}
 
@@ -127,7 +127,7 @@ def wrap_fsdp2(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup
 
     Args:
         model: the model, on the device where it is trained.
-        units: modules whose weights are gathered together: inner ones first, without the root.
+        units: modules whose weights are gathered together: inner modules first, without the root.
         group: all ranks.
         precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
     """
@@ -205,7 +205,7 @@ def wrapped_system(
 
 
 def _activations(dtype: torch.dtype | None) -> System:
-    """Return forward and backward of the plain model. Each gradient is dropped when it arrives."""
+    """Return a system that runs forward and backward of the plain model, and drops each gradient when it arrives."""
 
     def drop(param: Tensor) -> None:
         param.grad = None
@@ -221,9 +221,9 @@ def _activations(dtype: torch.dtype | None) -> System:
 
 
 def _deepspeed(stage: int) -> System:
-    """Return DeepSpeed. Its buckets are as large as the largest unit, because the default size is 2 GB."""
+    """Return DeepSpeed as a system. Its buckets are as large as the largest unit, because the default size is 2 GB."""
 
-    def build(source: Source, _: ProcessGroup) -> Trainer:  # DeepSpeed uses the default group
+    def build(source: Source, _: ProcessGroup) -> Trainer:  # unused: DeepSpeed takes the default group
         import deepspeed
 
         model = source.make()

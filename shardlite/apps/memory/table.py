@@ -46,7 +46,7 @@ def run_stem(row: Row) -> str:
 
 
 def render(rows: Sequence[Row], table: Callable[[list[list[str]]], str] = aligned) -> str:
-    """Return one table per run. `table` formats the cells of each, by default as aligned text."""
+    """Return one table per run. `table` formats the cells of a run, by default as aligned text."""
     return "\n\n".join(_render_run(run, table) for run in runs(rows))
 
 
@@ -55,7 +55,7 @@ def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline)
     rows = [["MiB of rank 0, each at its peak", "predicted", "measured", "beyond"]]
     for name, least, most, measured in comparison(plan, ours):
         outside = beyond(least, most, measured)
-        bounds = dict.fromkeys((_mib(least, 2), _mib(most, 2)))  # two if the peak depends on when reductions end
+        bounds = dict.fromkeys((_mib(least, 2), _mib(most, 2)))  # two bounds if the peak depends on when reductions end
         predicted = " to ".join(bounds)
         rows.append([name, predicted, _mib(measured, 2), f"{100 * outside:+.2f} %" if outside else "0 %"])
     rows.append(["FSDP2, all together", "", _mib(theirs.peak, 2), ""])
@@ -63,7 +63,7 @@ def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline)
 
 
 def comparison(plan: RankPlan, timeline: Timeline) -> Iterator[tuple[str, int, int, int]]:
-    """Yield each purpose with the least and the most predicted bytes and the measured bytes, at its own peak."""
+    """Yield each purpose with the least and the most predicted bytes, and the measured bytes, at the purpose's peak."""
     late, prompt, measured = plan.timeline.most, plan.prompt.most, timeline.most
     for name in (*PURPOSES, ACTIVATIONS):
         least, most = sorted((prompt.get(name, 0), late.get(name, 0)))

@@ -25,10 +25,10 @@ PURPOSES = (*HELD, "gradients", "gradient buckets", "gather buffers")
 """Purposes of `memory()` whose bytes are in tensors, in the order of table rows."""
 
 CHUNKS = "chunks of a step"
-"""The purpose of memory that all models of a process share."""
+"""The name of the purpose whose memory all models of a process share."""
 
 ROOT = None
-"""The root unit, which has no number."""
+"""The index of the root unit in a `Phase`: the root has no number."""
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
@@ -47,7 +47,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Samples of the bytes of a rank during one step. One is taken before each operator, and one after it."""
+    """Samples of the bytes of a rank during one step. A sample is taken before and after each operator."""
 
     units: Sequence[str]
     phases: Sequence[Phase]
@@ -113,12 +113,12 @@ class _Recorder:
         self.meter: Meter[None] = Meter(on_operator=self._sample)
         self._model = trainer.model
         self._before = before  # bytes that existed before the model was created
-        self._chunks = chunks  # part of `before` that `memory()` also counts: earlier models have left it
+        self._chunks = chunks  # the part of `before` that earlier models have left as chunks, which `memory()` counts
         for number, module in enumerate(trainer.units.values()):
             self._hook(number, module)
 
     def enter(self, name: str, unit: int | None) -> None:
-        """Begin a phase. The root's work between two units becomes part of the first unit's phase."""
+        """Begin a phase. In the forward, the root's work between two units becomes part of the earlier unit's phase."""
         between = len(self.phases) > 1 and self.phases[-1].unit is ROOT
         if between and name == FORWARD and unit is not ROOT:
             self.phases.pop()
@@ -134,7 +134,7 @@ class _Recorder:
         return held
 
     def _sample(self) -> None:
-        """Record all live bytes. Memory that no operator has used yet is known only to its purpose."""
+        """Record all live bytes. Memory that no operator has used yet is known to `memory()`, but not to the meter."""
         held = self.held(lambda each: each.now)
         total = max(self.meter.live - self._before, sum(held.values()))
         self.totals.append(total)

@@ -4,15 +4,15 @@
 computed from the figures are predictions.
 
 The model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al., 1993),
-the work per message is separate from its latency, so a link has four costs. With one message per segment, collectives
+the work per message is separate from the latency, so a link has four costs. With one message per segment, collectives
 take (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
 
                       ring                                            direct
     all-gather        (W-1) (alpha + overhead) + (W-1)/W M beta       alpha + (W-1) overhead + (W-1)/W M beta
     reduce-scatter    the same, and (W-1)/W M gamma                   the same, and (W-1)/W M gamma
 
-if additions do not overlap with messages. If they overlap, `direct` takes the longer of both. The model ignores that
-ranks may share a processor and links a wire, and it ignores caches.
+if additions do not overlap with messages. If they overlap, `direct` takes the longer of the two times. The model
+ignores caches, ranks that share a processor, and links that share a wire.
 
 Legend: `W` ranks, `M` bytes in the whole buffer.
 """
@@ -47,16 +47,16 @@ class LinkCost(NamedTuple):
     """Cost per message: work during which its source cannot send, and its target cannot receive, another message."""
 
     overlaps: bool = True
-    """Whether a rank adds while it receives. Otherwise one processor does both."""
+    """Whether a rank can add while it receives. If not, one processor does both in turn."""
 
 
 LINKS = {name: LinkCost(**costs) for name, costs in HARDWARE["links"].items()}
 """Links between CPU ranks, by the name of the transport.
 
-`bench/ring/fit.py` has fitted them to the processor time of 4 ranks on 2 cores of an AMD EPYC, on which other programs
-have little effect: rows `"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo, one step of several
-messages was no faster than several steps. So all latency is in `overhead`, and the model gives `ring` and `direct` the
-same time.
+`bench/ring/fit.py` has fitted the costs to processor times, on which other programs have little effect. The times are
+those of 4 ranks on 2 cores of an AMD EPYC: rows `"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over
+gloo, one step of several messages was no faster than several steps. So all latency of `p2p` is in `overhead`, and the
+model gives `ring` and `direct` the same time.
 """
 
 
@@ -127,8 +127,9 @@ class Cluster:
     def ring(self, world_size: int) -> LinkCost:
         """Return the link of a ring of `world_size` ranks.
 
-        Across nodes there is one ring per network card, and each ring leaves a node over another card. So the bandwidth
-        is that of all network cards of a node together, or that of the links inside if it is lower.
+        Across nodes there is one ring per network card, and each ring leaves a node over a different network
+        card. So the bandwidth is the lower of two: that of all network cards of a node together, and that of the links
+        inside the node.
         """
         if world_size <= self.node:
             return self.inside
@@ -139,16 +140,16 @@ class Cluster:
         """Return the link of an exchange among all ranks, which share the network cards of their nodes equally."""
         if world_size <= self.node:
             return self.inside
-        leaving = (world_size - self.node) / (world_size - 1)  # fraction of a rank's bytes
+        leaving = (world_size - self.node) / (world_size - 1)  # fraction of a rank's bytes that leave the node
         beta = max(self.inside.beta, leaving * self.nic.beta * self.node / self.nics)
         return self.inside._replace(alpha=self.nic.alpha, beta=beta)
 
     def seconds(self, operation: Operation, nbytes: int, world_size: int, *, hierarchical: bool = False) -> float:
-        """Return the time of a gather or reduction of a buffer of `nbytes`, as the library runs them.
+        """Return the time of a gather or reduction of a buffer of `nbytes`, as the library runs it.
 
-        Over NCCL a gather is a ring. A reduction is one exchange among all ranks, whose rows a kernel adds. A
-        `hierarchical` reduction is two exchanges: one inside each node and one across nodes. On a CPU gathers and
-        reductions follow the schedule `direct` over shared memory.
+        Over NCCL a gather is a ring. A reduction is one exchange among all ranks, and a kernel adds the
+        received rows. A `hierarchical` reduction is two exchanges: one inside each node and one across nodes. On a CPU,
+        gathers and reductions follow the schedule `direct` over shared memory.
         """
         if world_size == 1:
             return 0.0
@@ -161,7 +162,7 @@ class Cluster:
         return self.base + collective_seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
 
     def _in_two_levels(self, nbytes: int, nodes: int) -> float:
-        """Return the time of a reduction of `nbytes` inside each of `nodes`, then of a rank's part across them."""
+        """Return the time of a reduction of `nbytes` inside each node, then of each rank's part across the nodes."""
         across = self.nic._replace(beta=self.nic.beta * self.node / self.nics)
         first = collective_seconds("reduce-scatter", "direct", nbytes, self.node, self.inside)
         second = collective_seconds("reduce-scatter", "direct", nbytes // self.node, nodes, across)
@@ -169,9 +170,9 @@ class Cluster:
 
 
 def _link(card: Card, wire: str, rate: float = 0.0) -> LinkCost:
-    """Return a link by name, or the costs of a wire of `rate` bytes per second.
+    """Return the costs of the link or the wire with the name `wire`. A wire has `rate` bytes per second.
 
-    An addition reads two numbers and writes one.
+    For a wire, an addition reads two numbers from the card's memory and writes one number.
     """
     if wire in LINKS:
         return LINKS[wire]
@@ -190,7 +191,7 @@ CLUSTERS = {name: _cluster(name, **figures) for name, figures in HARDWARE["clust
 
 
 def memory_of(card: str) -> int:
-    """Return the bytes of memory of a card (`H100`), or of an amount (`80GB`, `24GiB`).
+    """Return the bytes of memory of a card (`H100`), or the bytes of an amount (`80GB`, `24GiB`).
 
     Raises:
         ValueError: `card` is neither a known name nor an amount above 0.

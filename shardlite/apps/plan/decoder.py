@@ -1,6 +1,6 @@
 """The models of presets, built from PyTorch's modules without other packages. They are planned, not trained.
 
-Legend: `b` sequences, `t` tokens in one, `c` width, `h` heads, `d = c / h`, `v` vocabulary.
+Legend: `b` sequences, `t` tokens in a sequence, `c` width, `h` heads, `d = c / h`, `v` vocabulary.
 """
 
 import torch.nn.functional as F  # noqa: N812
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width, bias=biases)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b t c] -> [b t c]."""
+        """Map hidden states: [b t c] -> [b t c]."""
         q = rearrange(self.q(x), "b t (h d) -> b h t d", h=self.heads)
         k, v = rearrange(self.kv(x), "b t (two g d) -> two b g t d", two=2, g=self.groups)
         if self.rotary:
@@ -46,14 +46,14 @@ class Mlp(nn.Module):
         self.fall = nn.Linear(hidden, shape.width, bias=biases)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b t c] -> [b t c]."""
+        """Map hidden states: [b t c] -> [b t c]."""
         rise = self.rise(x)
         risen = F.gelu(rise, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * rise
         return self.fall(risen)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a norm before it and a residual connection around both."""
+    """Attention, then an MLP, each with a norm in front and a residual connection around norm and module."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = _norm(shape), Mlp(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b t c] -> [b t c]."""
+        """Map hidden states: [b t c] -> [b t c]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """[b t], [b t] -> []."""
+        """Return the mean loss [] of tokens `x` [b t] whose next tokens are `y` [b t]."""
         hidden = self.embedding(x)
         if self.positions is not None:
             hidden = hidden + self.positions.weight[: x.shape[1]]

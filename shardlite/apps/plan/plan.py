@@ -61,7 +61,9 @@ class Setting:
 
     on_gpu: bool = True
     hierarchical: bool = False
-    """Whether gradients are first reduced inside each node, so that fewer bytes cross nodes. The total is the same."""
+    """Whether gradients are first reduced inside each node, so that fewer bytes cross nodes. The total of the sent
+    bytes is the same.
+    """
 
     @property
     def recipe(self) -> Recipe:
@@ -185,7 +187,7 @@ class Planner:
         return RankPlan(setting, budget, timeline_of(budget, events), events)
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
-        """Return the smallest number of ranks with which a rank holds at most `nbytes`, or `None` beyond 4096."""
+        """Return the smallest number of ranks (at most 4096) with which a rank holds at most `nbytes`, or `None`."""
 
         def fits(ranks: int) -> bool:
             return self.plan(replace(setting, world_size=ranks)).peak <= nbytes
@@ -204,7 +206,7 @@ class Planner:
         module = self._make()
         for param in module.parameters():
             if compute is not None and param.is_floating_point():
-                param.data = param.data.to(compute)  # as units are gathered; tied parameters stay tied
+                param.data = param.data.to(compute)  # the dtype of gathered units; tied parameters stay tied
         plan = plan_units(module, Options(), 2, _META)
         units = build_units(plan, placement_of(plan, Options(), 0, 2))
         if recomputes:
@@ -221,7 +223,10 @@ class Planner:
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Create fake tensors within the block. Errors, as of code that reads values, become `SourceError`s."""
+        """Make new tensors fake in the `with` block.
+
+        Errors become `SourceError`s, for example if the model reads the value of a fake tensor.
+        """
         try:
             with self._fake:
                 yield
@@ -244,7 +249,7 @@ def _checkpoint(plans: Sequence[UnitPlan]) -> None:
 
 @cache
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that is called through `checkpoint`, without the random state, which fake tensors lack."""
+    """Return a subclass whose call goes through `checkpoint`. No random state is kept: fake tensors have none."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(kind.__call__, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

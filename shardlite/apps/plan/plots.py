@@ -38,12 +38,12 @@ _SIZES = [10 ** (6 + i / 8) for i in range(41)]
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `width` x `height` inches, and its axes, without upper and right spines, with small labels.
+    """Return a figure of `width` x `height` inches, and its axes, which have small labels and no upper or right spines.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.figure import Figure  # an optional dependency, and slow to import
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     every = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
@@ -56,7 +56,7 @@ def new_figure(
 def paint(
     planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None, folder: Path
 ) -> list[Path]:
-    """Write the plots of the groups to a folder and return their paths: memory, and two more if there is a cluster.
+    """Write the plots of the groups to a folder and return the paths. Two of the plots require a cluster.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -73,7 +73,7 @@ def paint(
 
 
 def _memory(planner: Planner, groups: Sequence[Group], card: int | None) -> Figure:
-    """Draw a bar per number of ranks for each group, stacked by purpose, with a table of its parts below."""
+    """Draw a bar per number of ranks for each group, stacked by purpose, with a table of the parts below."""
     figure, every = new_figure(8, 0.6 + 4.4 * len(groups), len(groups))
     for axes, group in zip(every, groups, strict=True):
         names = [f"{plan.setting.world_size}" for plan in group.plans]
@@ -135,7 +135,7 @@ def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster) -> Fig
 
 
 def _bandwidth(planner: Planner, group: Group, cluster: Cluster) -> Figure:
-    """Draw the bandwidth of gathers and reductions against the size of a model in as many units as this one."""
+    """Draw the bandwidth of gathers and reductions against the size of a model with as many units as this model."""
     plan = group.plans[-1]
     ranks, units = plan.setting.world_size, len(plan.budget.units)
     figure, (axes,) = new_figure(8, 4.4)

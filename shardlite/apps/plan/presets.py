@@ -1,4 +1,4 @@
-"""Shapes of models by name. Does not import PyTorch, so that the command line rejects a wrong name at once."""
+"""Shapes of models by name. Does not import PyTorch, so the command line rejects a wrong name immediately."""
 
 import json
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def check_model(model: str) -> None:
     """Check that `model` is the name of a preset, an existing path, or has the form `module:name`.
 
     Raises:
-        SourceError: it is none of these.
+        SourceError: `model` is none of these.
     """
     names = [*PRESETS, *(f"demo-{size}" for size in SIZES)]
     if model not in names and not Path(model).exists() and ":" not in model:

@@ -39,7 +39,7 @@ class Group:
 
 
 def by_column(held: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes by purpose as bytes by column."""
+    """Convert bytes by purpose to bytes by column."""
     return {title: sum(held.get(each, 0) for each in purposes) for title, purposes in COLUMNS.items()}
 
 
@@ -126,13 +126,13 @@ def _head(planner: Planner, cluster: Cluster | None) -> Iterator[str]:
 
 
 def _table(group: Group, cluster: Cluster | None, card: int | None) -> list[str]:
-    """Return lines with a row per number of ranks. Bytes are in GB (10^9) at the moment of the peak."""
+    """Return lines with a row for each number of ranks. Bytes are in GB (10^9), at the moment of the peak."""
     rows = [_row(plan, group, cluster, card) for plan in group.plans]
     return ["GB per rank at the peak:", aligned([list(rows[0]), *(list(row.values()) for row in rows)], words=0)]
 
 
 def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None) -> dict[str, str]:
-    """Return the cells of one number of ranks by the titles of their columns."""
+    """Return the table cells for one number of ranks, by the title of the column."""
     row = {"ranks": f"{plan.setting.world_size}"}
     row |= {title: _gb(nbytes) for title, nbytes in by_column(plan.by_purpose).items()}
     row["peak"] = _gb(plan.peak)

@@ -17,7 +17,7 @@ from shardlite.apps.plan.source import find_source
 
 
 def plan(options: Namespace) -> str:
-    """Plan the runs of a command line, write its files, and return the text.
+    """Plan the runs of a command line, write the requested files, and return the text.
 
     Raises:
         ValueError: an option has an invalid value.

@@ -6,7 +6,7 @@
 Gathers and reductions overlap with the computation. The computation waits for a gather that has not ended, or for a
 free bucket. This waiting time is exposed communication. `build.timeline` gives the order of operations, and the cost
 model gives the times of collectives. The simulation ignores launches, operators that compute little, stragglers, and
-collectives that slow computation down.
+that collectives slow the computation down.
 
 Legend: `W` ranks.
 """
@@ -32,7 +32,7 @@ class StepTime:
     """Forward and backward."""
 
     update: float
-    """The optimizer's step, if it is not in the backward."""
+    """The optimizer's step. Zero if the step is in the backward."""
 
     communication: float
     """All gathers and reductions, overlapped or not."""
@@ -47,7 +47,7 @@ class StepTime:
 
 
 def simulate(plan: RankPlan, cluster: Cluster, *, scale: float = 1.0) -> StepTime:
-    """Predict the step of a planned rank. `scale` multiplies its computation, as a larger batch would."""
+    """Predict the step of a planned rank. `scale` multiplies the computation, as a larger batch would."""
     rate = cluster.card.flops(narrow=plan.setting.precision.compute in _NARROW)
     run = _Run(plan, cluster, rate / scale)
     for action in plan.timeline.actions:
@@ -74,8 +74,8 @@ class Scaling:
     """Efficiency with a constant global batch: the batch of a rank times the largest number of ranks."""
 
     amdahl: float
-    """Efficiency by Amdahl's law for the constant global batch, without overlap. The serial part of one rank's time is
-    the communication at the largest number of ranks.
+    """Efficiency by Amdahl's law for the constant global batch, without overlap. The serial fraction is the
+    communication at the largest number of ranks, divided by the time of one rank.
     """
 
 
@@ -135,11 +135,11 @@ class _Run:
     def _gather_seconds(self, unit: UnitBudget) -> float:
         if unit.sent == 0:
             return 0.0
-        full = unit.sent * self._ranks // (self._ranks - 1)  # a rank sends all parts of the buffer but one
+        full = unit.sent * self._ranks // (self._ranks - 1)  # a rank sends all parts of the buffer except one
         return self._cluster.seconds("all-gather", full, self._ranks)
 
     def _reduce_seconds(self, unit: UnitBudget) -> float:
-        """Return the time of a reduction. At stage 0 it includes a gather, and with `in_backward` the unit's step."""
+        """Return the time of a reduction. Stage 0 adds the time of a gather; `in_backward` adds that of the step."""
         setting, seconds = self._plan.setting, 0.0
         for flat in unit.flats:
             args = flat.bucket, self._ranks

@@ -30,7 +30,7 @@ class Source:
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
-    """Return the arguments of the model: a tuple, or a mapping of keywords."""
+    """Function that returns the arguments of the model: a tuple, or a mapping of keywords."""
 
     words: str
     """Description of the batch, for tables."""
@@ -86,7 +86,7 @@ def _of_config(path: Path, batch: int, context: int | None) -> Source:
     path = path / "config.json" if path.is_dir() else path
     try:
         settings = json.loads(path.read_text())
-        import transformers  # optional, and slow to import
+        import transformers  # an optional dependency, and slow to import
     except ModuleNotFoundError:
         raise SourceError("a Hugging Face config requires transformers; pip install 'shardlite[examples]'") from None
     except (OSError, ValueError) as wrong:
@@ -127,13 +127,13 @@ def _of_import_path(model: str, batch: int, context: int | None, inputs: str | N
 
 
 def _imported(path: str, option: str) -> Callable[[], Any]:
-    """Return the function or class `module:name`. The module may be in the current folder."""
+    """Return the function or class with the path `module:name`. The module may be in the current folder."""
     module, _, name = path.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as wrong:  # the import runs any code
+    except Exception as wrong:  # the import runs code that may raise anything
         raise SourceError(f"{option} {path}: {type(wrong).__name__}: {wrong}") from wrong
     if not callable(found):
         raise SourceError(
@@ -163,7 +163,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _loss_of(outputs: Any, name: str) -> Tensor:
-    """Return the loss: the output itself, its `loss`, or the sum of its floating-point tensors."""
+    """Return the loss: the output itself, the `loss` of the output, or the sum of its floating-point tensors."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):
         return loss

@@ -3,10 +3,10 @@
 The model runs forward and backward once under `FakeTensorMode` on the CPU. Every operator is intercepted, as in
 `telemetry.Meter`: the storages of its results are tracked, and its floating-point operations are counted. Hooks on
 modules and in the graph, in the same places as the engine's hooks, record when the weights of a unit are used and when
-autograd delivers a gradient. Each gradient is dropped at once.
+autograd delivers a gradient. Each gradient is dropped immediately.
 
-In: a module of fake tensors, its units, and a function that runs it and returns the loss. Out: a list of `Event`s. It
-does not depend on stage, format or number of ranks, because each rank does the same work on its part of the batch.
+In: a module of fake tensors, its units, and a function that runs it and returns the loss. Out: a list of `Event`s. The
+events do not depend on stage, format or number of ranks, because each rank does the same work on its part of the batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ _LIVE = "activations"
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-_ON_CPU: dict[Any, Callable[..., int]] = {  # `flop_registry` lacks them
+_ON_CPU: dict[Any, Callable[..., int]] = {  # operators that `flop_registry` lacks
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, k.shape, v.shape
     ),  # type: ignore[no-untyped-call]
@@ -45,22 +45,22 @@ def trace(
     """Run `loss` forward and backward under the active fake mode, and return the events.
 
     Args:
-        module: a module of fake tensors. It keeps the hooks of the trace.
-        units: its units.
+        module: a module of fake tensors. The hooks of the trace remain on the module.
+        units: the units of the module.
         plans: the plans of the units.
-        loss: calls the module, and returns a scalar [].
+        loss: function that calls the module and returns a scalar [].
     """
     recorder = _Recorder(module)
     _Hooks(recorder.note, needs(module, plans, units), units)
     with recorder:
         result = loss()
         torch.autograd.backward(result)
-    recorder.note(Kind.END)  # while the batch and the loss are alive
+    recorder.note(Kind.END)  # here, while the batch and the loss are alive
     return recorder.events
 
 
 class _Recorder(TorchDispatchMode):
-    """Intercepts every operator. It does not count weights and buffers of the module, which the budget contains."""
+    """Intercepts every operator. Weights and buffers of the module are not counted, because the budget has them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,14 +104,14 @@ class _Call:
         self.uses = False
 
     def enter(self) -> None:
-        """Use the weights until autograd drops the last handle."""
+        """Record that the backward uses the weights, until autograd drops the call's final handle."""
         if not self.uses:
             self.uses = True
             self.hooks.note(Kind.ENTER, self.unit)
 
 
 class _Handle:
-    """Saved by the graph in place of a weight."""
+    """The object that the graph of autograd saves in place of a weight."""
 
     def __init__(self, call: _Call, view: Tensor) -> None:
         self.call, self.view = call, view
@@ -130,7 +130,7 @@ class _Handle:
 
 
 class _SavedTensors:
-    """Saved-tensor hooks for weights. Other tensors are passed to the hooks that were active before."""
+    """Saved-tensor hooks for weights. Other tensors are passed to the hooks that were active before these."""
 
     def __init__(self, hooks: "_Hooks") -> None:
         self.hooks = hooks
@@ -163,8 +163,8 @@ class _Hooks:
         """Register the hooks.
 
         Args:
-            note: records an event.
-            needed: the units whose weights a module uses.
+            note: function that records an event.
+            needed: for each module, the units whose weights the module uses.
             units: all units.
         """
         self.note = note
@@ -190,7 +190,7 @@ class _Hooks:
                     param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def open(self) -> None:
-        """Record the start of the backward."""
+        """Record the start of the backward, once."""
         if not self._opened and in_backward():
             self._opened = True
             self.note(Kind.BACKWARD)
@@ -220,7 +220,7 @@ class _Hooks:
                 self.note(Kind.LEAVE, unit.index)
 
     def _expect_backward(self, call: _Call) -> None:
-        """Keep a unit that the backward recomputes in use until the nodes that need it have run."""
+        """If the backward recomputes a unit, keep the unit in use until the nodes that need its weights have run."""
         if in_backward():
             if call.handles:
                 call.enter()

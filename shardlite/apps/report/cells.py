@@ -1,7 +1,7 @@
 """Keys and values of rows as text.
 
-A key contains its unit (`cpu_ms_p50`, `peak_bytes`). `_vs_` denotes a ratio (`ms_vs_ddp`). `names.json` has the names
-of systems, words and units.
+A key contains the unit of its values (`cpu_ms_p50`, `peak_bytes`). `_vs_` denotes a ratio (`ms_vs_ddp`). `names.json`
+has the names of systems, words and units.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def title(key: str) -> str:
 
 
 def unit(key: str, values: Sequence[Any]) -> tuple[float, str]:
-    """Return the divisor and the name of the unit in which values are shown. Counts and ratios have no name."""
+    """Return the divisor of the shown values and the name of their unit, which is empty for counts and ratios."""
     words = key.partition(".")[0].split("_")
     if "vs" in words:
         return 1, ""
@@ -38,7 +38,7 @@ def heading(key: str, values: Sequence[Any]) -> str:
 
 
 def texts(key: str, values: Sequence[Any]) -> list[str]:
-    """Return the values under a key as text, with the same unit and three digits."""
+    """Return the values under a key as text, all in the same unit and with three digits."""
     scale = unit(key, values)[0]
     return [_text(key, value, scale) for value in values]
 

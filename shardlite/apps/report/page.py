@@ -1,6 +1,6 @@
-"""The page: a question for each bench; and for each run its provenance, a plot, a table and the command.
+"""Make the page: a question for each bench, and for each run its provenance, a plot, a table and its command.
 
-The template `page.html` has the layout. The page is self-contained. Jinja2 and matplotlib are required.
+The template `page.html` defines the layout. The page is self-contained. Jinja2 and matplotlib are required.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], 
 
 
 def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words: None) -> str:
-    """Return the page of rows. Known benches come first."""
-    from jinja2 import Template  # optional
+    """Return the rows as an HTML page. Known benches come first."""
+    from jinja2 import Template  # an optional dependency
 
     sections = []
     for name, found in by_bench(rows).items():
@@ -58,7 +58,7 @@ def page(rows: Sequence[Row], *, progress: Callable[[str], None] = lambda words:
 
 
 def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the section of one bench: the runs of each setting. Keys that differ between settings are titles."""
+    """Return the section of one bench: the runs of each setting. Titles show the keys that differ between settings."""
     bench = bench_of(name, rows)
     settings = by_setting(rows, bench.labels)
     firsts = [runs[0][0] for runs in settings]
@@ -69,7 +69,10 @@ def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _run(run: Run, bench: Bench) -> dict[str, Any]:
-    """Return a run. Keys that differ between its rows are columns of the table. Other keys are listed above it."""
+    """Return a run for the template.
+
+    Keys whose values differ between the rows are columns of the table. Other keys are listed above the table.
+    """
     rows = [flat(row) for row in run]
     hidden = {"bench", "command", "suite", *bench.hidden}
     found = dict.fromkeys([*_PROVENANCE, *(key for row in rows for key in row)])

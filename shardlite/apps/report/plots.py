@@ -1,6 +1,7 @@
 """Plots of a run, as SVG in a `data:` URL. matplotlib is required.
 
-Systems of a family share a colour of Okabe and Ito, whose colours colour-blind readers can distinguish.
+Systems of a family have the same colour. The colours are those of Okabe and Ito, which colour-blind readers can
+distinguish.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def plot(rows: Run, bench: Bench) -> str:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib import rc_context  # optional, and slow to import
+    from matplotlib import rc_context  # an optional dependency, and slow to import
     from matplotlib.figure import Figure
 
     values = [key for key in bench.values if any(_points(row, bench.axis, key) for row in rows)]
@@ -75,7 +76,7 @@ def _lines(axes: Any, rows: Run, bench: Bench, key: str) -> None:
 
 
 def _name(row: Row, rows: Run, bench: Bench) -> str:
-    """Return the labels of a row that differ between the rows, as text."""
+    """Return the name of a row in a plot: the labels that differ between the rows."""
     labels = [key for key in bench.labels if key != bench.axis and row.get(key) not in (None, "")]
     differing = [key for key in labels if any(other.get(key) != row[key] for other in rows)] or labels
     return ", ".join(
@@ -86,7 +87,7 @@ def _name(row: Row, rows: Run, bench: Bench) -> str:
 def _points(row: Row, axis: str, key: str) -> list[tuple[float, float]]:
     """Return the points of a row: one point, or a point for each item of a list.
 
-    Items are numbered from 1 if the row has no list under `axis`.
+    If the row has no list under `axis`, the items of a list are numbered from 1.
     """
     value, place = row.get(key), row.get(axis, 0)
     values = value if isinstance(value, list) else [value]

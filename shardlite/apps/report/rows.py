@@ -23,10 +23,11 @@ SETTINGS = (
     *("threads", "transport", "precision", "accumulation", "clip", "numel", "order", "optimizer", "units", "batch"),
     *("context", "steps", "budget_bytes", "within", "malloc", "busy", "probe", "dry"),
 )
-"""Keys of a setting, the most important first. Keys that label the rows of a bench are not part of the setting."""
+"""Keys of a setting, the most important first. Keys that label the rows of a bench are not part of its
+settings."""
 
 _DEFAULTS: Row = {"precision": "fp32", "accumulation": 1}
-"""Values of settings that a row lacks."""
+"""Values that are assumed for settings that a row lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,9 @@ class Bench:
     """Keys that are plotted."""
 
     axis: str = ""
-    """The key on the horizontal axis of a line plot. Without a key, bars are drawn. Values of this key may be lists."""
+    """The key on the horizontal axis of a line plot. If empty, bars are drawn. The values of the key may be
+    lists.
+    """
 
     hidden: Collection[str] = ()
     """Keys that the table omits."""
@@ -98,7 +101,7 @@ def by_bench(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[Run]]:
-    """Return the runs of each setting, the newest first. `labels` are the keys that distinguish the rows of a run."""
+    """Return the runs of each setting, newest run first. `labels` are the keys that distinguish the rows of a run."""
     settings: dict[str, dict[tuple[str, ...], Run]] = {}
     for row in rows:
         setting = json.dumps([row.get(key, _DEFAULTS.get(key)) for key in ("machine", *SETTINGS) if key not in labels])

@@ -1,4 +1,4 @@
-"""`shardlite ring` on the command line. It simulates a schedule, without other processes."""
+"""`shardlite ring` on the command line. The command simulates a schedule in this process alone."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:
         schedule = make(options.algorithm, options.ranks, node=node)
         if options.png is not None:
             _write(schedule, options.png, node)
-    columns = get_terminal_size((WIDTH, 0)).columns  # of COLUMNS or the terminal, otherwise `WIDTH`
+    columns = get_terminal_size((WIDTH, 0)).columns  # from COLUMNS or the terminal, or else `WIDTH`
     print(text(schedule, node, min(WIDTH, max(NARROW, columns))))
     if options.png is not None:
         print(f"\nwrote {options.png}")

@@ -1,4 +1,4 @@
-"""Draw the schedule of a collective as an image: a square of ranks and segments per step. Needs matplotlib."""
+"""Draw the schedule of a collective as an image: one square of ranks and segments per step. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardlite.comm import Order, Schedule, Transfer
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SQUARES, _COLUMNS = 12, 4  # squares per image, and per row
-_READABLE = 8  # ranks: with more, cells are too small for text, and only rank 0 has arrows
+_SQUARES, _COLUMNS = 12, 4  # maximum number of squares per image, and per row
+_READABLE = 8  # ranks: with more ranks, cells are too small for text, and only rank 0 has arrows
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#888888")
 _LINE, _BETWEEN = 0.2, 0.6  # inches: height of a line of text, and space between squares
 _LINES = 4  # maximum lines of text in a cell
-_LETTERS = {"+": 0.84, ".": 0.32, "(": 0.39, ")": 0.39}  # widths as fractions of the font size; a digit has 0.64
+_LETTERS = {"+": 0.84, ".": 0.32, "(": 0.39, ")": 0.39}  # widths as fractions of the font size; digits: 0.64
 _FRAME = 0.05  # space between the side of a cell and the frame, as a fraction of the side
 _MARGIN = 0.36  # space for arrows to the right of a square, as a fraction of its side
 _ARROW: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "linewidth": 1.4, "clip_on": False}
@@ -32,7 +32,7 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: `path` cannot be written.
     """
-    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.figure import Figure  # an optional dependency, and slow to import
 
     told = frames(schedule)
     kept = _kept(len(told))
@@ -75,7 +75,7 @@ def _side(world_size: int) -> float:
 
 
 def _kept(count: int) -> list[int]:
-    """Return the indices of the drawn frames: all, or the first and the last ones."""
+    """Return the indices of the drawn frames: all, or the first and the final ones if there are too many."""
     half = _SQUARES // 2
     return list(range(count)) if count <= _SQUARES else [*range(half), *range(count - half, count)]
 
@@ -123,7 +123,7 @@ def _name(order: Order, world_size: int) -> str:
 
 
 def _fitted(name: str, side: float, height: float) -> tuple[str, float]:
-    """Return a sum in lines, and the largest font size in points with which it fits into a cell.
+    """Break a sum into lines. Also return the largest font size in points with which the lines fit into a cell.
 
     Args:
         name: the sum.
@@ -147,7 +147,7 @@ def _colour(segment: int) -> str:
 
 
 def _arrow(axes: Axes, sent: Transfer, world_size: int) -> None:
-    """Draw an arrow from row to row. A longer distance has a wider bow."""
+    """Draw an arrow from the row of the source to the row of the target. A longer arrow has a wider bow."""
     from matplotlib.patches import FancyArrowPatch
 
     down = sent.target > sent.source

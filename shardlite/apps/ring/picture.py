@@ -1,6 +1,7 @@
 """Format the schedule of a collective as text: the pieces that each rank holds and sends in each step.
 
-`frames` simulates a schedule symbolically: a segment is the number of its owner, and a sum is its order of additions.
+`frames` simulates a schedule symbolically: a segment is represented by the number of its owner, and a sum by the
+order of its additions.
 `text` formats a page for a terminal. `painting.py` draws an image.
 """
 
@@ -15,14 +16,14 @@ from shardlite.comm import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm import schedule as schedules
 
 WIDTH, HEIGHT = 120, 100
-"""Maximum columns of a page, and lines of its tables. If the tables of all ranks do not fit, one rank is shown."""
+"""Maximum columns of a page, and lines of its tables. If the tables of all ranks do not fit, rank 0 is shown."""
 
 NARROW = 40
 """Minimum columns of a page, also on a narrower terminal."""
 
-_MOST = 2  # neighbours that a sum lists if space is short
-_LONGEST_NOTE = 42  # columns: longer lists of messages are replaced by their number
-_ORDERS = 8  # lines: with more segments, only the orders of the first few and the last are shown
+_MOST = 2  # maximum number of neighbours that a sum lists if space is short
+_LONGEST_NOTE = 42  # columns: a longer list of messages is replaced by the number of messages
+_ORDERS = 8  # lines: with more segments, only the orders of the first few and of the final one are shown
 
 _GIST = {
     "ring": "each rank sends to the next one",
@@ -41,7 +42,7 @@ class Frame:
     """For each rank, the content of each `(segment, part)`: the order of its sum, or the owner of the segment."""
 
     sent: tuple[Transfer, ...]
-    """Transfers of this step. The last frame is the end and has none."""
+    """Transfers of this step. The frame of the end has no transfers."""
 
     def sent_by(self, rank: int) -> list[Transfer]:
         """Return the transfers from `rank` in this step."""
@@ -108,10 +109,10 @@ def summary(schedule: Schedule) -> list[str]:
 
 
 def brief(order: Order, world_size: int, most: int) -> str:
-    """Format a sum. A run of more than `most` neighbours is shortened to the first two and the last: `5+6+..+2`.
+    """Format a sum. A run of more than `most` neighbours keeps the first two and the final one: `5+6+..+2`.
 
-    With `most` below 3, an ascending run is shortened to the first and the last: `5..2`. The first two of a descending
-    run show its direction.
+    With `most` below 3, an ascending run keeps the first and the final one: `5..2`. A descending run still keeps its
+    first two, which show the direction.
     """
     terms: list[Order] = []
     while isinstance(order, tuple):
@@ -153,7 +154,7 @@ def _fitting(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str]
     if len(told) * schedule.world_size * schedule.parts > HEIGHT:
         return None
     for most in (schedule.world_size, _MOST):
-        # The end has the longest sums.
+        # The table of the end has the longest sums, so it is left out first.
         for shown, rest in ((told, []), (told[:-1], ["", "end: see the sums below"])):
             lines = [*_tables(schedule, shown, most, width), *rest]
             if max(map(len, lines)) <= width:
@@ -191,7 +192,7 @@ def _cells(frame: Frame, rank: int, part: int, schedule: Schedule, most: int) ->
 
 
 def _row_names(title: str, schedule: Schedule) -> list[str]:
-    """Return the names of the rows of a rank or a step: two for segments of two parts."""
+    """Return the names of the rows of a rank or a step: two names if segments have two parts."""
     return [title] if schedule.parts == 1 else [f"{title} a", f"{'':{len(title)}} b"]
 
 
@@ -213,7 +214,7 @@ def _ranks(count: int) -> str:
 
 
 def _one_rank(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str]:
-    """Return one line (or two) per step about rank 0, with a letter per segment."""
+    """Return one line per step about rank 0 (two if segments have two parts), with a letter per segment."""
     world, adds = range(schedule.world_size), schedule.operation == "reduce-scatter"
     legend = "o own numbers, + a sum, # the sum of all" if adds else "o there"
     lines = [

@@ -1,6 +1,6 @@
 """Differences of two tensors, and bounds on them.
 
-Legend: `W` ranks, `r` a rank, `g_r` its gradient of one element, `u` the unit roundoff (half the distance from 1 to the
+Legend: `W` ranks, `g_r` the gradient of one element on rank `r`, `u` the unit roundoff (half the distance from 1 to the
 next number), `gamma(k) = k*u / (1 - k*u)` the bound on `k` roundings (Higham, 2002, Accuracy and Stability, 3.1).
 """
 
@@ -18,7 +18,10 @@ from shardlite.apps.verify import twins
 from shardlite.config import Precision
 
 _FP64 = 1 + 2.0**-20
-"""Allowance for rounding errors of differences computed in fp64, which are 2^-29 of rounding errors in fp32."""
+"""Factor that allows for the rounding errors of fp64, in which differences are computed.
+
+These errors are 2^-29 of the rounding errors of fp32.
+"""
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ class Judgement:
 
 
 Judge: TypeAlias = Callable[[str, Tensor, Tensor], Judgement]
-"""Function of the name of a tensor, our values and their values."""
+"""Function that judges a tensor, given its name, ShardLite's values and the other system's values."""
 
 
 Bounds: TypeAlias = Mapping[str, Judge]
@@ -86,10 +89,10 @@ class Sum:
 
         sum_r g_r/W * (1 + d_r)   with |d_r| <= gamma(k)
 
-    in any order of additions. So its distance from the exact mean is at most `gamma(k) * M`, where `M` is the mean of
-    `|g_r|`. The distance of two means is at most the sum of their distances from the exact mean. The ring and the
-    simple twin add `W` gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each
-    gradient by the rounded `1/W`, then adds: `k = 1 + 1 + W - 1`. Below the normal numbers, additions are exact, and
+    in any order of additions. So the distance of this mean from the exact mean is at most `gamma(k) * M`, where `M` is
+    the mean of `|g_r|`. The distance of two means is at most the sum of their distances from the exact mean. The ring
+    and the simple twin add `W` gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each
+    gradient by the rounded `1/W`, then adds: `k = 1 + 1 + W - 1`. If a result is subnormal, an addition is exact, and
     the error of a division or a product is at most half the smallest number.
     """
 
@@ -98,7 +101,7 @@ class Sum:
     """`M` of each element, in fp64."""
 
     casts: Mapping[str, Tensor]
-    """The mean of `|g_r - p_r|` in fp64. Plain PyTorch computes `p_r` instead of `g_r`."""
+    """The mean of `|g_r - p_r|` in fp64, where `p_r` is the gradient that plain PyTorch computes instead of `g_r`."""
 
     precision: Precision
     """Precision of `g_r`."""
@@ -129,11 +132,11 @@ class Batching:
 
         ours - w = (ours - mean g_r) + (mean g_r - mean x_r) + (mean x_r - x) + (x - w)
 
-    The first term is ShardLite's own error: at most `gamma(W) * M`, see `Sum`. The second is at most the mean of
-    `|g_r - x_r|`, the errors of the ranks' own computations, including all casts of `Precision`. The third must be
-    verified: it is zero, except for roundings of fp64, if the mean of the ranks is the result of one process. `_FP64`
-    allows for these roundings. The fourth is the error of the one process. So every element has its own bound, as large
-    as the roundings of this model. An element whose errors all have the same sign reaches its bound.
+    The first term is ShardLite's own error: at most `gamma(W) * M`, see `Sum`. The second term is at most the
+    mean of `|g_r - x_r|`, the errors of the ranks' own computations, including all casts of `Precision`. The third term
+    must be verified: if the mean over the ranks is the result of one process, this term is zero except for roundings of
+    fp64, for which `_FP64` allows. The fourth term is the error of the one process. So every element has its own bound,
+    as large as the roundings of this model. An element whose errors all have the same sign reaches its bound.
     """
 
     summed: Sum
@@ -144,7 +147,7 @@ class Batching:
     """Means over the ranks of `|g_r - x_r|`."""
 
     exact: twins.Step
-    """`x`."""
+    """The fp64 results of the one process, `x`."""
 
     def gradient(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge one gradient."""

@@ -1,4 +1,4 @@
-"""Plain data parallel, written out: a sharded model must reproduce its bits.
+"""Plain data parallelism, written out. A sharded model must compute the same bits.
 
 A `Twin` holds one unsharded replica and averages the gradients of all ranks in a written-out order. Each rank has a
 twin, computes the gradients of its own batch, and gathers the gradients of the other ranks.
@@ -6,7 +6,8 @@ twin, computes the gradients of its own batch, and gathers the gradients of the 
     master --cast--> parameter -> gradient --cast--> sum of a rank -> sum of all ranks / their number -> master's .grad
     fp32             compute      compute            reduce           reduce, in the end fp32
 
-Legend: `W` ranks, `S` elements per shard; a flat [W*S] holds the parameters of one kind in one unit.
+Legend: `W` ranks, `S` elements per shard; a flat (flat parameter) [W*S] holds the parameters of one kind in
+one unit.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Sum:
     """The gradient sums of one flat on all ranks, to be averaged."""
 
     flats: Sequence[Tensor]
-    """The sum of each rank, [W*S], in the dtype of the sum. Zero where a rank used no parameter."""
+    """The sum of each rank, [W*S], in the dtype of the sum. Parameters that a rank did not use have zeros."""
 
     layout: Layout
-    """Layout of the weights. The mean has its dtype."""
+    """Layout of the weights, with the dtype of the mean."""
 
 
 Mean: TypeAlias = Callable[[Sum], Tensor]
@@ -55,7 +56,7 @@ def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
 def add_round(parts: Sequence[Tensor], k: int, divisor: int, dtype: torch.dtype) -> Tensor:
     """Add the ranks' parts of segment `k` in the order k+1, k+2, ..., k, and divide the sum.
 
-    Partial sums are rounded to the dtype of the parts, in which they are sent. The last sum is divided first and then
+    Partial sums are rounded to the dtype of the parts, in which they are sent. The final sum is divided and then
     rounded to `dtype`.
     """
     exact = torch.promote_types(parts[0].dtype, torch.float32)
@@ -84,9 +85,9 @@ class Twin:
         module: the model.
         world_size: number of ranks whose gradients are averaged.
         units: as in `ShardLite`.
-        mean: averages the gradients.
+        mean: function that averages the gradients.
         precision: as in `ShardLite`, except that weights are not split.
-        shards: number of ranks that share a model; `None` is all.
+        shards: number of ranks that share a model; `None` selects all ranks.
         group: the ranks.
 
     Each rank has its own buffers.
@@ -117,7 +118,7 @@ class Twin:
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
         casts = any(flat.layout.dtype != flat.compute for flat in self._flats)
         self.rounds = casts or world_size > 1
-        """Whether sums have the reduce dtype. On a single rank that casts no weights, they have the compute dtype."""
+        """Whether sums have the reduce dtype. On a single rank that casts no weights, sums have the compute dtype."""
 
         self._sum_dtypes = {name: flat.reduce if self.rounds else flat.compute for name, flat in kinds.items()}
         self.masters = {
@@ -132,7 +133,7 @@ class Twin:
             param.data = param.data.to(kinds[name].compute)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module, with floating-point tensors of the inputs and the output cast as `precision` specifies."""
+        """Run the module. Floating-point tensors in the inputs and the output are cast as `precision` specifies."""
         compute, output = self._precision.compute, self._precision.output
         result = self.module(*(inputs if compute is None else cast_floats(inputs, compute)), **options)
         return result if output is None else cast_floats(result, output)
@@ -146,7 +147,8 @@ class Twin:
     def backward(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which runs the backwards of this rank, and average the gradients over the ranks. Collective.
 
-        The means are added to the masters' `grad`. If no rank used a parameter, its `grad` does not change.
+        The means are added to the masters' `grad`. If no rank used a parameter, the `grad` of its master does
+        not change.
 
         Returns:
             The result of `run`.
@@ -159,7 +161,7 @@ class Twin:
 
     @contextmanager
     def caught(self) -> Iterator[dict[str, Tensor]]:
-        """Yield one rank's gradient sums, by name. After each addition, a sum is rounded to its dtype."""
+        """Catch this rank's gradients, and yield their sums by name. Each addition rounds the sum to its dtype."""
         sums: dict[str, Tensor] = {}
 
         def catch(name: str, param: Tensor) -> None:
@@ -178,12 +180,12 @@ class Twin:
             handle.remove()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return masters and buffers, a shared one under each of its names."""
+        """Return masters and buffers by name. A shared tensor appears under each of its names."""
         masters = {param: self.masters[name].detach() for name, param in self._own.items()}
         return {name: masters.get(entry, entry) for name, entry in self.module.state_dict(keep_vars=True).items()}
 
     def _packed(self, sums: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return one rank's sums: the flats, then for each parameter whether it has a sum, as uint8."""
+        """Return one rank's sums: the flats, then a mask (uint8) of the parameters that have a sum."""
         dtypes = (self._sum_dtypes[flat.layout.slots[0].name] for flat in self._flats)
         flats = [flattened(flat.layout, sums, dtype) for flat, dtype in zip(self._flats, dtypes, strict=True)]
         return [*flats, torch.tensor([name in sums for name in self._own], dtype=torch.uint8)]
@@ -191,7 +193,7 @@ class Twin:
     def _gathered(self, packed: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the packed sums of all ranks."""
         ranks = [[torch.empty_like(each) for each in packed] for _ in range(self.world_size)]
-        for own, *of_ranks in zip(packed, *ranks, strict=True):  # as bytes: gloo does not support all dtypes
+        for own, *of_ranks in zip(packed, *ranks, strict=True):  # as bytes, because gloo does not support all dtypes
             dist.all_gather([each.view(torch.uint8) for each in of_ranks], own.view(torch.uint8), group=self._group)
         return ranks
 

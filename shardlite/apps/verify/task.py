@@ -18,7 +18,7 @@ from shardlite.build import UnitPolicy
 from shardlite.config import Precision
 
 Batch: TypeAlias = tuple[Any, ...]
-"""The arguments of a model."""
+"""The positional arguments of a model."""
 
 SAME_LOSS = 2.0**-30
 """Bound on the relative difference of two fp64 losses of the same batch. Losses of different batches differ more."""
@@ -30,7 +30,7 @@ class Task:
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int, int], Batch]
-    """Function of step and rank that returns the arguments of the model. The model returns their mean loss."""
+    """Function of step and rank that returns the arguments of the model. The model returns the mean loss of a batch."""
 
     steps: int
     lr: float
@@ -59,7 +59,7 @@ class Task:
 
     @property
     def casts(self) -> bool:
-        """Whether weights, inputs or outputs are cast. Plain PyTorch then computes different numbers."""
+        """Whether weights, inputs or outputs are cast. If so, plain PyTorch computes different numbers."""
         return (self.precision.compute, self.precision.output) != (None, None)
 
     def model(self) -> nn.Module:
@@ -68,7 +68,7 @@ class Task:
         return self.make_model()
 
     def batch(self, step: int, rank: int) -> Batch:
-        """Make a rank's batch. The seed also determines random numbers that are drawn afterwards."""
+        """Make a rank's batch. The same seed determines random numbers that are drawn afterwards, as in dropout."""
         torch.manual_seed(self.seed + 1 + step * self.world_size + rank)
         return self.make_batch(step, rank)
 
@@ -95,15 +95,15 @@ def joined_batch(batches: Sequence[Batch]) -> Batch | None:
 
     try:
         whole: Batch = tree_map(join, *batches)
-    except ValueError:  # also if the structures of the batches differ
+    except ValueError:  # also raised by `tree_map` if the structures of the batches differ
         return None
     return whole
 
 
 def joins(task: Task, loss: Tensor) -> bool:
-    """Return whether the joined batch of the first step has the mean `loss` of the separate batches, in fp64.
+    """Return whether the joined batch of the first step has the same loss in fp64 as the mean `loss` over the ranks.
 
-    The loss differs if tensors lack a batch dimension, if ranks average over different numbers of items, or if the
+    The losses differ if tensors lack a batch dimension, if ranks average over different numbers of items, or if the
     model draws random numbers.
     """
     batch = joined_batch([task.batch(0, rank) for rank in range(task.world_size)])

@@ -1,11 +1,12 @@
-"""Systems that train one model on the same batches. Each returns a record of its results.
+"""Systems that train one model on the same batches. Each function returns the results of a system.
 
     sharded        by ShardLite, at any stage
     replicated     by plain twins, whose gradients are averaged in rank order or in ring order
     data_parallel  by `torch.nn.parallel.DistributedDataParallel`
     one_process    rank 0 alone, on the batches of all ranks
     elastic        by ShardLite with order="tree", on different numbers of ranks
-    survey, exact  only the gradients of the first step, without training: each rank separately, and in fp64
+    survey         each rank separately, in several precisions; only the first step, without an update
+    exact          one process in fp64; only the first step, without an update
 
 `sharded`, `replicated` and `elastic` apply `Precision`. The others compute in the model's own dtypes.
 
@@ -68,10 +69,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Survey:
-    """Results of the first step, computed by each rank alone with `Precision`. Means over the ranks, in fp64."""
+    """Quantities of the first step, which each rank runs alone with `Precision`. All are fp64 means over the ranks."""
 
     magnitudes: Step
-    """Absolute values."""
+    """Absolute values of the loss and of the gradients."""
 
     casts: Step
     """Distances to the results of plain PyTorch.
@@ -127,7 +128,10 @@ def data_parallel(task: Task, *, unused: bool) -> Record:
 
 
 def one_process(task: Task, *, join: bool) -> Record:
-    """Train on the batches of all ranks in this process: joined to one batch, or by the mean of the ranks' losses."""
+    """Train on the batches of all ranks in this process.
+
+    With `join`, the batches are joined to one batch if possible. Otherwise the loss is the mean of the ranks' losses.
+    """
     module, ranks = task.model(), range(task.world_size)
 
     def loss(step: int) -> Tensor:
@@ -147,7 +151,7 @@ def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
         number of ranks; and the numbers of ranks of the latter run. Only rank 0 gets parameters.
     """
     counts = [1 << i for i in range(task.world_size.bit_length())]
-    made = {count: dist.new_group(range(count)) for count in counts}  # ranks outside the group must also call this
+    made = {count: dist.new_group(range(count)) for count in counts}  # ranks outside the group must also call it
     groups = {count: group if task.rank < count else None for count, group in made.items()}
     path = counts[::-1][: task.steps]
     edges = [i * task.steps // len(path) for i in range(len(path) + 1)]
@@ -157,7 +161,7 @@ def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
         folder = Path(all_gather_json(task.group, own, "a folder")[0])
         for count, (start, stop) in zip(path, pairwise(edges), strict=True):
             changing = _train_parts(task, groups[count], range(start, stop), folder)
-            all_gather_json(task.group, None, "a run on fewer ranks")  # all ranks have finished with the folder
+            all_gather_json(task.group, None, "a run on fewer ranks")  # now no rank uses the folder
     return fixed, changing, path
 
 
@@ -273,7 +277,7 @@ def _step(loss: Tensor, gradients: Gradients, params: Mapping[str, nn.Parameter]
 
 
 def _replicated(task: Task) -> nn.Module:
-    """Make the model. Every rank has the values of rank 0."""
+    """Make the model, with the values of rank 0 on every rank."""
     module = task.model()
     for value in module.state_dict().values():
         if isinstance(value, Tensor):
@@ -318,7 +322,7 @@ def _apart(one: Step, other: Step) -> Step:
 def _whole_gradients(task: Task, model: ShardLite, shapes: Mapping[str, torch.Size], stage: int) -> Gradients:
     """Return the whole gradients. From stage 1 on, assemble each gradient from the consecutive shards of all ranks."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    with as_they_are():  # gradients of placeholders and shards, without unsharding them
+    with as_they_are():  # do not unshard the parameters
         own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).flatten().clone() for n, p in params.items()}
     numels = {name: None if grad is None else grad.numel() for name, grad in own.items()}
     counts = all_gather_json(task.group, numels, "gradients")

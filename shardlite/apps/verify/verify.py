@@ -1,11 +1,11 @@
 """Train a model by ShardLite and by reference methods, and report the differences.
 
-ShardLite's last stage is compared with its other stages, with replicas whose gradients are averaged in a written-out
-order, with PyTorch's data parallelism, and with one process that has all batches. Stages and replicas keep masters and
-cast as `Precision` specifies, so their bits must be equal. PyTorch's data parallelism and the one process train in the
-dtypes of the model. If a sum is rounded in a different order or dtype, the gradients of the first step have a
-bound, and later quantities are only reported: Adam divides a gradient by its own size, so noise in small gradients
-becomes noise in its steps.
+ShardLite's highest stage is compared with its lower stages, with replicas whose gradients are averaged in a written-out
+order, with PyTorch's data parallelism, and with one process that has all batches. Stages and replicas keep master
+weights and cast as `Precision` specifies, so their bits must be equal. PyTorch's data parallelism and the one process
+train in the dtypes of the model. If a system rounds a sum in a different order or dtype, the gradients of the first
+step have a bound, and later quantities are only reported: Adam divides a gradient by the gradient's own size, so noise
+in small gradients becomes noise in Adam's steps.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Tensors: TypeAlias = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRow:
-    """One comparison, over all ranks."""
+    """One comparison, merged over all ranks."""
 
     opponent: str
-    """The system compared with the last stage."""
+    """The system with which the highest stage is compared."""
 
     quantity: str
-    """The quantity compared."""
+    """The compared quantity."""
 
     absolute: float = 0.0
     """Largest difference. Infinite if a value is NaN."""
@@ -84,7 +84,7 @@ class Report:
 
     @property
     def first_failure(self) -> str | None:
-        """The first tensor beyond its bound, or `None`. Includes rank, name, system, both values and the bound."""
+        """The first tensor beyond its bound, or `None`. The text has rank, name, system, both values and the bound."""
         return next((row.failure for row in self.rows if row.failure is not None), None)
 
     def table(self) -> str:
@@ -115,8 +115,8 @@ def verify(
     """Train a model by ShardLite at each stage and by reference methods, with AdamW, and compare.
 
     Collective over an initialized process group on the CPU. The model is made about fifteen times, and a few copies of
-    its weights and gradients exist at once. At the end, rank 0 trains on the batches of all ranks. The other ranks wait
-    for rank 0, at most for the group's timeout.
+    its weights and gradients exist at the same time. At the end, rank 0 trains on the batches of all ranks. The other
+    ranks wait for rank 0, at most for the group's timeout.
 
     Random numbers are seeded before the model is made. They are seeded again for each step and rank before the batch is
     made, so dropout is the same in each system. The model and the batches must depend only on these random numbers.
@@ -141,7 +141,7 @@ def verify(
 
     Raises:
         LayoutError: there is no process group, or ShardLite does not accept the model. With `elastic`: the number of
-            ranks is not a power of two, or the ranks are not all ranks of the program.
+            ranks is not a power of two, or the group does not contain all ranks of the program.
         RuntimeError: PyTorch's data parallelism does not accept the model, for example if a module is called inside and
             outside of a reentrant checkpoint.
         ValueError: `steps` is less than 1.
@@ -168,14 +168,14 @@ def verify(
 
 
 def _compare_all(task: Task) -> Iterator[ReportRow]:
-    """Train one system after the other, and compare each with ShardLite's last stage."""
+    """Train one system after the other, and compare each with ShardLite's highest stage."""
     world_size = task.world_size
     ours = twins.sharded(task, STAGES[-1])
     for stage in STAGES[:-1]:
         yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
     survey = twins.survey(task)
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
-    # A sum of two terms commutes. The ring adds more terms in a different order.
+    # Two terms have the same sum in either order. The ring and the twin add more terms in different orders.
     bounds = SAME if world_size <= 2 else {"first loss": same_bits, "gradients": summed.simple}
     simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)
@@ -203,10 +203,10 @@ def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: tw
 
 
 def _check_elastic(task: Task) -> None:
-    """Check that order="tree" supports the number of ranks, and that some of the ranks can create a group.
+    """Check that order="tree" supports the number of ranks, and that groups of fewer ranks can be created.
 
     Raises:
-        LayoutError: the number of ranks is not a power of two, or the ranks are not all ranks of the program.
+        LayoutError: the number of ranks is not a power of two, or the group does not contain all ranks of the program.
     """
     if task.world_size.bit_count() != 1:
         raise LayoutError(f"verify(elastic=True) compares powers of two of ranks, got {task.world_size} ranks")
@@ -220,7 +220,8 @@ def _check_elastic(task: Task) -> None:
 def _compare_elastic(task: Task) -> Iterator[ReportRow]:
     """Compare the run on all ranks with the runs on fewer ranks, and with the run whose number of ranks decreases.
 
-    Only rank 0 yields rows: one for all runs on fewer ranks, and one for the decreasing run if there is one.
+    Only rank 0 yields rows: one row for all runs on fewer ranks, and one row for the run on a decreasing number
+    of ranks, if there is such a run.
     """
     fixed, changing, path = twins.elastic(task)
     if task.rank > 0:
@@ -239,7 +240,7 @@ def _compare_elastic(task: Task) -> Iterator[ReportRow]:
 
 
 def _plain(task: Task) -> str:
-    """Return the label of systems that do not apply `Precision`. It is empty if nothing is cast."""
+    """Return the label of systems that do not apply `Precision`. The label is empty if nothing is cast."""
     return ", no casts" if task.casts else ""
 
 
@@ -247,7 +248,7 @@ def _plain(task: Task) -> str:
 
 
 def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bounds) -> Iterator[ReportRow]:
-    """Compare the records of two systems in order of time: the first difference may cause the others."""
+    """Compare the records of two systems in order of time, because the first difference may cause the others."""
     steps = len(ours.losses)
 
     def row(quantity: str, label: str, judged: str, of: Callable[[twins.Record], Tensors]) -> ReportRow:
@@ -277,7 +278,7 @@ def _row(opponent: str, quantity: str, label: str, tensors: Sequence[Tensors], j
 def _compared(
     equal: ReportRow, what: str, pair: tuple[str, Tensor | None, Tensor | None], judge: Judge | None
 ) -> ReportRow:
-    """Return the row of one tensor. `equal` is the row of two equal tensors."""
+    """Return the row of one tensor, made from `equal`, the row for two equal tensors."""
     name, ours, theirs = pair
     if ours is None and theirs is None:
         return equal
@@ -305,7 +306,7 @@ def _over_ranks(task: Task, rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
 
 
 def _worst(rows: Sequence[ReportRow], who: str = "rank {}: ") -> ReportRow:
-    """Merge the rows of ranks (in rank order), runs or tensors. `who` is the prefix of a failure."""
+    """Merge the rows of ranks (in rank order), runs or tensors. `who` is the prefix of a failure text."""
     failures = [who.format(number) + row.failure for number, row in enumerate(rows) if row.failure is not None]
     return replace(
         rows[0],
