@@ -1,7 +1,7 @@
 """The shards of one wrapped model, for optimizers and for the module's own parameters.
 
-The module's own parameters are placeholders while their unit is sharded. They read values and gradients through
-`_Owner`.
+The module's own parameters are placeholders while their unit is sharded. A placeholder gets values and gradients
+through `_Owner`. A flat is a flat parameter: the parameters of one kind in a unit, in one buffer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,7 +111,7 @@ class Shards:
     def shard_tensors(self, context: Context) -> dict[Tensor, Callable[..., ShardTensor]]:
         """Return for each shard a function that makes a `ShardTensor` of a tensor with the shard's shape.
 
-        Return an empty dict if no shard is partial.
+        Return an empty dict if every shard is a whole parameter.
         """
         return {
             each.shard: partial(
@@ -176,14 +176,14 @@ class Shards:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Gives one of the module's own parameters access to the wrapped model. It keeps nothing alive."""
+    """The access of one of the module's own parameters to the wrapped model. Its references are weak."""
 
     name: str
     shards: "ref[Shards]"
     index: int
 
     def use(self) -> None:
-        """Gather the values.
+        """Gather the values of the parameter.
 
         Raises:
             LayoutError: neither a forward nor a backward is running, so other ranks would not take part.
@@ -206,10 +206,11 @@ class _Owner:
         return each.shard.grad if waiting is None else waiting
 
     def touch(self) -> None:
-        """Record that the program gets access to the memory of the values, as through `.data`.
+        """Record that the program gets access to the memory of the parameter's values, as through `.data`.
 
         Raises:
-            LayoutError: no forward or backward is running, and writes would be lost or a step would be wrong.
+            LayoutError: no forward or backward is running, so writes would be lost, or a hand-written step would be
+                wrong.
         """
         if (shards := self.shards()) is None:
             return
@@ -225,7 +226,7 @@ class _Owner:
             )
 
     def drop_gradient(self) -> None:
-        """Drop the gradient."""
+        """Drop the parameter's gradient, reduced or not."""
         if (shards := self.shards()) is not None:
             each = shards.entries[self.index]
             shards.backward.drop_gradient(each.unit, each.param)
@@ -233,7 +234,7 @@ class _Owner:
 
 
 def gather_param(context: Context, flat: Flat, index: int, local: Tensor) -> Tensor:
-    """Gather a tensor in the shape of a flat's parameter from each rank's part `local`, 1-D. Collective."""
+    """Gather a tensor in the shape of one parameter of a flat. `local` [n] is this rank's part. Collective."""
     slot, cuts = flat.layout.slots[index], flat.cuts_of(index)
     if flat.rank is None or slot.numel == 0:
         return local.reshape(slot.shape).clone()
