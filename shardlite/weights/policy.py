@@ -2,8 +2,8 @@
 
     acquire -> [gather, compute] -> idle -> evict -> acquire again, if possible by the unit that had the buffer last
 
-A model of any depth needs `1 + prefetch` buffers and one for the root. It needs more only while more units are in use
-at once.
+A model of any depth needs `1 + prefetch` buffers and one for the root. It needs more buffers only while more units are
+in use at the same time.
 
 On a GPU a pool keeps these buffers for the life of the model. A unit then has its weights at the same addresses in
 every step, which a CUDA graph requires, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
@@ -40,7 +40,7 @@ class BufferPool:
         """Return a buffer of at least `nbytes`.
 
         The choice is the buffer that `owner` used last, else the smallest free buffer that is large enough, else a new
-        one. If the pool is full, a new buffer replaces the smallest free one.
+        buffer. If the pool is full, a new buffer replaces the smallest free buffer.
         """
         buffer = self._find(owner, nbytes) or self._allocate(nbytes)
         if buffer.kept:
@@ -48,7 +48,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool. If it is kept, the next `acquire` may return it."""
+        """Return a buffer to the pool. A buffer that is kept may be returned by the next `acquire`."""
         if buffer.kept:
             self._free.append(buffer)
 
@@ -131,7 +131,7 @@ class BufferPolicy:
         self._limited = [not unit.keep_unsharded for unit in units]  # whether its buffer counts against `prefetch`
         self._order = order
         self._prefetch = prefetch
-        self._ahead = prefetch  # in the current pass
+        self._ahead = prefetch  # number of units to gather ahead in the current pass
         # The root has a separate pool. No buffers are kept for other units that stay gathered until their backward,
         # nor for a model of one unit: these buffers would hold the full weights of the whole model.
         shared, root = BufferPool(make, keeps * (1 + prefetch)), BufferPool(make, int(keeps))
@@ -139,7 +139,7 @@ class BufferPolicy:
         self._pools = [root if unit.is_root else none if unit.keep_unsharded else shared for unit in units]
 
     def begin_pass(self) -> None:
-        """Allow prefetching again."""
+        """Start a pass: allow prefetching again."""
         self._ahead = self._prefetch
 
     def stop_prefetching(self) -> Iterator[int]:
@@ -149,10 +149,10 @@ class BufferPolicy:
             yield idle[0]
 
     def acquire(self, unit: int, freed: Buffer | None = None) -> Buffer:
-        """Return a buffer for a unit: the one that was `freed` for it if it fits, else one of its pool."""
+        """Return a buffer for a unit: the buffer `freed` if it fits, else a buffer of the unit's pool."""
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
         if freed is None or not pool.fits(freed, nbytes):
-            del freed  # before another one is allocated
+            del freed  # before another buffer is allocated
             freed = pool.acquire(unit, nbytes)
         self.buffers[unit] = freed
         return freed
@@ -163,7 +163,10 @@ class BufferPolicy:
         self._order.use(unit)
 
     def end_use(self, unit: int, *, is_done: bool) -> Iterator[int]:
-        """Record that a unit is idle. Yield the units to evict, this one too if it `is_done` in this backward."""
+        """Record that a unit is idle. Yield the units to evict, among them the unit itself if it `is_done`.
+
+        A unit `is_done` if this backward will use neither the unit nor its buffer again.
+        """
         self.idle[unit] = None
         if self._pools[unit].is_surplus(self.buffers[unit]):
             yield unit
