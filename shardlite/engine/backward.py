@@ -83,7 +83,7 @@ class Backward:
         self.open().enter(unit)
 
     def use(self, unit: Unit) -> None:
-        """Unshard a unit for a hook that reads its weights, until the backward ends or the unit's handles are freed."""
+        """Unshard a unit for a hook that reads a weight, until the backward ends or the unit's handles are freed."""
         self.enter(unit)
         if unit.users:  # the users are handles, because other users would have made the parameters readable
             assert self.calls is not None
@@ -141,7 +141,7 @@ class Backward:
         run = self.open()
         if not run.has_gradients:
             self._begin_gradients(run)
-        grad = grad.detach() if grad.requires_grad else grad  # it does after backward(create_graph=True)
+        grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True), it has a graph
         may_be_last = run.add_gradient(unit, param, grad, has_user_hooks=has_user_hooks)
         if may_be_last and run.mode is not Mode.LOCAL and self._is_complete(run, unit):
             (run.keep_part if run.mode is Mode.PART else run.complete)(unit)

@@ -21,7 +21,7 @@ from shardlite.errors import LayoutError
 from shardlite.params import as_they_are
 
 _wrapped: "WeakSet[nn.Module]" = WeakSet()
-"""Modules with parameters of a wrapped model. (An attribute would be copied with a module.)"""
+"""Modules with parameters of a wrapped model. (A mark in an attribute would be copied together with the module.)"""
 
 
 def refuse_conversions(module: nn.Module, ignored: Iterable[nn.Module], params: Collection[Tensor]) -> None:
@@ -44,7 +44,7 @@ def allow_conversions(module: nn.Module) -> None:
 def refuse_if_wrapped(
     original: Callable[..., nn.Module], module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Convert a module with `original`, which is `nn.Module._apply`, unless it is wrapped.
+    """Convert a module with `original`, which is `nn.Module._apply`, unless the module is wrapped.
 
     Raises:
         LayoutError: the module is wrapped, and `fn` changes a parameter or a buffer.
@@ -65,10 +65,10 @@ _numbers = count(1)
 
 
 def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion would change a tensor. Test it on a small tensor of the same dtype and device.
+    """Return whether a conversion would change a tensor. Convert a small tensor of the same dtype and device to test.
 
     A copy with the same values, as made by `.to("cpu:0")`, is not a change. The uninitialized memory of `to_empty()` is
-    a change. The small tensor has different values in each call, so that such memory does not equal it by chance.
+    a change. The small tensor has different values in each call, so that uninitialized memory has others.
     """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)

@@ -153,7 +153,7 @@ class FullParameters:
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load this rank's part of the parameters, and buffers. A value is a shard of the same range, or whole."""
+        """Load this rank's part of the parameters, and buffers. A value may be such a part or a whole tensor."""
         for name, entry in self.entries().items():
             if name not in state_dict:
                 continue
@@ -167,7 +167,7 @@ class FullParameters:
                 flat.write_param(i, given)
 
     def __deepcopy__(self, _: object) -> "FullParameters":
-        """Raise: a copy of the module would contain a copy of this object, because the module's hooks hold it."""
+        """Raise. The module's hooks hold this object, so a copy of the module would contain a copy of this object."""
         raise LayoutError(NO_COPY)
 
     def entries(self) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ class FullParameters:
     def _refuse(self, instead: str, module: nn.Module, *_: object) -> None:
         """Raise unless the module is gathered.
 
-        A state dict of a sharded module would contain placeholders, and loading into it would have no effect.
+        A state dict of a sharded module would contain placeholders, and loading a state dict would have no effect.
         """
         if not self._reading and self._is_sharded(module):
             raise LayoutError(f"the module's parameters are sharded: {instead}")

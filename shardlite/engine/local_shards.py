@@ -21,7 +21,7 @@ from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
-"""A parameter's name, the first element of its shard, the end of the shard (exclusive), and the number of elements."""
+"""A parameter's name, the first element of its shard, the end of the shard (exclusive), and the parameter's numel."""
 
 
 @dataclass(eq=False, slots=True)
@@ -166,7 +166,7 @@ class Shards:
         self.mark_changed(stepped)
 
     def mark_changed(self, changed: Sequence[Tensor]) -> None:
-        """Increment the versions of changed shards, by which gathers and autograd detect changed weights."""
+        """Increment the versions of changed shards. Gathers and autograd detect changed weights by these versions."""
         ours = [entry for shard in changed if (entry := self._by_id.get(id(shard))) is not None]
         torch.autograd.graph.increment_version([each.shard for each in ours])
         if self._permanent:  # autograd may have saved full weights, which change with their shards or soon after
@@ -176,7 +176,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class _Owner:
-    """The access of one of the module's own parameters to the wrapped model. Its references are weak."""
+    """The access of one of the module's own parameters to the wrapped model, by weak references."""
 
     name: str
     shards: "ref[Shards]"
@@ -198,7 +198,7 @@ class _Owner:
             )
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's gradient of the whole parameter until it is reduced, then the gradient of the shard."""
+        """Return this rank's gradient of the whole parameter or, once that is reduced, the gradient of the shard."""
         if (shards := self.shards()) is None:
             return None
         each = shards.entries[self.index]

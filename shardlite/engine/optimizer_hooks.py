@@ -197,7 +197,7 @@ def register_model(model: OptimizerBridge) -> None:
 
 
 def unregister_model(model: OptimizerBridge) -> None:
-    """Undo `register_model` for an unwrapped model. Later steps of its shards raise."""
+    """Undo `register_model` for a model that was unwrapped. Later steps of the model's shards raise."""
     for shard in model.shards.by_param().values():
         _unwrapped[shard] = True
     for param in model.shards.all_params():
@@ -264,7 +264,7 @@ def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None,
     """
     wanted = {id(grad) for grad in grads}  # a gradient does not refer to its parameter, so search all shards
     living = (model for each in _models.valuerefs() if (model := each()) is not None)
-    for model in dict.fromkeys(living):  # a snapshot, because other threads may add to the table
+    for model in dict.fromkeys(living):  # `fromkeys` makes a snapshot: other threads may add models
         shards = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
         if len(shards) == len(wanted) and shards:
             return model, shards
@@ -286,7 +286,7 @@ def before_step(
     """Prepare a step: immediately or, if the step has a closure, after the closure. `args[0]` is `optimizer`.
 
     Returns:
-        New arguments for the step, or `None` to keep the given ones.
+        New arguments for the step, or `None` to keep the given arguments.
     """
     models = models_of(optimizer)
     closure = kwargs.get("closure", next(iter(args[1:]), None))

@@ -95,7 +95,7 @@ def _load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_
 
 
 def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[str, Any]:
-    """Return a description of this rank, and each parameter's name with the elements that are in this rank's shard."""
+    """Return a description of this rank, and for each parameter its name and the elements in this rank's shard."""
     parts: dict[Tensor, ShardRange] = {shard: part for model in models for shard, part in model.shards.parts().items()}
     params = enumerate(params_of(optimizer))
     return {"of": models[0].place, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
@@ -177,7 +177,7 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[st
 
 
 def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Return an error text if a state without a description has a tensor in the shape of a whole parameter."""
+    """Return an error text if a state without a description has a tensor of a whole parameter's shape, else `None`."""
     parts = dict(zip(_positions(state_dict), own["parts"], strict=False))
     for param, index, key, value in _tensors(optimizer, state_dict):
         name, start, stop, numel = parts[index]
@@ -190,7 +190,7 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 
 
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
-    """Return an error text if a tensor of a state has another shape than `optimizer` requires.
+    """Return an error text if a tensor of a state has another shape than `optimizer` requires, else `None`.
 
     PyTorch's optimizers keep numbers, and tensors in the parameter's shape. For an optimizer that is not PyTorch's, the
     only known shapes are those of the tensors that the optimizer already holds.

@@ -70,7 +70,7 @@ class Join:
         """
         context = self._context
         numbers = torch.tensor([not self.joined, has_none], dtype=torch.int32)
-        # The operation's name has no step number, because it must match on ranks at different steps.
+        # The operation's name has no step number, because the name must match on ranks at different steps.
         context.all_reduce_host(numbers, context.operation("who has a batch", "join"))
         active, without = numbers.tolist()
         if active and without:

@@ -295,7 +295,7 @@ class SeenShard(_Watched, Shard):
     @property
     @torch._disable_dynamo
     def grad(self) -> Tensor | None:
-        """The gradient."""
+        """The gradient of the shard. Reading it makes the gradient a watched tensor."""
         with as_they_are():
             grad: Tensor | None = _own_grad.__get__(self)
         known = _known.get(self)  # `None` for a copy

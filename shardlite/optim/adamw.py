@@ -41,8 +41,8 @@ class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter 2019), bit-equal to `torch.optim.AdamW(fused=True)` on the same flat tensors.
 
     Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. The state has PyTorch's names and shapes, so a
-    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A frozen parameter, or one without a
-    gradient, is not stepped, and its step count does not change.
+    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. Parameters that are
+    frozen or have no gradient are not stepped, and their step counts do not change.
 
     Parameters of wrapped models are stepped by ShardLite's kernels. Other parameters (ignored parameters, parameters of
     models that are not wrapped) are stepped by PyTorch's fused kernel, with moments in the parameter's dtype.
@@ -138,7 +138,7 @@ class AdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of PyTorch's AdamW, with moments in fp32.
 
-        The conversion is exact. Converted moments are copies in host memory, because they may not fit on the GPU.
+        The conversion is exact. Converted moments are copies in host memory, because copies may not fit on the GPU.
 
         Raises:
             NonFiniteError: a step in a backward has written NaNs into the weights.
@@ -159,7 +159,7 @@ class AdamW(Optimizer):
     def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Load states of parameters in the format of `state_dict()`: `step`, and moments in the parameter's shape.
 
-        Each entry is copied before the next one is requested, so a generator may create them one by one.
+        Each entry is copied before the next entry is requested, so a generator may create the entries one by one.
         """
         slots = self._current_layout().by_id
         for param, entry in entries:
@@ -181,7 +181,7 @@ class AdamW(Optimizer):
         return layout
 
     def tables(self) -> list[Tensor]:
-        """Return the tensors that the optimizer holds in addition to the state: the rows of groups of 32 elements."""
+        """Return the tensors besides the state: for each group of 32 elements, the row of its count and scalars."""
         return [] if self._layout is None else [arena.rows for arena in self._layout.arenas]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -283,7 +283,7 @@ class AdamW(Optimizer):
                 parts = {name: value if name == "step" else part(param, value) for name, value in state.items()}
                 states[shard] = {
                     name: value.clone() for name, value in parts.items()
-                }  # so that the whole state can be freed
+                }  # copies, so that the whole state can be freed
                 check_state(shard, states[shard])
         for group in self.param_groups:
             group["params"][:] = [held.get(param, param) for param in group["params"]]

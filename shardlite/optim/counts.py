@@ -85,7 +85,7 @@ class HostCounts(_Counts):
     """Step counts of shards in CPU memory."""
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return whether one call can step the shards in two rows: adjacent shards with the same group and count."""
+        """Return whether one call can step two shards: they are `adjacent` and have the same group and count."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:

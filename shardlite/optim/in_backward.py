@@ -1,7 +1,7 @@
-"""Step inside the backward: each parameter as soon as its gradient is ready, or in the gradient's last addition.
+"""Step inside the backward: each parameter when its gradient is ready, or in the last addition of the reduction.
 
     open     the first gradient of a backward is ready: read the hyper-parameters of the step
-    step     in any order and on any thread
+    step     parameters are stepped in any order and on any thread
     close    the program calls `step()` of the optimizer: count the step; the next backward may open another step
 
 Between opening and closing, some weights are stepped and others are not, and nothing can be undone. This file does not
@@ -96,7 +96,7 @@ class InBackwardSteps:
         return InBackwardStep([(slots[id(param)], start) for param, start in places])
 
     def close(self, optimizer: Optimizer) -> None:
-        """Count the step. Before this, step parameters that have a gradient but no hook, because they were frozen.
+        """Step the parameters that have a gradient but no hook, because they were frozen. Then count the step.
 
         Raises:
             NonFiniteError: a gradient contained a NaN or an infinity. On a GPU, the error is raised `LATER` steps

@@ -176,7 +176,7 @@ class Arena:
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
     def slice_of(self, first: StateSlot, start: int, stop: int) -> RunSlice:
-        """Return elements `[start, stop)` of a run that begins with `first`, in the storage. Results are cached."""
+        """Return elements `[start, stop)` of the storage, in a run that begins with `first`. Results are cached."""
         if len(self._slices) > 4 * len(self.slots):
             self._slices.clear()  # bounds the cache if the set of shards with gradients keeps changing
         key = first.row, start, stop

@@ -6,7 +6,7 @@ from collections import deque
 import torch
 
 _OPEN = 256
-"""Number of pending GPU intervals above which those that the GPU has finished are added up."""
+"""If more GPU intervals than this number are pending, those that the GPU has finished are added up."""
 
 
 class Clock:

@@ -110,7 +110,7 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _intercepting_resizes(self) -> Iterator[None]:
-        """Intercept `storage.resize_(nbytes)`, the only way to resize a storage that is not an operator."""
+        """Intercept `storage.resize_(nbytes)`, the only way to resize a storage without an operator."""
         original = UntypedStorage.resize_
 
         def resize(storage: UntypedStorage, nbytes: int) -> Any:

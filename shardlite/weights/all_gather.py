@@ -90,7 +90,7 @@ class Gather(NamedTuple):
             del full, sent  # no view of the unit's memory may outlive the gather
 
     def _name(self, flat: int) -> Operation:
-        """Name the gather of one flat. The name of a negotiated gather omits the step, because ranks compared steps."""
+        """Name the gather of one flat. The name of a negotiated gather omits the step: ranks have compared steps."""
         what = f"{'negotiated ' * self.by_hosts}all-gather of unit {self.unit.name!r}, flat {flat}"
         return self.context.operation(what, self.purpose, self.unit.name, at_any_step=self.by_hosts, during=self.during)
 
@@ -176,7 +176,7 @@ class GatherQueue:
         return self._queue
 
     def wait(self, unit: Unit) -> None:
-        """Wait for the gather of a unit. It must be in flight."""
+        """Wait for the gather of a unit, which must be in flight."""
         assert unit.work is not None
         self._context.trace.emit("wait", unit.name)
         with self._context.traffic.waiting("gather", unit.name):
@@ -188,7 +188,7 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
     """Return a context that isolates the library's tensor operations from modes that the program has entered.
 
     - Operations do not unshard placeholders.
-    - Inference mode is off, because tensors created in it cannot be saved for a backward.
+    - Inference mode is off, because tensors from this mode cannot be saved for a backward.
     - Selective checkpointing does not record operations, because recorded operations would be replayed.
     - With `streams`, operations run on the home stream.
     """

@@ -152,7 +152,7 @@ class GatherOrder:
     def end_path(self) -> None:
         """End the path of this pass.
 
-        If one pass leaves the expected path, the path stays. If the next pass leaves it too, the path is replaced.
+        If one pass leaves the expected path, the path stays. If the next pass leaves the path too, it is replaced.
         """
         now = self._now
         if self._records and self.uses:
@@ -164,7 +164,7 @@ class GatherOrder:
         self._records = self._on_path = False
 
     def upcoming(self, count: int) -> list[int]:
-        """Return the next `count` units that this rank is expected to use. The list is empty once it left the path."""
+        """Return the next `count` units that this rank is expected to use, or `[]` if the rank has left its path."""
         if not self._on_path or self._now.path is None:
             return []
         place = len(self.uses)

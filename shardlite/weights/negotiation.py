@@ -121,7 +121,7 @@ class Pass:
     """Whether any rank has needed more gathers than the gather order has."""
 
     diverged: bool = True
-    """Whether ranks have used different units, or needed further gathers. True until the contrary is known."""
+    """Whether ranks have used different units, or exceeded the gather order. True until the contrary is known."""
 
     confirmed: bool = False
     """Whether later operations of the program already wait until all ranks have ended the pass."""
@@ -256,7 +256,7 @@ class Passes:
     def end_pass(self) -> None:
         """Take part in the remaining gathers of the pass, and in further gathers of other ranks, without waiting.
 
-        A forked child process takes no part. The child's pass has used weights that it already has, or has failed.
+        A forked child process takes no part. The pass has used weights that the child already has, or has failed.
         """
         now, self._now = self._now, None
         if now is None or self._single_rank or self._failed or not self._context.owner.is_here:
@@ -283,7 +283,7 @@ class Passes:
             self.end_pass()
 
     def comes_next(self, unit: int) -> bool:
-        """Return whether a unit is the next one that all ranks gather, so that it may be gathered ahead."""
+        """Return whether all ranks gather a unit next, so that the unit may be gathered ahead."""
         return self._single_rank or (self._now is not None and self.order.next_gather() == unit)
 
     def turn(self, unit: Unit) -> tuple[GatherQueue, Sequence[Callable[[], None]], str]:

@@ -48,12 +48,12 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool. A buffer that is kept may be returned by the next `acquire`."""
+        """Return a buffer to the pool. The next `acquire` may reuse a buffer that is kept."""
         if buffer.kept:
             self._free.append(buffer)
 
     def last(self, owner: Hashable) -> Buffer | None:
-        """Return the kept buffer that `owner` used last, or `None` if it is gone."""
+        """Return the kept buffer that `owner` used last, or `None` if the buffer is gone."""
         last = self._last.get(owner)
         return None if last is None else last()
 
@@ -62,7 +62,7 @@ class BufferPool:
         return buffer.nbytes >= nbytes if buffer.kept else buffer.nbytes == nbytes
 
     def is_surplus(self, buffer: Buffer) -> bool:
-        """Return whether a buffer exceeds those that the pool keeps."""
+        """Return whether a buffer is in addition to the buffers that the pool keeps."""
         return self._most > 0 and not buffer.kept
 
     def spare(self) -> Sequence[Buffer]:
@@ -82,7 +82,7 @@ class BufferPool:
         if self._free and len(self._kept) >= self._most:
             self._free.remove(
                 min(self._free, key=lambda buffer: buffer.nbytes)
-            )  # free it before the new one is allocated
+            )  # freed before the new buffer is allocated
         keeps = len(self._kept) < self._most
         buffer = self._make(nbytes, keeps)
         if keeps:
@@ -128,7 +128,7 @@ class BufferPolicy:
         """Units whose buffers may be evicted, least recently used first."""
 
         self._units = units
-        self._limited = [not unit.keep_unsharded for unit in units]  # whether its buffer counts against `prefetch`
+        self._limited = [not unit.keep_unsharded for unit in units]  # whether buffers count against `prefetch`
         self._order = order
         self._prefetch = prefetch
         self._ahead = prefetch  # number of units to gather ahead in the current pass
@@ -180,7 +180,7 @@ class BufferPolicy:
         """Return whether this backward will use neither a unit nor its buffer again."""
         if not self._order.is_last_use(unit):
             return False
-        # A unit without a buffer that the pass still needs may take an idle buffer.
+        # A unit that this backward still needs, and that has no buffer, may take an idle buffer.
         return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
 
     def victim_for(self, unit: int) -> int | None:
@@ -196,7 +196,7 @@ class BufferPolicy:
 
         Args:
             is_ready: returns whether a unit's full weights are valid or in flight.
-            may_start: returns whether a unit is the next one that all ranks gather. If not, the search ends there.
+            may_start: returns whether all ranks gather a unit next. If not, the search ends at this unit.
         """
         upcoming = self._order.upcoming(self._ahead)
         for unit in upcoming:  # idle units that are used soon are evicted last

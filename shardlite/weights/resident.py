@@ -49,7 +49,7 @@ class ResidentWeights:
         unit.use()
 
     def reshard(self, unit: Unit) -> None:
-        """End one use."""
+        """End one use of a unit."""
         if unit.end_use() and unit.needs_gather:
             self._trace.emit("reshard", unit.name)
             self._rest(unit)
@@ -70,7 +70,7 @@ class ResidentWeights:
             self._take_over(unit)
 
     def expire(self) -> None:
-        """Turn parameters whose shards have changed into placeholders, so that no code reads a mixture of values."""
+        """Turn parameters into placeholders if their shards have changed, so that no code reads a mixture of values."""
         for unit in self._units:
             if unit.phase is Weights.IDLE and not unit.is_fresh:
                 with isolated():

@@ -173,7 +173,7 @@ class Calls:
         """Calls whose forward is running."""
 
     def expect_backward(self, call: Call) -> None:
-        """Keep a unit unsharded after its recomputation inside a backward, until the backward has used it.
+        """Keep a unit unsharded after its recomputation inside a backward, until the backward has used the unit.
 
         With reentrant checkpointing, the nodes of `call` use the unit. Non-reentrant checkpointing discards the
         recomputed graph, so the nodes of an earlier call use the unit: the latest one, whose backward runs first.

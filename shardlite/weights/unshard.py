@@ -177,7 +177,7 @@ class Gatherer(Passes):
         victim = self._policy.victim_for(unit.index)
         freed = None if victim is None else self._evict(self._units[victim])
         buffer = self._policy.acquire(unit.index, freed)
-        self._ledger.track("gather buffers", buffer.bytes)  # until now, it may have had another purpose
+        self._ledger.track("gather buffers", buffer.bytes)  # the memory may have had another purpose
         self.owners[buffer.key] = unit
         unit.take_buffer(buffer)
 
