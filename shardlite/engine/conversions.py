@@ -68,7 +68,8 @@ def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a conversion would change a tensor. Convert a small tensor of the same dtype and device to test.
 
     A copy with the same values, as made by `.to("cpu:0")`, is not a change. The uninitialized memory of `to_empty()` is
-    a change. The small tensor has different values in each call, so that uninitialized memory has others.
+    a change. Each call fills the small tensor with another value, so that uninitialized memory does not contain the
+    same value by chance.
     """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)

@@ -1,9 +1,10 @@
 """The gather order: the order in which all ranks gather units in a pass. It is recorded in one pass and then replayed.
 
-A pass is a forward or a backward of the model. A gather needs all ranks, but not every rank uses every unit in every
-pass. So the ranks agree on a list of gathers, and each rank goes through its own copy of the list. Before a rank
-gathers a unit, it takes part in the earlier gathers of the list. At the end of the pass, the rank takes part in the
-remaining gathers. If ranks needed further gathers, these are merged into the list for the next pass of the same kind.
+A pass is, for example, a forward or a backward of the model. A gather needs all ranks, but not every rank uses every
+unit in every pass. So the ranks agree on a list of gathers, and each rank goes through its own copy of the list. Before
+a rank gathers a unit, it takes part in the earlier gathers of the list. At the end of the pass, the rank takes part in
+the remaining gathers. If ranks needed further gathers, these are merged into the list for the next pass of the same
+kind.
 
     order    blocks.0   blocks.1   blocks.2   head
     rank 0   needs      needs      needs      needs
