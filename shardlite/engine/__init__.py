@@ -1,8 +1,8 @@
 """Hooks in modules, autograd and optimizers.
 
-In: forwards, backwards, steps, and accesses to parameters between them. Out: calls of `weights`, `grads` and `optim` in
-the right order. Read `module_hooks.py` first, then `backward.py` and `optimizer_hooks.py`. `patches.py` lists the
-changes in PyTorch.
+In: the program's forwards, backwards and steps, and its accesses to parameters outside of them. Out: calls of the
+packages `weights`, `grads` and `optim` in the right order. Read `module_hooks.py` first, then `backward.py` and
+`optimizer_hooks.py`. `patches.py` lists the changes in PyTorch.
 """
 
 from shardlite.engine.backward import Backward, in_backward

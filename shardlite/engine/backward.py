@@ -1,9 +1,9 @@
 """Follow each backward from its first event to its end: gradients arrive, units are reduced and resharded.
 
 Autograd has no hook for the start of a backward. So the first event of a backward opens a `BackwardRun` and registers
-a callback for the end. An event is the use of a saved weight, the recomputation of a unit, or a gradient. Backwards
-nest, because reentrant checkpointing runs a backward inside a node of another. The first event always belongs to the
-outermost backward, in which the forward is recomputed. The end of the outermost backward closes the run.
+a callback for its end. An event is the use of a saved weight, the recomputation of a unit, or a gradient. Backwards
+nest, because reentrant checkpointing runs a backward inside a node of another backward. The first event always belongs
+to the outermost backward, in which the forward is recomputed. The end of the outermost backward closes the run.
 """
 
 import weakref
@@ -47,9 +47,9 @@ class Backward:
             gatherer: unshards weights.
             units: all units of the model.
             streams: the streams on which the program computes.
-            begin_steps: called at the first gradient of a backward. Its argument `steps` is whether an optimizer may
-                step inside this backward. Returns the steps of that optimizer, or `None`.
-            parts: if given, gradients may arrive only inside its loops.
+            begin_steps: function that is called at the first gradient of a backward. The argument `steps` says whether
+                an optimizer may step inside this backward. The function returns the steps of that optimizer, or `None`.
+            parts: runs the loops over parts. If given, gradients may arrive only inside these loops.
         """
         self._parts = parts
         self._reducer = reducer
@@ -62,7 +62,7 @@ class Backward:
 
         self._run: BackwardRun | None = None
         self._mode = Mode.STEP
-        self._saves_memory = False  # in the last backward before a step
+        self._saves_memory = False  # `saves_memory` of the latest backward before a step
         self._caught: set[nn.Parameter] = set()
         self._recorded: set[Unit] = set()
         self._hidden: set[Unit] = set()
@@ -83,7 +83,7 @@ class Backward:
         self.open().enter(unit)
 
     def use(self, unit: Unit) -> None:
-        """Unshard a unit for a hook that reads its weights, until the backward ends or the unit's handles are freed."""
+        """Unshard a unit for a hook that reads a weight, until the backward ends or the unit's handles are freed."""
         self.enter(unit)
         if unit.users:  # the users are handles, because other users would have made the parameters readable
             assert self.calls is not None
@@ -93,10 +93,11 @@ class Backward:
         self.open().unsharded.append(unit)
 
     def begin_pass(self, *, evaluating: bool) -> None:
-        """Prepare for a forward. `requires_grad` of parameters may have changed since the last forward.
+        """Prepare for a forward. `requires_grad` of parameters may have changed since the previous forward.
 
-        A forward without gradients may be the first half of reentrant checkpointing, or an evaluation. If gradients are
-        being accumulated, a program may freeze all parameters during the evaluation, which must have no effect.
+        A forward without gradients may be the first half of reentrant checkpointing, or an evaluation. A program may
+        freeze all parameters during an evaluation between two accumulating backwards. The freeze must have no effect on
+        the accumulation.
         """
         self.repair()
         if (stream := self._streams.move_home()) is not None:
@@ -135,12 +136,12 @@ class Backward:
     def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> None:
         """Store a gradient that autograd has computed, and start the reductions that are next in order.
 
-        `has_user_hooks` is whether hooks of the program receive the gradient.
+        `has_user_hooks` says whether hooks of the program receive the gradient.
         """
         run = self.open()
         if not run.has_gradients:
             self._begin_gradients(run)
-        grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True)
+        grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True), it has a graph
         may_be_last = run.add_gradient(unit, param, grad, has_user_hooks=has_user_hooks)
         if may_be_last and run.mode is not Mode.LOCAL and self._is_complete(run, unit):
             (run.keep_part if run.mode is Mode.PART else run.complete)(unit)
@@ -155,7 +156,10 @@ class Backward:
             self._saves_memory = run.saves_memory
 
     def gradient(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
-        """Return the accumulated gradient of one of the module's own parameters, or `None` once it is reduced."""
+        """Return the accumulated gradient of one of the module's own parameters, or `None` if there is none.
+
+        A gradient that is reduced is no longer accumulated.
+        """
         accumulated = self._reducer.buckets[unit].gradient(param)
         latest = self._run.latest if self._run is not None else None
         if accumulated is None and latest is not None and latest[0] is param:
@@ -167,9 +171,9 @@ class Backward:
         self._reducer.buckets[unit].drop(param)
 
     def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
-        """Record a forward of a unit. A forward that autograd has not `recorded` is recomputed in the backward.
+        """Record a forward of a unit.
 
-        Reentrant checkpointing runs such forwards.
+        A forward that autograd has not `recorded` belongs to reentrant checkpointing and is recomputed in the backward.
         """
         if recorded:
             self._recorded.add(unit)
@@ -205,11 +209,11 @@ class Backward:
             self._mode = before
 
     def accumulates(self) -> bool:
-        """Return whether backwards currently leave gradients to be reduced by, or added to in, a later backward."""
+        """Return whether backwards currently keep gradients, for a later backward to add to or to reduce."""
         return self._mode is not Mode.STEP
 
     def died(self) -> bool:
-        """Return whether the last backward ended in an exception. Autograd does not run the callback then."""
+        """Return whether the latest backward ended in an exception. Autograd runs no callback after an exception."""
         return self._run is not None and not in_backward()
 
     def check_step(self, *, graded: bool, inside: bool) -> None:
@@ -220,10 +224,10 @@ class Backward:
             inside: whether the optimizer steps inside the backward.
 
         Raises:
-            PhaseError: the last backward ended in an exception, or gradients are accumulated and not reduced.
+            PhaseError: the latest backward ended in an exception, or gradients are accumulated and not reduced.
         """
         if self._run is not None and self.died() and inside and not self._run.has_gradients:
-            self.repair()  # the backward was refused, because step() was not called after the backward before it
+            self.repair()  # the backward was refused, because step() had not been called after the previous backward
         if self.died() and inside:
             raise PhaseError(
                 "the last backward ended in an exception, and AdamW(in_backward=True) has stepped only some of the "
@@ -264,9 +268,9 @@ class Backward:
         return run.has_all(unit, rounds=run.recomputed[unit])
 
     def _close(self) -> None:
-        """End the outermost backward. Without gradients (`torch.autograd.grad`) there is nothing to reduce.
+        """End the outermost backward. A backward without gradients (`torch.autograd.grad`) has nothing to reduce.
 
-        If a reduction fails, the backward counts as one that ended in an exception.
+        If a reduction fails, the backward counts as a backward that ended in an exception.
         """
         run = self._run
         assert run is not None, "autograd calls back once per backward"
@@ -292,7 +296,7 @@ class Backward:
 
 
 def _deliver(backward: "weakref.ref[Backward]", unit: "weakref.ref[Unit]", param: nn.Parameter) -> None:
-    """Take the gradient that autograd has just stored in `param.grad`, on any stream."""
+    """Take the gradient that autograd has just stored in `param.grad`. The current stream may be any stream."""
     there, home = backward(), unit()
     if there is None or home is None:
         return

@@ -1,9 +1,9 @@
 """Refuse conversions of wrapped modules (`.to()`, `.half()`, `.cuda()`), and cast inputs and outputs.
 
-PyTorch converts a module with `nn.Module._apply`, which moves its parameters to new memory, but would not move the
-shards. So a conversion of any module of the model raises before it changes anything, unless it would have no effect
-(`.to()` the model's device). A conversion of a module around the model raises when it reaches the model. The modules
-before the model are converted by then.
+PyTorch converts a module with `nn.Module._apply`, which would move the module's parameters to new memory, but not the
+shards. So a conversion of any module of the model raises before anything is changed, unless the conversion would have
+no effect (`.to()` the model's device). A conversion of a module that contains the model raises when it reaches the
+model. By then, PyTorch has converted the modules that come before the model.
 """
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping
@@ -21,11 +21,14 @@ from shardlite.errors import LayoutError
 from shardlite.params import as_they_are
 
 _wrapped: "WeakSet[nn.Module]" = WeakSet()
-"""Modules with parameters of a wrapped model. (An attribute of the modules would mark copies of them as well.)"""
+"""Modules with parameters of a wrapped model. (A mark in an attribute would be copied together with the module.)"""
 
 
 def refuse_conversions(module: nn.Module, ignored: Iterable[nn.Module], params: Collection[Tensor]) -> None:
-    """Refuse conversions of `module` and its submodules, except of `ignored` ones and of those with only `params`."""
+    """Refuse conversions of `module` and its submodules.
+
+    Exceptions are `ignored` modules, and modules whose parameters are all in `params`.
+    """
     own = set(module.modules()) - {inner for each in ignored for inner in each.modules()}
     for each in own:
         held = list(each.parameters())
@@ -41,7 +44,7 @@ def allow_conversions(module: nn.Module) -> None:
 def refuse_if_wrapped(
     original: Callable[..., nn.Module], module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Convert a module with `original`, which is `nn.Module._apply`, unless it is wrapped.
+    """Convert a module with `original`, which is `nn.Module._apply`, unless the module is wrapped.
 
     Raises:
         LayoutError: the module is wrapped, and `fn` changes a parameter or a buffer.
@@ -62,10 +65,11 @@ _numbers = count(1)
 
 
 def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion would change a tensor. Test it on a small tensor of the same dtype and device.
+    """Return whether a conversion would change a tensor. Convert a small tensor of the same dtype and device to test.
 
-    A copy with the same values, as made by `.to("cpu:0")`, is not a change. `to_empty()` is one. The small tensor has
-    different values in each call, so that uninitialized memory does not have the same values by chance.
+    A copy with the same values, as made by `.to("cpu:0")`, is not a change. The uninitialized memory of `to_empty()` is
+    a change. Each call fills the small tensor with another value, so that uninitialized memory does not contain the
+    same value by chance.
     """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
@@ -85,7 +89,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def cast_floats(container: Any, dtype: torch.dtype) -> Any:
-    """Return `container` with its floating-point tensors in `dtype`.
+    """Return `container` with its floating-point tensors converted to `dtype`.
 
     Containers are PyTorch's pytrees (lists, tuples, dicts, named tuples, registered classes), dataclasses, and mappings
     of other classes. Containers are copied. Other objects are returned unchanged.

@@ -1,6 +1,7 @@
 """Full parameters of a sharded model: reading, writing, and state dicts in the format of the unsharded model.
 
-`gathered`, `state_dict` and `make_plain` are collective: every rank must call them.
+`gathered`, `state_dict` and `make_plain` are collective: every rank must call them. A flat is a flat parameter: the
+parameters of one kind in a unit, in one buffer.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -61,7 +62,9 @@ class FullParameters:
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Unshard the units of the named parameters, or all units. At exit, write this rank's part back or undo writes.
+        """Unshard the units of the named parameters, or all units if `names` is empty.
+
+        At exit, copy changed weights to the shards or, without `writeback`, undo the changes.
 
         Raises:
             LayoutError: there is no parameter with one of these names.
@@ -69,7 +72,7 @@ class FullParameters:
         units = self._units_with(names)
         flats = [flat for unit in units for flat in unit.flats if flat.in_place]
         with self._held(units), ExitStack() as undo:
-            undo.callback(self._gatherer.forget, units)  # the next forward must not see the writes either
+            undo.callback(self._gatherer.forget, units)  # the next forward must not see undone writes
             before = {flat: _Before(flat, flat.local.clone(), flat.local._version) for flat in flats}
             for each in before.values():
                 self._context.ledger.track("copies", each.copy)
@@ -92,9 +95,9 @@ class FullParameters:
             yield
 
     def state_dict(self, rank: int | None, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return CPU copies of all parameters and persistent buffers, or of `names`, on `rank` or on all ranks.
+        """Return CPU copies of all parameters and persistent buffers or, if given, only of those in `names`.
 
-        Other ranks get an empty dict.
+        Ranks other than `rank` get an empty dict. If `rank` is `None`, every rank gets the copies.
         """
         entries = {name: entry for name, entry in self.entries().items() if names is None or name in names}
         kept = set(entries.values())
@@ -113,7 +116,7 @@ class FullParameters:
         return {name: full[entry] if entry in full else entry.to("cpu", copy=True) for name, entry in entries.items()}
 
     def make_plain(self) -> None:
-        """Make the module's parameters ordinary ones with whole values. Gather one flat at a time."""
+        """Turn the module's parameters into ordinary parameters with whole values. Gather one flat at a time."""
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
                 for i, flat in enumerate(unit.flats):
@@ -138,7 +141,7 @@ class FullParameters:
         return whole
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter, and persistent buffers, without copying them.
+        """Return this rank's part of each parameter, and the persistent buffers, without copying anything.
 
         A tied parameter is returned under each of its names.
         """
@@ -150,7 +153,7 @@ class FullParameters:
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load this rank's part of the parameters, and buffers, from shards of the same ranges or whole tensors."""
+        """Load this rank's part of the parameters, and buffers. A value may be such a part or a whole tensor."""
         for name, entry in self.entries().items():
             if name not in state_dict:
                 continue
@@ -164,7 +167,7 @@ class FullParameters:
                 flat.write_param(i, given)
 
     def __deepcopy__(self, _: object) -> "FullParameters":
-        """Raise: a copy of the module would contain a copy of this object, because the module's hooks hold it."""
+        """Raise. The module's hooks hold this object, so a copy of the module would contain a copy of this object."""
         raise LayoutError(NO_COPY)
 
     def entries(self) -> dict[str, Tensor]:
@@ -177,12 +180,12 @@ class FullParameters:
         return {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
 
     def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool, whole: bool = False) -> LayoutError | None:
-        """Return why a state dict does not fit the model, or `None`.
+        """Return why a state dict does not fit the model, or `None` if it fits.
 
         Args:
             state_dict: tensors, or this rank's shards, by name.
-            strict: whether names must match.
-            whole: whether shards do not fit.
+            strict: whether the names must be exactly those of the model.
+            whole: whether only whole tensors fit. Otherwise shards fit too.
         """
         if not isinstance(state_dict, Mapping):
             return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
@@ -217,7 +220,10 @@ class FullParameters:
         return (0, entry.numel()) if place is None else place[1].range_of(place[2])
 
     def _refuse(self, instead: str, module: nn.Module, *_: object) -> None:
-        """Raise outside `gathered()`, where a state dict would contain placeholders, and loading have no effect."""
+        """Raise unless the module is gathered.
+
+        A state dict of a sharded module would contain placeholders, and loading a state dict would have no effect.
+        """
         if not self._reading and self._is_sharded(module):
             raise LayoutError(f"the module's parameters are sharded: {instead}")
 
@@ -236,10 +242,11 @@ class FullParameters:
     def _write_back(self, units: Sequence[Unit], before: "Mapping[Flat, _Before]") -> None:
         """Copy this rank's part of changed full weights into its shards.
 
-        A unit that has changed on any rank counts as changed on all ranks, because all or none must gather it again.
+        A unit that has changed on any rank counts as changed on all ranks, because a gather needs all ranks.
 
         Raises:
-            PhaseError: on every rank, if shards were changed inside `gathered()`. Writing back would undo that change.
+            PhaseError: shards were changed inside `gathered()`, and writing back would undo that change. Raised on
+                every rank.
         """
         self._gatherer.settle()
         changed = {flat for flat, each in before.items() if each.changed()}
@@ -263,9 +270,9 @@ class FullParameters:
 
 
 def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-    """Give each parameter in a state dict of the module its own storage, because all of them are views of one buffer.
+    """Give each parameter in a state dict of the module its own storage, because parameters are views of one buffer.
 
-    This hook is a function without references to the model, because copies of the module contain it as well.
+    This hook is a function without references to the model, because copies of the module contain the hook as well.
     """
     for name in module._parameters:
         value = state_dict.get(f"{prefix}{name}")
@@ -277,12 +284,15 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
 
 @dataclass(frozen=True)
 class _Before:
-    """Copy of a shard whose full weights share its memory, to detect and undo writes."""
+    """A copy of a flat's shard, made to detect and undo writes. The flat's full weights share the shard's memory."""
 
     flat: Flat
     copy: Tensor
     version: int
-    """Version of the shard. A step increments it, and is not undone. Writes into full weights do not increment it."""
+    """Version of the shard when it was copied. A step increments the version, writes into full weights do not.
+
+    A step is not undone.
+    """
 
     def changed(self) -> bool:
         return not torch.equal(self.flat.local, self.copy)
@@ -290,7 +300,8 @@ class _Before:
     def take_over(self) -> None:
         """Keep the writes: increment the version, so that ranks gather the shard again.
 
-        For split weights only the upper halves were written. The lower half of each changed element becomes zero.
+        If the weights are split, only the upper halves were written. The lower half of each changed element becomes
+        zero.
         """
         if self.flat.low is not None:
             self.flat.low.masked_fill_(self.flat.local != self.copy, 0)

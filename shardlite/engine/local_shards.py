@@ -1,7 +1,7 @@
 """The shards of one wrapped model, for optimizers and for the module's own parameters.
 
-The module's own parameters are placeholders while their unit is sharded. They read values and gradients through
-`_Owner`.
+The module's own parameters are placeholders while their unit is sharded. A placeholder gets values and gradients
+through `_Owner`. A flat is a flat parameter: the parameters of one kind in a unit, in one buffer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
-"""A parameter's name, the first element of its shard, the end of the shard (exclusive), and the number of elements."""
+"""A parameter's name, the first element of its shard, the end of the shard (exclusive), and the parameter's numel."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,7 +111,7 @@ class Shards:
     def shard_tensors(self, context: Context) -> dict[Tensor, Callable[..., ShardTensor]]:
         """Return for each shard a function that makes a `ShardTensor` of a tensor with the shard's shape.
 
-        Return an empty dict if no shard is partial.
+        Return an empty dict if every shard is a whole parameter.
         """
         return {
             each.shard: partial(
@@ -166,7 +166,7 @@ class Shards:
         self.mark_changed(stepped)
 
     def mark_changed(self, changed: Sequence[Tensor]) -> None:
-        """Increment the versions of changed shards, by which gathers and autograd detect changed weights."""
+        """Increment the versions of changed shards. Gathers and autograd detect changed weights by these versions."""
         ours = [entry for shard in changed if (entry := self._by_id.get(id(shard))) is not None]
         torch.autograd.graph.increment_version([each.shard for each in ours])
         if self._permanent:  # autograd may have saved full weights, which change with their shards or soon after
@@ -176,14 +176,14 @@ class Shards:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Gives one of the module's own parameters access to the wrapped model. It keeps nothing alive."""
+    """The access of one of the module's own parameters to the wrapped model, by weak references."""
 
     name: str
     shards: "ref[Shards]"
     index: int
 
     def use(self) -> None:
-        """Gather the values.
+        """Gather the values of the parameter.
 
         Raises:
             LayoutError: neither a forward nor a backward is running, so other ranks would not take part.
@@ -198,7 +198,7 @@ class _Owner:
             )
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's gradient of the whole parameter until it is reduced, then the gradient of the shard."""
+        """Return this rank's gradient of the whole parameter or, once that is reduced, the gradient of the shard."""
         if (shards := self.shards()) is None:
             return None
         each = shards.entries[self.index]
@@ -206,10 +206,11 @@ class _Owner:
         return each.shard.grad if waiting is None else waiting
 
     def touch(self) -> None:
-        """Record that the program gets access to the memory of the values, as through `.data`.
+        """Record that the program gets access to the memory of the parameter's values, as through `.data`.
 
         Raises:
-            LayoutError: no forward or backward is running, and writes would be lost or a step would be wrong.
+            LayoutError: no forward or backward is running, so writes would be lost, or a hand-written step would be
+                wrong.
         """
         if (shards := self.shards()) is None:
             return
@@ -225,7 +226,7 @@ class _Owner:
             )
 
     def drop_gradient(self) -> None:
-        """Drop the gradient."""
+        """Drop the parameter's gradient, reduced or not."""
         if (shards := self.shards()) is not None:
             each = shards.entries[self.index]
             shards.backward.drop_gradient(each.unit, each.param)
@@ -233,7 +234,7 @@ class _Owner:
 
 
 def gather_param(context: Context, flat: Flat, index: int, local: Tensor) -> Tensor:
-    """Gather a tensor in the shape of a flat's parameter from each rank's part `local`, 1-D. Collective."""
+    """Gather a tensor in the shape of one parameter of a flat. `local` [n] is this rank's part. Collective."""
     slot, cuts = flat.layout.slots[index], flat.cuts_of(index)
     if flat.rank is None or slot.numel == 0:
         return local.reshape(slot.shape).clone()

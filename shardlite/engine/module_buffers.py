@@ -1,8 +1,8 @@
 """Broadcast rank 0's buffers that forwards change (running statistics) before the next forward.
 
-`DistributedDataParallel` does the same by default. Otherwise each rank has statistics of its own batches, and an
-evaluation gives different results on each rank. Only buffers that some rank may have changed are broadcast. Masks and
-large tables are not.
+`DistributedDataParallel` does the same by default. Without this broadcast, each rank would have statistics of its own
+batches, and an evaluation would give different results on each rank. Only buffers that some rank may have changed are
+broadcast. Masks and large tables, which forwards do not change, are not broadcast.
 """
 
 import weakref
@@ -42,8 +42,8 @@ class _Place:
     def changed(self) -> bool:
         """Return whether the buffer may have been written or replaced since `record`.
 
-        PyTorch's version counter misses writes by batch normalization and through `.data`. So a numeric buffer of a
-        module in training mode counts as changed. If it is large, its fingerprint is compared instead.
+        PyTorch's version counter misses writes by batch normalization and through `.data`. So a floating-point buffer
+        of a module in training mode counts as changed. If such a buffer is large, its fingerprint is compared instead.
         """
         buffer = self.buffer
         if buffer is None:
@@ -112,7 +112,7 @@ class Buffers:
 
     @torch.no_grad()
     def _send(self, places: Sequence[_Place]) -> None:
-        """Overwrite these buffers with rank 0's."""
+        """Overwrite the buffers at `places` with rank 0's buffers."""
         buffers = [buffer for place in places if (buffer := place.buffer) is not None]
         for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
             alike = [buffer for buffer in buffers if buffer.dtype == dtype]
@@ -122,7 +122,8 @@ class Buffers:
                 broadcast(flat, transport, operation=operation)
             if self._context.rank > 0:
                 for buffer, part in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
-                    # Through `.data`: no backward reads statistics that autograd has saved. DDP does the same.
+                    # A write through `.data` keeps the version. This is safe, because no backward reads statistics
+                    # that autograd has saved. DDP also writes through `.data`.
                     buffer.data.copy_(part.view(buffer.shape))
         for place in self._places:
             place.record()

@@ -1,9 +1,9 @@
 """Module hooks that unshard the units of a module before its forward and reshard them after it.
 
 Every module that owns parameters has hooks, not only the root of each unit. So weights are available in a block that is
-called directly, in methods other than `forward`, and in a module that activation checkpointing recomputes. The
-library's saved-tensor hooks are also the innermost ones, even if the program entered its own later (`save_on_cpu`,
-checkpointing).
+called directly, in methods other than `forward`, and in a module that activation checkpointing recomputes. The module
+hooks also make the library's saved-tensor hooks the innermost ones, even if the program has entered other saved-tensor
+hooks later (`save_on_cpu`, checkpointing).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class ParamLocation:
 
 @dataclass(eq=False)
 class _Frame:
-    """One module whose forward is running."""
+    """The record of one module whose forward is running."""
 
     module: nn.Module
     entered: list[Unit] = field(default_factory=list)
@@ -52,7 +52,10 @@ class _Frame:
 
 
 class ModuleHooks:
-    """The hooks of one wrapped model. Without `calls`, full weights are always in memory and autograd may save them."""
+    """The hooks of one wrapped model.
+
+    If `backward.calls` is `None`, full weights are always in memory and autograd may save them.
+    """
 
     def __init__(self, backward: Backward, gatherer: Gathering) -> None:
         self._backward = backward
@@ -78,9 +81,9 @@ class ModuleHooks:
     ) -> None:
         """Register the hooks.
 
-        A compiled function is traced through its modules' hooks. The hooks of a unit's root break the graph, because
-        the unit must be gathered before its forward. The hooks of modules below the root do nothing while compiling,
-        because their unit is already unsharded.
+        `torch.compile` traces hooks together with their module. The hooks of a unit's root module break the graph,
+        because the unit must be gathered before its forward. The hooks of modules inside the root module do nothing
+        during compilation, because the unit is already unsharded.
 
         Args:
             needs: units that each module uses.
@@ -103,10 +106,10 @@ class ModuleHooks:
                 table.pop(_KEY, None)
 
     def use(self, unit: Unit) -> bool:
-        """Unshard a unit for code outside of the modules that own its weights, until the pass in progress ends.
+        """Unshard a unit for code outside of the modules that own the unit's weights, until the current pass ends.
 
         Returns:
-            `False` if no pass is in progress. The unit is not unsharded then.
+            `False` if no pass is in progress. In this case the unit is not unsharded.
         """
         if not self._frames and self._around and not in_backward():
             self._begin("code around the forwards of the model", self._root)
@@ -140,7 +143,7 @@ class ModuleHooks:
         return bool(self._frames or self._around) or in_backward()
 
     def reset(self) -> None:
-        """Leave modules whose leaving hooks did not run because of an interrupt."""
+        """Run `_leave` for each module whose hook after the forward did not run because of an interrupt."""
         while self._frames and not in_backward():
             self._leave(self._frames[-1].module)
 
@@ -152,17 +155,18 @@ class ModuleHooks:
                 "load it with load_full_state_dict()"
             )
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
-            if not all(unit.users or not unit.needs_gather for unit in units):  # a graph contains weights, no gathers
+            # An exported graph contains weights but no gathers, so all units must already be unsharded.
+            if not all(unit.users or not unit.needs_gather for unit in units):
                 raise LayoutError(NO_GRAPH)
             return
         if self._thread != get_ident():
             self._claim()
         if self._frames and self._has_entered(module, units):
-            return  # `_leave` finds no frame and does nothing
+            return  # `_leave` will find no frame of this module, and do nothing
         if not self._frames and not in_backward():
             frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
         else:
-            self._frames.append(frame := _Frame(module))  # before anything can raise, because `_leave` always runs
+            self._frames.append(frame := _Frame(module))  # first, because `_leave` also runs after an error
         for unit in units:
             self._enter_unit(unit)
             frame.entered.append(unit)
@@ -172,7 +176,7 @@ class ModuleHooks:
             frame.label.__enter__()
 
     def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
-        """Return whether an outer forward has already unsharded the units of `module`, as for a layer in a block."""
+        """Return whether an outer forward, such as that of a block, has already unsharded the units of `module`."""
         return (
             all(map(self._depth.get, units))
             and self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
@@ -183,7 +187,7 @@ class ModuleHooks:
     def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
         """Reshard the units of a module. Return new outputs if the outputs contain parameters, otherwise `None`."""
         if not self._frames or self._frames[-1].module is not module:
-            return None  # an outer forward has the units, or another hook raised before `_enter`
+            return None  # an outer forward has unsharded the units, or another hook raised before `_enter`
         replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
         if frame.label is not None:
@@ -201,7 +205,7 @@ class ModuleHooks:
         return replaced
 
     def _claim(self) -> None:
-        """Record the thread that runs the model. A backward may run on PyTorch's threads, one at a time.
+        """Record the thread that runs the model. Do nothing in a backward, which PyTorch may run on another thread.
 
         Raises:
             LayoutError: another thread runs the model.
@@ -248,7 +252,7 @@ class ModuleHooks:
             return
         if unit.was_touched() | (unit.writes() != self._written.pop(unit)):
             take_over_all(unit)
-            if self._calls is not None:  # the backward of this forward uses these weights
+            if self._calls is not None:  # the backward of this forward uses the new weights
                 self._calls.current[unit].version = unit.version()
         if self._calls is not None:
             call = self._calls.current.pop(unit)
@@ -287,9 +291,9 @@ def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list
 
 
 def _of_shards(tensor: Tensor) -> bool:
-    """Return whether a tensor was computed from shards. It replaces a parameter, as in `functional_call`.
+    """Return whether a tensor that replaces a parameter, as in `functional_call`, was computed from shards.
 
-    The gradients of such shards would not be reduced, because shards are not in the model's graph.
+    Gradients of these shards would not be reduced, because shards are not in the model's graph.
     """
     if isinstance(tensor, Shard):
         return True
@@ -306,7 +310,10 @@ def _of_shards(tensor: Tensor) -> bool:
 
 
 def _without_params(outputs: Any) -> Any:
-    """Return outputs with copies of parameters, which are resharded soon. Return `None` if there are no parameters."""
+    """Return outputs in which copies replace parameters, because the parameters are resharded soon.
+
+    Return `None` if the outputs contain no parameters.
+    """
     if isinstance(outputs, nn.Parameter):
         return outputs.clone()
     if outputs is None or type(outputs) is Tensor:
@@ -320,16 +327,16 @@ _Hook = Callable[..., Any]
 
 
 _KEY = -1
-"""Key of our hooks in every module's tables. PyTorch numbers hooks from 0.
+"""Key of the library's hooks in the hook tables of every module. PyTorch's own keys count from 0.
 
-`torch.compile` guards on the keys, and would recompile equal blocks if their hooks had different keys.
+`torch.compile` guards on the keys, and would recompile equal blocks if the hooks of these blocks had different keys.
 """
 
 
 def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """Register the hooks of one module.
 
-    `leave` is also called if the forward raises, because early stopping ends a recomputation by an exception.
+    `leave` is also called if the forward raises, because a checkpoint may stop a recomputation early by an exception.
     """
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)

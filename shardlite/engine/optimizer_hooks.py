@@ -1,8 +1,8 @@
 """Steps of optimizers on wrapped models: the part of a model that steps use, and the hooks of all steps.
 
 An optimizer that was built before wrapping, and is not ShardLite's, holds the module's own parameters. These have no
-gradients, so the optimizer would silently train nothing. Its first step raises instead. Wrapped models are notified of
-the steps that change them, and can skip a step.
+gradients, so the optimizer would silently train nothing. The first step of such an optimizer raises. A wrapped model is
+notified of each step that changes the model, and can skip the step.
 """
 
 import warnings
@@ -28,7 +28,7 @@ from shardlite.params import Flat
 from shardlite.weights import Gathering
 
 WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
-"""PyTorch's optimizers that are not elementwise."""
+"""Class names of PyTorch's optimizers that are not elementwise."""
 
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------
@@ -41,10 +41,10 @@ class InBackwardOptimizer:
         self._shards = shards
         self._gatherer = gatherer
         self.followers: WeakSet[Any] = WeakSet()
-        """Averages of the weights. Their `before_change()` is called before the trained weights change."""
+        """Averages of the weights. The method `before_change()` of each is called before the trained weights change."""
 
     def announce_change(self) -> None:
-        """Notify followers before the trained weights change. They raise if the model holds averaged weights now."""
+        """Notify followers before the trained weights change. A follower raises if the model holds its averages now."""
         for each in self.followers:
             each.before_change()
 
@@ -57,12 +57,12 @@ class InBackwardOptimizer:
         """Return the steps of the optimizer that steps inside the backward, if there is one.
 
         Raises:
-            LayoutError: several optimizers step inside the backward, or one lacks parameters.
+            LayoutError: several optimizers step inside the backward, or the only one lacks parameters of the model.
         """
         return steps_in_backward(self._shards.names)
 
     def prepare_backward(self, *, steps: bool) -> Stepping | None:
-        """Prepare for the first gradient of a backward. Return the optimizer's steps in the backward, if it takes any.
+        """Prepare for the first gradient of a backward. Return the optimizer's steps, or `None` if it takes none.
 
         Args:
             steps: whether the optimizer may step in this backward.
@@ -97,12 +97,12 @@ class InBackwardOptimizer:
         return Step(step.activate, step, step.fused, step.bad)
 
     def _end(self, steps: InBackwardSteps, bad: Tensor) -> None:
-        """Record that all shards were stepped. `bad` [] is above 0 if any rank has found a NaN or an infinity."""
+        """Record that all shards were stepped. `bad` [] is above 0 if a gradient on any rank is not finite."""
         steps.alarm.note(bad)
         self.mark_stepped()
 
     def check(self) -> None:
-        """Check steps inside the backward. The host waits for a GPU.
+        """Check the steps that were taken inside backwards. The host waits for a GPU.
 
         Raises:
             NonFiniteError: a step has written NaNs into the weights.
@@ -145,7 +145,7 @@ class OptimizerBridge:
         """Check that a step is valid, and prepare to skip it if gradients are not finite.
 
         Raises:
-            PhaseError: gradients are incomplete, or a step inside the backward has used them.
+            PhaseError: gradients are incomplete, or a step inside the backward has already used the gradients.
         """
         self.optimizers.add(optimizer)
         self.hooks.reset()
@@ -168,15 +168,15 @@ class OptimizerBridge:
 
     def mark_changed(self) -> None:
         """Record that all shards were changed on every rank, but not by a step."""
-        self.context.version.number += 1  # ranks compare it, which detects one that did not change its shards
+        self.context.version.number += 1  # ranks compare the number, and so detect a rank that changed no shards
         self.in_backward.mark_stepped()
 
 
 # ---- all wrapped models ---------------------------------------------------------------------------------------------
 
 # PyTorch's hooks are global to the process, and so are these tables. They are safe when ranks are threads of one
-# process: each entry belongs to a tensor or an optimizer of one rank, is found by identity, and is read or written by a
-# single dictionary operation.
+# process: each entry belongs to a tensor or an optimizer of one rank. An entry is found by identity, and is read or
+# written by a single dictionary operation.
 
 _models: "WeakValueDictionary[int, OptimizerBridge]" = WeakValueDictionary()
 """The model of each shard and of each sharded parameter, by the id of the tensor. A model keeps its parameters alive,
@@ -197,7 +197,7 @@ def register_model(model: OptimizerBridge) -> None:
 
 
 def unregister_model(model: OptimizerBridge) -> None:
-    """Undo `register_model` for an unwrapped model. Later steps of its shards raise."""
+    """Undo `register_model` for a model that was unwrapped. Later steps of the model's shards raise."""
     for shard in model.shards.by_param().values():
         _unwrapped[shard] = True
     for param in model.shards.all_params():
@@ -243,14 +243,14 @@ def models_with(params: Iterable[Tensor]) -> list[OptimizerBridge]:
 
 
 def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
-    """Return the wrapped models that an optimizer steps. They are cached until its parameters or the models change.
+    """Return the wrapped models that an optimizer steps. The list is cached until parameters or models change.
 
     Raises:
         LayoutError, PhaseError: the optimizer cannot step one of the models.
     """
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _known.get(optimizer) != count:
-        vars(optimizer)["_shardlite_models"] = _find(optimizer)  # they live as long as the optimizer
+        vars(optimizer)["_shardlite_models"] = _find(optimizer)  # this keeps the models alive
         _known[optimizer] = count
     models: list[OptimizerBridge] = vars(optimizer)["_shardlite_models"]
     return models
@@ -262,9 +262,9 @@ def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None,
     Raises:
         LayoutError: the gradients belong to several models, or only some belong to a wrapped model.
     """
-    wanted = {id(grad) for grad in grads}  # a gradient does not know its parameter, so search the shards of all models
+    wanted = {id(grad) for grad in grads}  # a gradient does not refer to its parameter, so search all shards
     living = (model for each in _models.valuerefs() if (model := each()) is not None)
-    for model in dict.fromkeys(living):  # a snapshot, because other threads may add to the table
+    for model in dict.fromkeys(living):  # `fromkeys` makes a snapshot: other threads may add models
         shards = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
         if len(shards) == len(wanted) and shards:
             return model, shards
@@ -283,10 +283,10 @@ def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None,
 def before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Prepare a step: at once or, if the step has a closure, after the closure. `args[0]` is `optimizer`.
+    """Prepare a step: immediately or, if the step has a closure, after the closure. `args[0]` is `optimizer`.
 
     Returns:
-        New arguments for the step, or `None` to keep the given ones.
+        New arguments for the step, or `None` to keep the given arguments.
     """
     models = models_of(optimizer)
     closure = kwargs.get("closure", next(iter(args[1:]), None))
@@ -324,7 +324,7 @@ def _norm_for(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> Tensor
 
 
 def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
-    """Return the wrapped models whose parameters an optimizer holds. Raise if it cannot step them."""
+    """Return the wrapped models whose parameters an optimizer holds. Raise if the optimizer cannot step a model."""
     params = params_of(optimizer)
     if any(param in _unwrapped for param in params):
         raise PhaseError(

@@ -1,6 +1,6 @@
 """Loop over the parts of a global batch (`order="tree"`). Each rank runs consecutive parts.
 
-    2 ranks, 8 parts    rank 0    0  1  2  3*        * its backward reduces the gradients of all parts
+    2 ranks, 8 parts    rank 0    0  1  2  3*        * this part's backward reduces the gradients of all parts
                         rank 1    4  5  6  7*
 
 The results of a part must depend on the part alone. So the random number generators are seeded for each part, from the
@@ -34,11 +34,11 @@ class PartLoop:
         self._had_backward = False
 
     def over(self, step: int | None, seed: int) -> Iterator[int]:
-        """Yield this rank's parts, each with its own random state. Restore the former state at the end.
+        """Yield this rank's parts, each with its own random state. Restore the former random state at the end.
 
         Args:
-            step: number of this loop. `None`: `finished`.
-            seed: mixed into the random state of each part.
+            step: number of this loop. `None` means `finished`.
+            seed: a number that is mixed into the random state of each part.
 
         Raises:
             PhaseError: another loop is running, or a part had no backward.
@@ -65,7 +65,7 @@ class PartLoop:
             torch.cuda.default_generators[self._device.index].manual_seed(number)
 
     def begin_backward(self) -> None:
-        """Record the first gradient of a backward.
+        """Check, at the first gradient of a backward, that the running part may have a backward.
 
         Raises:
             PhaseError: no part is running, or the running part has already run its backward.

@@ -1,10 +1,11 @@
 """The list of everything that ShardLite patches in PyTorch, and the replacements.
 
 `install_patches()` applies the list at the first `ShardLite(...)`. Objects that are not part of a wrapped model behave
-as before. A program may already have imported a function by name, so a patch replaces a method of a class, or the
-function that another one runs inside, never the name of a function. `docs/patches.md` lists the patches for users.
+as before. A program may already have imported a function of PyTorch by name, so a patch never rebinds the name of a
+function. A patch replaces a method of a class, or an inner function that the imported function calls.
+`docs/patches.md` lists the patches for users.
 
-Each replacement is called with the original function and its arguments.
+Each replacement is called with the original function and with the arguments of the call.
 """
 
 import sys
@@ -48,10 +49,10 @@ from shardlite.params import Shard, ShardTensor
 # parameters by position and does not compare shapes, so it would silently load another rank's state.
 
 KEY = "shardlite"
-"""Entry of a `state_dict()`, next to `state` and `param_groups`, that describes the shards of the state."""
+"""Key of a `state_dict()`, next to `state` and `param_groups`, under which the shards of the state are described."""
 
 NUMBERS = {"step", "mu_product", "eta", "mu"}
-"""State that PyTorch's optimizers keep once per parameter, not once per element."""
+"""Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
 
 _RESUME = (
     "Nothing was changed. Each rank must load the state that it saved, with the same ranks, stage and units. To change "
@@ -60,7 +61,10 @@ _RESUME = (
 
 
 def _state_dict(original: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state with a `ShardTensor` for each tensor like a shard, and with a description of the shards."""
+    """Return an optimizer's state, with a description of the shards.
+
+    A `ShardTensor` replaces each tensor that has one element for each element of a shard.
+    """
     saved = original(optimizer)
     models = models_with(params_of(optimizer))
     if not models:
@@ -70,7 +74,7 @@ def _state_dict(original: Callable[[Optimizer], dict[str, Any]], optimizer: Opti
 
 
 def _load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a state if it belongs to the shards of each rank."""
+    """Load a state. Raise if, on any rank, the state does not belong to the shards of that rank."""
     models = models_with(params_of(optimizer))
     if models:
         name = f"load_state_dict of {type(optimizer).__name__}"
@@ -91,7 +95,7 @@ def _load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_
 
 
 def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[str, Any]:
-    """Return the rank of a state, and for each parameter its name and its part of the whole parameter."""
+    """Return a description of this rank, and for each parameter its name and the elements in this rank's shard."""
     parts: dict[Tensor, ShardRange] = {shard: part for model in models for shard, part in model.shards.parts().items()}
     params = enumerate(params_of(optimizer))
     return {"of": models[0].place, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
@@ -105,9 +109,9 @@ def _positions(state_dict: Mapping[str, Any]) -> list[Any]:
 def _as_shards(
     optimizer: Optimizer, state_dict: Mapping[str, Any], makers: Mapping[Tensor, Callable[..., ShardTensor]]
 ) -> dict[str, Any]:
-    """Return a state with a `ShardTensor` for each tensor that has the elements of a shard."""
+    """Return a state in which a `ShardTensor` replaces each tensor that has one element for each element of a shard."""
     positions = _positions(state_dict)
-    # Optimizers may create states in memory order, which differs by rank. Gathers need one order on all ranks.
+    # Optimizers may create states in memory order, which differs between ranks. Gathers need the same order on all.
     state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
     state |= state_dict["state"]
     for param, index in zip(params_of(optimizer), positions, strict=True):
@@ -117,7 +121,7 @@ def _as_shards(
 
 
 def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the state of one shard, with tensors made by `make`."""
+    """Return the state of one shard, in which the results of `make` replace the elementwise tensors."""
     if isinstance(optimizer, AdamW) and (decoders := optimizer.decoders(entry)):
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
         moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
@@ -132,9 +136,10 @@ def _is_elementwise(key: str, value: object, param: Tensor) -> bool:
 
 
 def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """Return a state with this rank's elements for each `ShardTensor`, and why a `ShardTensor` does not fit, if so.
+    """Return a state in which this rank's elements replace each `ShardTensor`, and why a `ShardTensor` does not fit.
 
-    If all fit, `own` replaces the description in the state, because DCP gives rank 0's description to all ranks.
+    The second value is `None` if every `ShardTensor` fits. In this case `own` replaces the description in the state,
+    because DCP gives rank 0's description to all ranks.
     """
     positions = _positions(state_dict)
     state, found = dict(state_dict["state"]), False
@@ -155,7 +160,7 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
 
 
 def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Return why a state does not fit an optimizer whose shards `own` describes, if it does not."""
+    """Return why a state does not fit the optimizer whose shards `own` describes, or `None` if the state fits."""
     given = state_dict.get(KEY)
     if given is None:
         return _misfit_of_unmarked(optimizer, state_dict, own)
@@ -172,7 +177,7 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[st
 
 
 def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Return which tensor of a state without a description has the shape of a whole parameter, if there is one."""
+    """Return an error text if a state without a description has a tensor of a whole parameter's shape, else `None`."""
     parts = dict(zip(_positions(state_dict), own["parts"], strict=False))
     for param, index, key, value in _tensors(optimizer, state_dict):
         name, start, stop, numel = parts[index]
@@ -185,13 +190,13 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 
 
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
-    """Return which tensor of a state has a shape that differs from this optimizer's, if any.
+    """Return an error text if a tensor of a state has another shape than `optimizer` requires, else `None`.
 
-    PyTorch's optimizers keep numbers, and tensors in the parameter's shape. A tensor of another optimizer is compared
-    only with the tensor that the optimizer already holds.
+    PyTorch's optimizers keep numbers, and tensors in the parameter's shape. For an optimizer that is not PyTorch's, the
+    only known shapes are those of the tensors that the optimizer already holds.
     """
     if isinstance(optimizer, AdamW):
-        return None  # it compares shapes itself, in all its formats
+        return None  # `AdamW` itself compares the shapes of all its formats
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ not in WHOLE_MATRICES
     for param, index, key, value in _tensors(optimizer, state_dict):
         expected = optimizer.state.get(param, {}).get(key, param if known else None)
@@ -201,16 +206,16 @@ def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | Non
 
 
 def _tensors(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any, str, Tensor]]:
-    """Yield each tensor of a state: its parameter, the parameter's key, the tensor's name, and the tensor."""
+    """Yield for each tensor of a state: the parameter, the parameter's key, the tensor's name, and the tensor."""
     for param, index in zip(params_of(optimizer), _positions(state_dict), strict=False):
         for key, given in state_dict["state"].get(index, {}).items():
-            value = getattr(given, "value", given)  # our AdamW wraps values to keep PyTorch from converting them
+            value = getattr(given, "value", given)  # `AdamW` wraps values so that PyTorch does not convert them
             if isinstance(value, Tensor):
                 yield param, index, key, value
 
 
 def _latest_step(state_dict: Mapping[str, Any]) -> int:
-    """Return the highest step count in a state, 0 if there is none."""
+    """Return the highest step count in a state, or 0 if the state has no step counts."""
     steps = [entry["step"] for entry in state_dict["state"].values() if isinstance(entry, Mapping) and "step" in entry]
     return max((int(getattr(step, "value", step)) for step in steps), default=0)
 
@@ -222,7 +227,7 @@ _Original = Callable[..., Any]
 
 
 def _unscale(original: _Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Divide the gradients by the scale. Report an infinity found on any rank to all ranks."""
+    """Divide the gradients by the scale. If any rank finds an infinity, report the infinity to all ranks."""
     models = models_of(optimizer)
     for model in models:
         model.in_backward.refuse("a gradient scaler")
@@ -234,7 +239,7 @@ def _unscale(original: _Original, scaler: GradScaler, optimizer: Optimizer, *arg
         if flag is not None:
             here = found.setdefault(flag.device, torch.zeros_like(flag))
             torch.maximum(here, flag, out=here)
-        if held - {id(shard) for shard in model.shards}:  # ignored parameters, whose gradients differ by rank
+        if held - {id(shard) for shard in model.shards}:  # for ignored parameters, whose gradients differ by rank
             for here in found.values():
                 here.copy_(model.context.on_any_rank(here))
     return found
@@ -247,7 +252,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: Any = None,
 ) -> Any:
-    """Return the norm over all ranks if `tensors` are gradients of shards."""
+    """Return the norm over all ranks if `tensors` are gradients of shards, else PyTorch's norm."""
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     model, shards = model_of_gradients(grads)
     if model is None:
@@ -264,7 +269,7 @@ def _total_norm(
 def _clip(
     original: _Original, parameters: _Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
-    """Scale gradients. Gradients of shards are not read if the factor is 1.
+    """Scale gradients to a norm of at most `max_norm`. If the factor is 1, gradients of shards are not read.
 
     Raises:
         LayoutError: `parameters` are unsharded parameters of a wrapped model, which have no gradients.
@@ -299,10 +304,10 @@ class Patch:
     """The private API of PyTorch that the change needs, or `none`."""
 
     why: str
-    """Consequence of not making the change."""
+    """What would happen without the change."""
 
     apply: Callable[[], None]
-    """Make the change."""
+    """The function that makes the change."""
 
 
 PATCHES: list[Patch] = []
@@ -310,21 +315,21 @@ PATCHES: list[Patch] = []
 
 
 def _patch(target: str, rests_on: str) -> Callable[[Callable[[], None]], None]:
-    """Add the decorated function to the list. Its docstring describes the consequence of not calling it."""
+    """Return a decorator that adds a function to `PATCHES`. The function's docstring is `why`."""
     return lambda apply: PATCHES.append(Patch(target, rests_on, " ".join((apply.__doc__ or "").split()), apply))
 
 
 @_patch("steps of all optimizers (global pre-hook and post-hook)", "none")
 def _() -> None:
     """A step of unsharded parameters would train nothing, and a model would not know that its weights have changed."""
-    # A compiled step must not be traced into the hooks, because they read placeholders.
+    # The compiler must not trace a step into the hooks, because the hooks read placeholders.
     register_optimizer_step_pre_hook(torch._disable_dynamo(before_step))
     register_optimizer_step_post_hook(torch._disable_dynamo(after_step))
 
 
 @_patch("`torch.optim.Optimizer.state_dict`", "none")
 def _() -> None:
-    """A state would not record which shards it belongs to, and DCP would save its tensors as whole ones."""
+    """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were whole."""
     _replace_method(Optimizer, "state_dict", _state_dict)
 
 
@@ -355,7 +360,7 @@ def _() -> None:
 
 @_patch("`torch.nn.utils.clip_grads_with_norm_`", "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
 def _() -> None:
-    """Clipping parameters without gradients would silently have no effect."""
+    """If the caller passed parameters that have no gradients, clipping would silently have no effect."""
     _replace_inside(clip_grad._clip_grads_with_norm_, _clip)
 
 
@@ -367,7 +372,7 @@ def _() -> None:
 
 @_patch("`torch.distributed.checkpoint.state_dict`, when it is imported", "private functions of the module")
 def _() -> None:
-    """Its functions would save placeholders, because they gather and shard only DTensors."""
+    """The functions of this module would save placeholders, because they gather and shard only DTensors."""
     name = "torch.distributed.checkpoint.state_dict"
     if name in sys.modules:
         _patch_state_dicts()
@@ -376,11 +381,14 @@ def _() -> None:
 
 
 def _patch_state_dicts() -> object:
-    """Do nothing unless `set_state_dict_patch` has replaced this function."""
+    """Do nothing. `set_state_dict_patch` replaces this function."""
 
 
 def set_state_dict_patch(install: Callable[[], object]) -> None:
-    """Set the function that patches `torch.distributed.checkpoint.state_dict`. It lives in a higher room."""
+    """Set the function that patches `torch.distributed.checkpoint.state_dict`.
+
+    The function is defined in `shardlite/checkpoint/`, which this package must not import.
+    """
     global _patch_state_dicts
     _patch_state_dicts = install
 
@@ -397,9 +405,10 @@ def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> 
 
 
 def _replace_inside(function: Any, replacement: Callable[..., Any]) -> None:
-    """Replace the function that PyTorch's `_no_grad` has wrapped in `function`, also where it was imported by name.
+    """Replace the inner function that PyTorch's `_no_grad` has wrapped. `function` is the wrapper.
 
-    `_no_grad` keeps it in a closure variable, `func`.
+    A program that has imported `function` by name gets the replacement too. `_no_grad` keeps the inner function in a
+    closure variable, `func`.
     """
     cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
     cell.cell_contents = partial(replacement, cell.cell_contents)
@@ -412,13 +421,13 @@ class _AfterImport:
         self._name, self._then = name, then
 
     def find_spec(self, fullname: str, path: object, target: ModuleType | None = None, /) -> ModuleSpec | None:
-        """Return the module's spec, with a loader that calls `then`; `None` for any other module."""
+        """Return the module's spec, with a loader that calls `then`. Return `None` for any other module."""
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec: Any = find_spec(fullname)
         if spec is not None:
-            sys.meta_path.insert(0, self)  # until execution succeeds: if it raises, the program may import again
+            sys.meta_path.insert(0, self)  # stays until the module runs without an error
             spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec  # type: ignore[no-any-return]
 
@@ -433,7 +442,7 @@ _not_applied = iter(PATCHES)
 
 
 def install_patches() -> None:
-    """Apply all patches, once."""
+    """Apply all patches. Later calls do nothing."""
     with _lock:
         for patch in _not_applied:
             patch.apply()

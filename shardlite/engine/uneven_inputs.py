@@ -1,7 +1,7 @@
 """Let ranks with different numbers of batches finish together.
 
-Every step needs all ranks, because each gathers and steps a part of the weights. So a rank that has run out of batches
-repeats its last batch with zero gradients. The mean is taken over the ranks that still have a batch.
+Every step needs all ranks, because each rank gathers and steps a part of the weights. So a rank that has run out of
+batches repeats its last batch with zero gradients. The mean is taken over the ranks that still have a batch.
 
     rank 0   batch 0   batch 1   batch 2     means over 2, 2 and 1 ranks
     rank 1   batch 0   batch 1  (batch 1)
@@ -32,15 +32,15 @@ class Join:
     def over(
         self, batches: Iterable[Batch], reducers: Sequence[Reducer], recover: Sequence[Callable[[], None]]
     ) -> Iterator[Batch]:
-        """Yield this rank's batches, then repeat the last batch until no rank has any left.
+        """Yield this rank's batches, then repeat the last batch until no rank has a batch left.
 
         Args:
             batches: the batches of this rank.
             reducers: the reducers of all models that are trained in the loop.
-            recover: functions that clean up after an exception in the last step. They are called before each batch.
+            recover: functions that clean up after an exception in the previous step. They are called before each batch.
 
         Raises:
-            LayoutError: on every rank, if a rank has no batch at all.
+            LayoutError: a rank has no batch at all. Raised on every rank.
         """
         ranks = self._context.world_size
         own, last = iter(batches), _NOTHING
@@ -66,11 +66,11 @@ class Join:
         """Return the number of ranks that have a batch now.
 
         Raises:
-            LayoutError: on every rank, if some ranks have a batch and another rank never had one.
+            LayoutError: some ranks have a batch, and another rank never had a batch. Raised on every rank.
         """
         context = self._context
         numbers = torch.tensor([not self.joined, has_none], dtype=torch.int32)
-        # The operation's name has no step number, because it must match on ranks at different steps.
+        # The operation's name has no step number, because the name must match on ranks at different steps.
         context.all_reduce_host(numbers, context.operation("who has a batch", "join"))
         active, without = numbers.tolist()
         if active and without:

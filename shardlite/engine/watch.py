@@ -2,9 +2,9 @@
 
 A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, hand-written norms and
 `xavier_uniform_` would silently give different results. So in some steps a model's shards, their gradients, and views
-of both have a class that intercepts function calls. In most steps they have their ordinary classes, because
-interception costs time. A program that computes such a value does so in its first steps, or when it logs: every 50 or
-500 steps.
+of both have a class that intercepts function calls. In most steps these tensors have their ordinary classes, because
+interception costs time. A program that computes a norm or a mean of shards usually does so in its first steps, or in
+the steps that it logs, such as every 50th or every 500th.
 """
 
 import copy
@@ -23,7 +23,7 @@ from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
 STEPS = 3
-"""Number of consecutive steps in which a model is watched: at the start, and around each multiple of `EVERY`."""
+"""Number of steps in a watched period. The first period is at the start, the others around each multiple of `EVERY`."""
 
 EVERY = 50
 """Number of steps from one watched period to the next."""
@@ -44,7 +44,7 @@ _FILLS = _functions("uniform_ normal_ random_ bernoulli_ exponential_ log_normal
 _FILLS |= _functions("randn_like rand_like", torch)
 
 _EXTREMES = _functions("max min amax amin argmax argmin aminmax median mode", Tensor, torch)
-"""Functions that raise for an empty tensor, so on a rank without elements."""
+"""Functions that raise for an empty tensor, and so on a rank that has no element of the parameter."""
 
 _ELEMENTS = _functions("__getitem__ item", Tensor)
 """Functions that raise for an empty tensor if they select a single element."""
@@ -58,7 +58,7 @@ _PASSED_ON = (
     | _functions("flatten reshape ravel squeeze detach clone cat concat abs square pow mul div add sub", torch)
     | {Tensor.data.__get__}  # type: ignore[attr-defined]
 )
-"""Functions whose result for a shard is watched as well, because its norm covers only this rank's part."""
+"""Functions whose result for a shard is watched as well, because a norm of the result covers only this rank's part."""
 
 _OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
 _ARITHMETIC: frozenset[Any] = frozenset().union(
@@ -72,7 +72,7 @@ class Watch:
     """Watches the shards of one wrapped model."""
 
     def __init__(self, shards: Iterable[tuple[nn.Parameter, Flat, int]]) -> None:
-        """Start watching. Each shard comes with its flat and its index in the flat."""
+        """Start watching. Each shard comes with its flat (flat parameter) and its index in the flat."""
         self.warned = False
         self._steps = 0
         self.seen: Any = WeakTensorKeyDictionary()
@@ -99,7 +99,7 @@ class Watch:
                 _see(shard, (self, part, "the shard"), SeenShard)
 
     def stop(self) -> None:
-        """Restore the ordinary classes of the shards, of their gradients, and of tensors made of both."""
+        """Restore the ordinary classes of the shards, of their gradients, and of tensors computed from either."""
         for tensor in list(self.seen):
             _known.pop(tensor, None)
             tensor.__class__ = tensor.ordinary
@@ -132,13 +132,16 @@ class _Part:
 
 
 _known: Any = WeakTensorKeyDictionary()
-"""For each watched tensor: its watch, its part, and whether it is the shard or its gradient."""
+"""A record for each watched tensor: the `Watch`, the part of the parameter, and words that describe the tensor."""
 
 _Known = tuple[Watch, _Part, str]
 
 
 def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known | None:
-    """Return the record of the first argument. Warn or raise if `func` must not be called with this argument."""
+    """Warn or raise if `func` must not be called with its first argument.
+
+    Return the record of the first argument if the result of the call must be watched as well, else `None`.
+    """
     found = _known_as(args[0] if args else kwargs.get("input", kwargs.get("self")))
     if found is None or func in _PASSED_ON:
         return found
@@ -168,7 +171,10 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
-    """Return whether a gradient flows back through the call, as for a penalty in the loss. Then a part is correct."""
+    """Return whether a gradient flows back through the call, as for a penalty in the loss.
+
+    Such a call is correct for a part of a parameter.
+    """
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
     return func not in _FILLS and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
@@ -185,8 +191,8 @@ def _known_as(argument: Any) -> _Known | None:
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise if a function combines a shard, or its gradient, with a tensor of the shape of the whole parameter.
 
-    That tensor may be the parameter itself, in a hand-written step, or a copy made before wrapping, in a moving
-    average.
+    The tensor of the whole shape may be the parameter itself, in a hand-written step. In a moving average, it may be a
+    copy that was made before wrapping.
     """
     for together in _side_by_side(args):
         parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole]
@@ -282,14 +288,14 @@ class _Seen(_Watched, Tensor):
 
 
 class SeenShard(_Watched, Shard):
-    """A shard, whose gradient is watched as well."""
+    """A watched shard. Its gradient is watched as well."""
 
     ordinary = Shard
 
     @property
     @torch._disable_dynamo
     def grad(self) -> Tensor | None:
-        """The gradient."""
+        """The gradient of the shard. Reading it makes the gradient a watched tensor."""
         with as_they_are():
             grad: Tensor | None = _own_grad.__get__(self)
         known = _known.get(self)  # `None` for a copy

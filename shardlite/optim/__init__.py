@@ -1,6 +1,7 @@
-"""AdamW on arenas: one kernel launch steps many shards.
+"""AdamW on arenas, which are buffers of many shards or moments: one kernel launch steps many shards.
 
-In: shards with gradients, or gradients from the last hop of a reduction. Out: stepped shards. Read `adamw.py` first.
+In: shards with gradients, or the summands of the last addition of a reduction. Out: stepped shards. Read `adamw.py`
+first.
 """
 
 from shardlite.optim.adamw import AdamW, adopt, check_loaded, steps_in_backward

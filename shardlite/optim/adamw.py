@@ -1,8 +1,8 @@
 """AdamW for the shards of wrapped models: each contiguous run of shards is stepped by one kernel call.
 
-`layout.py` places shards and moments in memory and finds the runs. `counts.py` counts steps and computes their scalars.
-With `in_backward`, `in_backward.py` steps each shard as soon as its gradient is ready. Parameters that are not shards
-are stepped by `ordinary.py`. This file does not know units, ranks or communication.
+`layout.py` places moments in memory (in buffers called arenas) and finds the runs. `counts.py` counts steps and
+computes the scalars of a step. With the option `in_backward`, `in_backward.py` steps each shard as soon as its gradient
+is ready. `ordinary.py` steps parameters that are not shards. This file does not know units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from shardlite.optim.ordinary import check_ordinary, ordinary_state, step_ordina
 from shardlite.params import ShardInfo
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
-"""All optimizers of the process, by id. Ranks that are threads share the table. A rank finds its optimizer by the
-optimizer's parameters.
+"""All `AdamW` objects of the process, by id. Ranks that are threads of the process share the table. A rank finds its
+optimizer by the optimizer's parameters.
 """
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# Options of torch.optim.AdamW that change the result, with the supported values, and options that do not.
+# Options of torch.optim.AdamW that change the result, each with the only supported value.
 _FIXED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
+# Options of torch.optim.AdamW that do not change the result.
 _FREE_OPTIONS = ("foreach", "fused", "capturable")
 
 
@@ -40,15 +41,15 @@ class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter 2019), bit-equal to `torch.optim.AdamW(fused=True)` on the same flat tensors.
 
     Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. The state has PyTorch's names and shapes, so a
-    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A frozen parameter, or one without a
-    gradient, is not stepped, and its step count does not change.
+    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. Parameters that are
+    frozen or have no gradient are not stepped, and their step counts do not change.
 
     Parameters of wrapped models are stepped by ShardLite's kernels. Other parameters (ignored parameters, parameters of
     models that are not wrapped) are stepped by PyTorch's fused kernel, with moments in the parameter's dtype.
 
-    Like PyTorch's fused optimizers, it supports `torch.amp.GradScaler`, which sets two attributes for a step. The
-    tensor `found_inf` disables the step unless it is zero. Gradients are first divided by the tensor `grad_scale`, if
-    it is not `None`. A step never synchronizes with a GPU.
+    Like PyTorch's fused optimizers, `AdamW` supports `torch.amp.GradScaler`, which sets two attributes for a step. If
+    the tensor `found_inf` is not zero, the step has no effect. If the tensor `grad_scale` is not `None`, gradients are
+    first divided by this tensor. A step never synchronizes with a GPU.
 
     Args:
         params: parameters or parameter groups; for a wrapped model, the result of its `parameters()`.
@@ -61,7 +62,7 @@ class AdamW(Optimizer):
             fp32 moments for every format, and every format can load it.
         in_backward: step each shard during the backward, as soon as its gradient is ready. One kernel does the last
             addition of a reduction and the step, and no gradient is kept. See `docs/precision.md` for the restrictions.
-            Call `step()` after each backward as usual. It closes the step.
+            Call `step()` after each backward as usual, which closes the step.
         max_norm: clip gradients to this global norm inside the step, in registers. Gradients are not modified. If the
             reduction computes the norm (see `ShardLite.clip_grad_norm_`), clipping needs no pass over the gradients.
             `grad_norm` is the norm of the latest step. Not allowed with `in_backward`.
@@ -93,7 +94,7 @@ class AdamW(Optimizer):
     """Global norm [] of the gradients of the latest step, before clipping. `None` without `max_norm`."""
 
     norm: Tensor | None = None
-    """Norm [] to clip by in the next step. It is computed if the caller does not set it."""
+    """Norm [] to clip by in the next step. If the caller does not set this norm, the step computes it."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class AdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of PyTorch's AdamW, with moments in fp32.
 
-        The conversion is exact. Converted moments are copies in host memory, because they may not fit on the GPU.
+        The conversion is exact. Converted moments are copies in host memory, because copies may not fit on the GPU.
 
         Raises:
             NonFiniteError: a step in a backward has written NaNs into the weights.
@@ -148,7 +149,7 @@ class AdamW(Optimizer):
         return saved
 
     def check(self) -> None:
-        """Check the steps in backwards so far. The host waits for a GPU.
+        """Check the steps that were taken in backwards so far. The host waits for a GPU.
 
         Raises:
             NonFiniteError: a step in a backward has written NaNs into the weights.
@@ -158,7 +159,7 @@ class AdamW(Optimizer):
     def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Load states of parameters in the format of `state_dict()`: `step`, and moments in the parameter's shape.
 
-        Each entry is copied before the next one is requested, so a generator may create them one by one.
+        Each entry is copied before the next entry is requested, so a generator may create the entries one by one.
         """
         slots = self._current_layout().by_id
         for param, entry in entries:
@@ -170,7 +171,7 @@ class AdamW(Optimizer):
                 self.state[param] = ordinary_state(param, entry, copy=True)
 
     def init_state(self) -> OptimizerLayout:
-        """Create missing states, as before the first step. Return the layout of the shards' states."""
+        """Create the missing states of all trainable parameters. Return the layout of the shards' states."""
         layout = self._current_layout()
         for slot in layout.slots:
             slot.adopt(self.state)
@@ -180,11 +181,11 @@ class AdamW(Optimizer):
         return layout
 
     def tables(self) -> list[Tensor]:
-        """Return the tensors held in addition to the state: the row of scalars of each group of 32 elements."""
+        """Return the tensors besides the state: for each group of 32 elements, the row of its count and scalars."""
         return [] if self._layout is None else [arena.rows for arena in self._layout.arenas]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of PyTorch's AdamW. Convert it to this optimizer's format."""
+        """Load a state of this class or of PyTorch's AdamW. Convert the state to this optimizer's format."""
         # PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
         kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
@@ -205,7 +206,7 @@ class AdamW(Optimizer):
             for option in (*_FIXED_OPTIONS, *_FREE_OPTIONS):
                 group.pop(option, None)
             group.setdefault("max_update", None)
-        if "in_backward" in state:  # a copy
+        if "in_backward" in state:  # this object is a copy, or was unpickled
             self.backward_steps = InBackwardSteps(self, WeakMethod(self.init_state))
             if self.in_backward:
                 self.backward_steps.catch(self._params())
@@ -221,8 +222,8 @@ class AdamW(Optimizer):
         """Step every parameter that has a gradient. `closure` recomputes and returns the loss.
 
         Raises:
-            ValueError: a gradient is sparse, or `max_update` is set for a parameter that is not a shard. No parameter
-                has been stepped then.
+            ValueError: a gradient is sparse, or `max_update` is set for a parameter that is not a shard. In this case,
+                no parameter has been stepped.
         """
         loss = None
         if closure is not None:
@@ -270,7 +271,7 @@ class AdamW(Optimizer):
     # ---- layout -------------------------------------------------------------------------------------------------
 
     def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Replace each `param` with `shards[param]`, as described in `adopt`."""
+        """Replace each parameter `param` of this optimizer by `shards[param]`, as described in `adopt`."""
         params = self._params()
         held = {param: shards[param] for param in params if shards.get(param, param) is not param}
         if not held:
@@ -282,7 +283,7 @@ class AdamW(Optimizer):
                 parts = {name: value if name == "step" else part(param, value) for name, value in state.items()}
                 states[shard] = {
                     name: value.clone() for name, value in parts.items()
-                }  # so that the whole state can be freed
+                }  # copies, so that the whole state can be freed
                 check_state(shard, states[shard])
         for group in self.param_groups:
             group["params"][:] = [held.get(param, param) for param in group["params"]]
@@ -318,16 +319,16 @@ def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor]
         part: `part(param, tensor)` returns the shard's part of an existing moment of `param`, in the shard's shape.
 
     Raises:
-        ValueError: a part does not have the shape of its shard. Its optimizer is unchanged.
+        ValueError: a part of a moment does not have the shape of its shard. The optimizer of this shard is unchanged.
     """
     for optimizer in _optimizers():
         optimizer._exchange(shards, part)
 
 
 def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSteps | None:
-    """Return the steps of the optimizer that steps some shards inside the backward, or `None`.
+    """Return the steps of the optimizer that steps shards of a model inside the backward, or `None`.
 
-    `names` returns the name of each shard.
+    `names` returns the name of each shard of the model.
 
     Raises:
         LayoutError: several such optimizers hold shards, or the optimizer lacks a trainable shard.

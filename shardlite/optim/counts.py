@@ -1,10 +1,10 @@
 """Step counts of shards and the scalars of a step, on the CPU (`HostCounts`) and on a device (`DeviceCounts`).
 
 A shard without a gradient keeps its count, and a step that is skipped because of infinities is not counted. On the CPU,
-the host reads the counts. On a device, they are updated in stream order without synchronization, so the host does not
-know them.
+the host reads the counts. On a device, the counts are updated in stream order without synchronization, so the host does
+not know their values.
 
-Legend: `R` rows, one per shard on the device; `S` elements that one call steps, `G` groups of 32 of them.
+Legend: `R` rows, one per shard on the device; `S` elements that one call steps; `G` groups of 32 of these elements.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Group: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Amp:
-    """Input of a step from a gradient scaler and from clipping."""
+    """The inputs that a step gets from a gradient scaler and from clipping."""
 
     found_inf: Tensor | None = None
-    """The step has no effect unless this is zero, [] or [1]."""
+    """A flag [] or [1]. The step has no effect unless the flag is zero."""
 
     grad_scale: Tensor | None = None
-    """Gradients are first divided by it, also in memory."""
+    """The scale of the gradients. A step first divides the gradients by the scale, also in memory."""
 
     factor: Tensor | None = None
-    """Gradients are then multiplied by it, but not in memory, []."""
+    """The clipping factor []. A step then multiplies the gradients by the factor, but not in memory."""
 
 
 class RunSlice(NamedTuple):
@@ -55,13 +55,13 @@ class RunSlice(NamedTuple):
 
     state: State
     rows: Tensor
-    """Rows of `state`, [G]."""
+    """The row of each group of 32 elements, [G]."""
 
     arena_offset: int
-    """Index of the first element in the arena."""
+    """Index of the first element in the arena (the buffer of moments)."""
 
     row: int
-    """Row of the first parameter."""
+    """Row of the shard that has the first element."""
 
 
 class _Counts:
@@ -85,7 +85,7 @@ class HostCounts(_Counts):
     """Step counts of shards in CPU memory."""
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return whether one call can step the shards in two rows: they are adjacent, with the same group and count."""
+        """Return whether one call can step two shards: they are `adjacent` and have the same group and count."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
@@ -93,7 +93,7 @@ class HostCounts(_Counts):
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
         self._hypers = [_hyper(group) for group in groups]
-        self._steps: dict[tuple[float, int], CpuStep] = {}  # of this step, by count and group
+        self._steps: dict[tuple[float, int], CpuStep] = {}  # the arguments of this step, by count and group
         self._scale = None if amp.grad_scale is None else float(amp.grad_scale)
         self._factor = 1.0 if amp.factor is None else float(amp.factor)
         self._skip = amp.found_inf is not None and float(amp.found_inf) != 0
@@ -117,11 +117,14 @@ class HostCounts(_Counts):
             adamw_cpu(elements.state, grad, self._step(elements), bad=bad)
 
     def reduce(self, elements: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step by `(received + own) / divisor`, [S] each. Set `bad` [], int32, to 1 if this is not finite."""
+        """Step by the gradient `(received + own) / divisor`, [S] each. Set `bad` as in `update`."""
         reduce_adamw_cpu(elements.state, received, own, self._step(elements), divisor=divisor, bad=bad)
 
     def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
-        """Step by the sum of `rows` [W, S], as computed by the kernel `add_rows`, divided. `bad` is as in `reduce`."""
+        """Step by the sum of `rows` [W, S] divided by `divisor`. Set `bad` as in `update`.
+
+        The kernel `add_rows` defines the order of the sum.
+        """
         add_rows_adamw_cpu(elements.state, rows, self._step(elements), first=first, divisor=divisor, bad=bad)
 
     def end_step(self) -> None:
@@ -138,7 +141,7 @@ class HostCounts(_Counts):
         if step is None:
             step = CpuStep(number=done + 1, hyper=self._hypers[group], grad_scale=self._scale, factor=self._factor)
             self._steps[key] = step
-        if not elements.rows.numel():  # exact moments, which need no table
+        if not elements.rows.numel():  # the moments are exact and need no table
             return step
         return replace(step, table=self._table._replace(rows=elements.rows, first=elements.arena_offset))
 
@@ -150,9 +153,9 @@ class HostCounts(_Counts):
 class DeviceCounts(_Counts):
     """Step counts of shards that kernels step. Counts and scalars stay on the device.
 
-    Host values are sent only when they have changed, with `send`, which does not synchronize. Single numbers are
-    arguments of a fill. So each step makes the same launches with the same arguments, and can be captured in a CUDA
-    graph after the first step.
+    Host values are sent only when they have changed, with `send`, which does not synchronize. A single number is an
+    argument of a fill kernel. So each step makes the same launches with the same arguments, and can be captured in a
+    CUDA graph after the first step.
     """
 
     def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:
@@ -186,7 +189,7 @@ class DeviceCounts(_Counts):
             grad_scale=None if amp.grad_scale is None else _on(device, amp.grad_scale),
             factor=None if amp.factor is None else _on(device, amp.factor),
         )
-        self._active = self._scalars[:, -1]  # 1 for rows that are stepped: a view [R]
+        self._active = self._scalars[:, -1]  # a view [R], which is 1 for rows that are stepped
         self._keys_now = self._keys()
 
     def outdated(self, groups: Sequence[Group]) -> bool:
@@ -217,11 +220,11 @@ class DeviceCounts(_Counts):
         self.steps += self._active
 
     def table_of(self, elements: RunSlice) -> Table:
-        """Return the tables of this step for some elements."""
+        """Return the table from which a kernel reads the scalars of this step for `elements`."""
         return Table(elements.rows, self._keys_now, self._scalars, elements.arena_offset)
 
     def _hyper_table(self, groups: Sequence[Group]) -> Tensor:
-        """Return the hyper-parameters of the groups [G, 6]. A learning rate on the device is copied there."""
+        """Return the hyper-parameters, one row [6] per parameter group. Copy learning rates that are on the device."""
         device = self.steps.device
         hypers = [_hyper(group, device) for group in groups]
         if hypers != self._sent:
@@ -245,7 +248,7 @@ def _hyper(group: Group, device: torch.device | None = None) -> Hyper:
 
 
 def _is_here(value: Any, device: torch.device) -> bool:
-    """Return whether `value` is a tensor on `device`, or another tensor that the host cannot read at once."""
+    """Return whether `value` is a tensor on `device`, or another tensor that the host cannot read without waiting."""
     return isinstance(value, Tensor) and (value.device == device or value.device.type != "cpu")
 
 

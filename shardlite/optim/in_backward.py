@@ -1,8 +1,8 @@
-"""Step inside the backward: each parameter as soon as its gradient is ready, or in the last hop of its reduction.
+"""Step inside the backward: each parameter when its gradient is ready, or in the last addition of the reduction.
 
     open     the first gradient of a backward is ready: read the hyper-parameters of the step
-    step     in any order and on any thread
-    close    the program calls `step()` of the optimizer: count the step; the next backward may open another one
+    step     parameters are stepped in any order and on any thread
+    close    the program calls `step()` of the optimizer: count the step; the next backward may open another step
 
 Between opening and closing, some weights are stepped and others are not, and nothing can be undone. This file does not
 know units or communication.
@@ -29,7 +29,7 @@ from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
 
 LATER = 4
-"""Number of steps after which all ranks raise for a non-finite gradient on a GPU. Their hosts know it by then."""
+"""Number of steps after which all ranks raise for a non-finite gradient on a GPU. Hosts have read the flag by then."""
 
 _paused: Counter[Tensor] = Counter()
 """For each parameter in an `accumulating` block, the number of such blocks. Ranks that are threads share the table."""
@@ -96,10 +96,11 @@ class InBackwardSteps:
         return InBackwardStep([(slots[id(param)], start) for param, start in places])
 
     def close(self, optimizer: Optimizer) -> None:
-        """Step parameters that still have a gradient, because they were frozen and had no hook. Count the step.
+        """Step the parameters that have a gradient but no hook, because they were frozen. Then count the step.
 
         Raises:
-            NonFiniteError: a gradient contained a NaN or an infinity. On a GPU this is raised `LATER` steps later.
+            NonFiniteError: a gradient contained a NaN or an infinity. On a GPU, the error is raised `LATER` steps
+                later.
             PhaseError: gradients were scaled, a shard has a gradient that was not computed by a backward, or
                 hyper-parameters have changed since the backward.
         """
@@ -135,7 +136,7 @@ class InBackwardSteps:
         if optimizer is None or param in _paused:
             return
         if param in self._done:
-            param.grad = None  # from the backward that `ready` refuses
+            param.grad = None  # the gradient is from the backward that `ready` refuses
             self.ready()
         self._step(optimizer, param)
 
@@ -185,7 +186,10 @@ class InBackwardSteps:
 
 
 class InBackwardStep:
-    """The step of parameters whose gradients are in one buffer. Call it with the summands of a part of the buffer."""
+    """The step of parameters whose gradients are in one buffer.
+
+    A call of this object steps by the gradients in a part of the buffer, given their summands.
+    """
 
     def __init__(self, members: Sequence[tuple[StateSlot, int]]) -> None:
         self._members = members
@@ -193,20 +197,21 @@ class InBackwardStep:
         self._counts = members[0][0].counts if members else None
         device = members[0][0].param.device if members else torch.device("cpu")
         self.bad = torch.zeros((), dtype=torch.int32, device=device)
-        """[], 1 if a gradient contained a NaN or an infinity."""
+        """A flag [], which is 1 if a gradient contained a NaN or an infinity."""
 
     def activate(self, users: Tensor) -> None:
-        """Select the parameters to step. They have an entry above 0 in `users` [number of parameters]."""
+        """Select the parameters to step: those whose entry in `users` [number of parameters] is above 0."""
         if self._counts is not None:
             self._counts.activate(self._rows, users)
 
     def __call__(
         self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int | None = 0
     ) -> None:
-        """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or `own` alone.
+        """Step by the gradients in elements `[start, start + n)` of the buffer.
 
-        Without `own`, `received` has one row per rank, [W, n]. The rows are added from row `first` on, or as a balanced
-        tree if `first` is `None`. `start` is a multiple of 32, and so is `n` except at the end of the buffer.
+        The gradients are `(received + own) / divisor`, [n] each. If `received` is `None`, the gradients are `own`. If
+        `own` is `None`, `received` has one row per rank, [W, n]. These rows are added from row `first` on, or as a
+        balanced tree if `first` is `None`. `start` is a multiple of 32, and so is `n` except at the end of the buffer.
         """
         summand = own if own is not None else received
         assert summand is not None, "there is a gradient"
@@ -225,8 +230,8 @@ class InBackwardStep:
     def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
         """Return the state, table and `bad` for one kernel call that steps by a buffer [numel].
 
-        Return `None` if the step needs several calls. It does if parameters and their padding do not fill the buffer,
-        as on the last rank.
+        Return `None` if the step needs several calls. Several calls are needed if parameters and their padding do not
+        fill the buffer, as on the last rank.
         """
         stretches = list(self._stretches())
         if len(stretches) != 1 or stretches[0][1:] != (0, numel):
@@ -237,7 +242,7 @@ class InBackwardStep:
         return None if table is None else (stretch.state, table, self.bad)
 
     def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
-        """Yield the runs that one call can step: the first slot, and the range of the run's gradients in the buffer."""
+        """Yield for each run that one call can step: the first slot, and the range of its gradients in the buffer."""
         active = ((slot, start) for slot, start in self._members if slot.counts.is_active(slot.row))
         for run in runs(active, lambda last, begin, slot, start: start - begin == slot.start - last.start):
             (first, begin), (last, _) = run[0], run[-1]
@@ -248,13 +253,13 @@ class Alarm:
     """Raises if a gradient of a step had a NaN or an infinity: immediately on a CPU, some steps later on a GPU.
 
     The host does not wait for a GPU. The flag is equal on all ranks, and the device records the first step that has set
-    it. So all ranks raise in the same step, unless a host is more than `LATER` steps ahead of its GPU.
+    the flag. So all ranks raise in the same step, unless a host is more than `LATER` steps ahead of its GPU.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._flag: Tensor | None = None
-        self._first: LaggedNumbers | None = None  # the first step that has set the flag, on a device, [1], or 0
+        self._first: LaggedNumbers | None = None  # on a device, [1]: the first step that set the flag, or 0
 
     def note(self, bad: Tensor) -> None:
         """Set the flag if `bad` [] is above 0."""
@@ -262,7 +267,7 @@ class Alarm:
         self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
 
     def look(self) -> None:
-        """Clear the flag. Raise if it was set.
+        """Clear the flag. Raise if the flag was set.
 
         Raises:
             NonFiniteError: the flag was set.

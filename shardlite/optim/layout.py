@@ -1,8 +1,8 @@
 """Memory layout of an optimizer's shards and moments, and the runs of shards that one kernel call can step.
 
-A shard is a view into a flat buffer. It starts at a multiple of 32 elements. The zeros up to the next multiple are its
-padding, in this buffer and in the buffer of gradients. Moments are stored in arenas, in the same order but without
-gaps:
+A shard is a view into a flat buffer, and starts at a multiple of 32 elements. The zeros from the end of a shard to the
+next multiple of 32 are the shard's padding. The buffer of gradients has the same padding. Moments are stored in buffers
+called arenas, in the order of the shards, padded but without the gaps between shards:
 
     shards    [ p0 p0 p0 0 | p1 p1 0 0 | .. .. .. .. | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
     moments   [ m0 m0 m0 0 | m1 m1 0 0 | m2 m2 m2 m2 | m3 ... ]
@@ -11,8 +11,9 @@ gaps:
     on a CPU  [       first run        ]             [ second ]                   one kernel call each
     on a GPU  [                   one run                     ]                   a table excludes p2 from the step
 
-A run is updated element by element, so the bits do not depend on how a buffer is cut into runs. There is one exception:
-PyTorch's CPU code rounds the last `n % 16` elements of a tensor differently. So runs end at multiples of 32.
+A run is the shards that one kernel call steps. Each element is updated alone, so the bits do not depend on how a buffer
+is cut into runs. There is one exception: PyTorch's CPU code rounds the last `n % 16` elements of a tensor differently.
+So runs end at multiples of 32.
 
 All moments of an optimizer have one format (`shardlite_kernels.moments`). A group of 32 elements starts at a parameter
 or at a cut between ranks. Cuts are at multiples of 32, so the elements of a group do not depend on the rank.
@@ -85,7 +86,7 @@ class OptimizerLayout:
 
 
 class StateSlot:
-    """The place of one shard in its storage, in elements, and of its state in the arenas."""
+    """The place of one shard in its storage, in elements, and the place of the shard's state in the arenas."""
 
     arena: Arena
     counts: StepCounts
@@ -109,7 +110,7 @@ class StateSlot:
         return param.untyped_storage().data_ptr() or -1 - self.number, param.dtype, param.device
 
     def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Copy the shard's entry of `states`, or zeros, into the arenas. Replace the entry by views of the arenas."""
+        """Copy the shard's entry in `states`, or zeros, into the arenas. Replace the entry by views of the arenas."""
         given = states.get(self.param)
         if given and all(map(is_, map(given.get, self.state), self.state.values())):
             return  # the entry already consists of views of the arenas
@@ -137,10 +138,10 @@ class StateSlot:
 
 
 class Arena:
-    """The moments of all shards in one storage: one buffer per moment, as long as all padded shards."""
+    """The moments of all shards in one storage: one buffer per moment, as long as all padded shards together."""
 
     rows: Tensor
-    """[G], the row of each group of 32 elements; [0] if kernels do not need the rows. Set by `fill_rows`."""
+    """The row of each group of 32 elements, [G]. Empty if kernels do not need the rows. `fill_rows` sets `rows`."""
 
     def __init__(self, slots: list[StateSlot], moments: str) -> None:
         self.slots = sorted(slots, key=lambda slot: (slot.start, slot.end))
@@ -175,7 +176,7 @@ class Arena:
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
     def slice_of(self, first: StateSlot, start: int, stop: int) -> RunSlice:
-        """Return elements `[start, stop)` of the storage. They are part of a run that begins with `first`. Cached."""
+        """Return elements `[start, stop)` of the storage, in a run that begins with `first`. Results are cached."""
         if len(self._slices) > 4 * len(self.slots):
             self._slices.clear()  # bounds the cache if the set of shards with gradients keeps changing
         key = first.row, start, stop
@@ -227,8 +228,8 @@ def runs(
 ) -> Iterator[list[tuple[StateSlot, Place]]]:
     """Group slots, in memory order, into runs that one call can step. Slots without elements are skipped.
 
-    Each slot comes with the place of its gradient. `goes_on(last, place, slot, place)` returns whether the gradients of
-    two slots are as far apart as the slots.
+    Each slot comes with the place of its gradient. `goes_on(last, last_place, slot, place)` returns whether the
+    gradients of two slots are as far apart as the slots.
     """
     run: list[tuple[StateSlot, Place]] = []
     for slot, place in members:
@@ -243,7 +244,7 @@ def runs(
 
 
 def _follows(slot: StateSlot, last: StateSlot) -> bool:
-    """Return whether one call can step `last` and `slot`. `slot` is behind `last` in memory."""
+    """Return whether one call can step `last` and `slot`. In memory, `slot` comes after `last`."""
     distance = slot.start - last.start
     return (
         slot.arena is last.arena
@@ -256,7 +257,7 @@ def _follows(slot: StateSlot, last: StateSlot) -> bool:
 def steps_of(slots: Sequence[StateSlot], *, unscale: bool) -> Iterator[tuple[StepCounts, RunSlice, Tensor]]:
     """Yield the elements that one call can step, with their step counts and gradients.
 
-    Step the elements before requesting the next ones.
+    The caller must step these elements before it requests the next ones.
     """
     members = ((slot, grad) for slot in slots if (grad := slot.param.grad) is not None)
     for run in runs(members, _in_one_buffer):
@@ -279,7 +280,7 @@ def _in_one_buffer(last: StateSlot, last_grad: Tensor, slot: StateSlot, grad: Te
 
 
 def _pieces(run: Sequence[tuple[StateSlot, Tensor]], unscale: bool) -> Iterator[tuple[RunSlice, Tensor]]:
-    """Yield the pieces of a run, each with its gradient. Step each piece before requesting the next.
+    """Yield the pieces of a run, each with its gradient. The caller must step a piece before it requests the next.
 
     If the gradient is padded, the run is one piece. Otherwise the elements after the last multiple of 32 are a separate
     piece, with a padded copy of their gradient.
@@ -297,7 +298,7 @@ def _pieces(run: Sequence[tuple[StateSlot, Tensor]], unscale: bool) -> Iterator[
         copy = ours.new_zeros(stop - body)
         copy[: end - body] = ours
         yield first.arena.slice_of(first, body, stop), copy
-        ours.copy_(copy[: end - body])  # the step may have divided it by a scale
+        ours.copy_(copy[: end - body])  # the step may have divided the gradient by a scale
     if unscale and grad is not given:
         given.copy_(grad)
 
@@ -337,7 +338,7 @@ def check_dense(grad: Tensor | None) -> None:
 def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of one parameter with moments decoded to fp32. Decoding is exact.
 
-    Decoded moments are moved to `device` if it is given. A state that is not narrow is returned unchanged.
+    Decoded moments are moved to `device` if it is given. A state whose moments are not bf16 or int8 is not changed.
     """
     if not _is_narrow(entry):
         return dict(entry)
@@ -352,7 +353,10 @@ Decoder = tuple[Callable[..., Tensor], Sequence[Tensor]]
 
 
 def decoders(entry: Mapping[str, Any]) -> dict[str, Decoder]:
-    """Return a decoder for each moment by name. It decodes as `canonical`. Empty if the state is not narrow."""
+    """Return a decoder for each moment, by name. A decoder returns the same moment as `canonical`.
+
+    Return an empty dict if the moments are not bf16 or int8.
+    """
     if not entry or not _is_narrow(entry):
         return {}
     codes = {name: value for name, value in entry.items() if name != "step"}

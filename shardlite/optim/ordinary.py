@@ -1,6 +1,6 @@
-"""Step parameters that are not shards by PyTorch's fused AdamW.
+"""Step parameters that are not shards, with PyTorch's fused AdamW.
 
-They are ignored parameters and parameters of models that are not wrapped.
+Such parameters are the ignored parameters of wrapped models, and the parameters of models that are not wrapped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from shardlite.optim.layout import MOMENTS, canonical, check_dense, check_state
 
 
 def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
-    """Check that parameters of a group, which are not shards, can be stepped.
+    """Check that `params`, which are in `group` and are not shards, can be stepped.
 
     Raises:
         ValueError: a state does not fit, a gradient is sparse, or the group has a `max_update`.
@@ -31,7 +31,7 @@ def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tenso
 
 
 def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any], amp: Amp) -> None:
-    """Step parameters with gradients as `torch.optim.AdamW(fused=True)` does."""
+    """Step `params`, which have gradients, as `torch.optim.AdamW(fused=True)` does."""
     for param in params:
         states[param] = ordinary_state(param, states.get(param) or {})
     grads = [grad for param in params if (grad := param.grad) is not None]
@@ -50,11 +50,11 @@ def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any],
         beta2=beta2,
         **{name: group[name] for name in ("lr", "weight_decay", "eps")},
     )
-    torch.autograd.graph.increment_version(params)  # PyTorch's fused optimizers do not
+    torch.autograd.graph.increment_version(params)  # PyTorch's fused optimizers do not do this
 
 
 def ordinary_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
-    """Return `entry`, or zeros, in the format of PyTorch's fused kernel. `param` is not a shard."""
+    """Return `entry`, or zeros if it is empty, in the format of PyTorch's fused kernel. `param` is not a shard."""
     if not entry:
         return {"step": torch.zeros((), device=param.device), **{name: torch.zeros_like(param) for name in MOMENTS}}
     step = torch.as_tensor(entry["step"]).to(param.device, torch.float32, copy=copy)

@@ -1,6 +1,6 @@
 """Telemetry: events, bytes by purpose, durations, live tensors, and labels in profiles.
 
-In: reports of the other rooms. Out: the data of `model.trace`, `memory()` and `traffic()`. Read `ledger.py` first.
+In: reports of the other packages. Out: the data of `model.trace`, `memory()` and `traffic()`. Read `ledger.py` first.
 """
 
 from shardlite.telemetry.clock import Clock

@@ -1,4 +1,4 @@
-"""Clocks that add up durations on one device. On a GPU, they time streams without synchronizing."""
+"""Clocks that add up durations on one device. On a GPU, a clock times the current stream without synchronizing."""
 
 import time
 from collections import deque
@@ -6,7 +6,7 @@ from collections import deque
 import torch
 
 _OPEN = 256
-"""Number of open GPU intervals at which the finished ones are added up."""
+"""If more GPU intervals than this number are pending, those that the GPU has finished are added up."""
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __enter__(self) -> None:
-        """Start an interval. Skip it during the capture of a CUDA graph, in which events cannot be timed."""
+        """Start an interval. Do nothing during the capture of a CUDA graph, in which events cannot be timed."""
         if not self._on_gpu:
             self._start = time.perf_counter()
         elif not torch.cuda.is_current_stream_capturing():
@@ -40,14 +40,14 @@ class Clock:
                 self._add_up()
 
     def seconds(self) -> float:
-        """Return the sum in seconds. On a GPU, the host waits for open intervals."""
+        """Return the sum in seconds. On a GPU, the host waits for the ends of pending intervals."""
         for _, end in self._open:
             end.synchronize()
         self._add_up()
         return self._seconds
 
     def _add_up(self) -> None:
-        """Add up the finished intervals, oldest first, until the first one that is still open."""
+        """Add up the pending intervals, oldest first, until the first that the GPU has not finished."""
         while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
             start, end = self._open.popleft()
             self._seconds += start.elapsed_time(end) / 1000

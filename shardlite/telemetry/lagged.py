@@ -1,4 +1,4 @@
-"""Read small numbers from a GPU without waiting for it. The host gets the values of an earlier step."""
+"""Read a few integers from a GPU without waiting for the GPU. The host gets the values of an earlier step."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ class LaggedNumbers:
     def read(self, *, wait: bool = False) -> Sequence[int] | None:
         """Return the numbers of the latest copy that has arrived, or `None` during the capture of a CUDA graph.
 
-        With `wait`, wait for the latest copy that was sent.
+        If `wait` is set, first wait for the latest copy that was sent.
         """
         if torch.cuda.is_current_stream_capturing():
             return None  # no event may be queried during a capture

@@ -1,11 +1,11 @@
 """Bytes held by this rank, by purpose.
 
-A `Ledger` counts storages, not tensors: all views of a buffer are one entry, which ends with the storage. The ledger
-does not know units, ranks or devices. The owner of a buffer names its purpose.
+A `Ledger` counts storages, not tensors: all views of a buffer are one entry, which is removed when the storage is
+freed. The ledger does not know units, ranks or devices. The owner of a buffer names the buffer's purpose.
 
 PyTorch keeps one Python object per storage as long as the storage exists, even if only views or the autograd graph
-hold the storage. So a weak reference to that object detects the end of the storage. `tests/telemetry/test_ledger.py`
-tests this property.
+hold the storage. So a weak reference to that object detects that the storage is freed.
+`tests/telemetry/test_ledger.py` tests this behavior of PyTorch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def process_memory(device: torch.device) -> Held:
     """Return the memory of this process in bytes, as reported by the CUDA allocator or the operating system.
 
     On a CPU, `now` is the proportional set size, in which a page that `n` processes share counts as `1/n`. `peak` is
-    the largest resident set of the process so far. Sources: `/proc/self/smaps_rollup` and `getrusage(2)`. If the former
-    is not available, both values are the peak.
+    the largest resident set of the process so far. Sources: `/proc/self/smaps_rollup` and `getrusage(2)`. If
+    `smaps_rollup` is not available, both values are the peak.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return Held(stats["reserved_bytes.all.current"], stats["reserved_bytes.all.peak"])
-    import resource  # not on Windows
+    import resource  # this module does not exist on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
@@ -55,7 +55,7 @@ def not_on(device: torch.device) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes for one purpose."""
+    """Bytes that are held for one purpose."""
 
     now: int
     peak: int
@@ -76,8 +76,8 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 class Ledger:
     """Current and peak bytes by purpose.
 
-    A storage may be freed at any moment and in any thread, so its entry is only queued then. The next call subtracts
-    the queued entries before it adds anything, so peaks are exact.
+    A storage may be freed at any moment and in any thread. So freeing only queues the storage's entry. The next call
+    subtracts the queued entries before it adds anything, so peaks are exact.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Ledger:
             self._peak = dict(self._current)
 
     def _settle(self) -> None:
-        """Subtract the storages that were freed since the last call."""
+        """Subtract the storages that were freed since the previous call."""
         while self._dead:
             entry = self._dead.popleft()
             del self._entries[entry.key]

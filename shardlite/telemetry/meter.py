@@ -1,9 +1,10 @@
 """Measure tensor memory: the bytes in all tensor storages on this rank, now and at the peak.
 
 `Meter` intercepts each operator that PyTorch dispatches in forward, backward and optimizer. It tracks the storages of
-the operator's arguments and results in a `Ledger`, which detects the end of a storage. So a count is exact on any
-device and at any size, and does not depend on the machine's load. It includes the memory that the program requested.
-It excludes allocator rounding, fragmentation, Python's own memory, and memory that a kernel allocates and frees.
+the operator's arguments and results in a `Ledger`, which detects that a storage is freed. So a count is exact on any
+device and at any size, and does not depend on the machine's load. The count includes the memory that the program
+requested. It excludes allocator rounding, fragmentation, Python's own memory, and memory that a kernel allocates and
+frees.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
             model(x, y).backward()
         print(meter.peak - meter.live)
 
-    Tensors that exist at entry are found through the garbage collector and count from the start. A tensor counts only
-    from its first use if only C++ holds it (as in the graph of an earlier forward), or if `gc.freeze()` has hidden it
-    from the collector. A meter delays each operator by some ten microseconds, so do not time metered steps.
+    Tensors that exist at entry are found through the garbage collector and count from the start. Two kinds of tensors
+    count only from their first use: those that only C++ holds (as in the graph of an earlier forward), and those that
+    `gc.freeze()` has hidden from the collector. A meter delays each operator by about ten microseconds, so do not time
+    metered steps.
 
     Args:
-        on_peak: called after each new peak, just before the next operator runs, when other ledgers are up to date.
-            `at_peak` is its latest result.
-        on_operator: called before and after each operator.
+        on_peak: function that is called after each new peak. The call comes just before the next operator runs, because
+            other ledgers are up to date by then. `at_peak` is the latest result of the function.
+        on_operator: function that is called before and after each operator.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
 
     @property
     def live(self) -> int:
-        """Current bytes."""
+        """Bytes in the storages that are currently alive."""
         return self._ledger.current().get(_TENSORS, 0)
 
     @property
@@ -108,7 +110,7 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _intercepting_resizes(self) -> Iterator[None]:
-        """Intercept `storage.resize_(nbytes)`, the only way to resize a storage that is not an operator."""
+        """Intercept `storage.resize_(nbytes)`, the only way to resize a storage without an operator."""
         original = UntypedStorage.resize_
 
         def resize(storage: UntypedStorage, nbytes: int) -> Any:
@@ -151,7 +153,7 @@ def _holds_memory(tensor: Tensor) -> bool:
 
 
 def _existing_tensors() -> Iterator[Tensor]:
-    """Yield all tensors that have a Python object, and their gradients, which may not have one."""
+    """Yield all tensors that have a Python object, and their gradients, which may have no Python object."""
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # isinstance would run the properties of proxies
             yield thing

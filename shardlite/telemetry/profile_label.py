@@ -9,14 +9,14 @@ _NO_LABEL = nullcontext()
 
 
 def profile_label(action: str, unit: str) -> AbstractContextManager[object]:
-    """Label a block `shardlite::ACTION UNIT` if a profiler is on. Otherwise only test a flag."""
+    """Return a context that labels a block `shardlite::ACTION UNIT` in a profile, or a no-op if no profiler is on."""
     if not profiler._is_profiler_enabled:
         return _NO_LABEL
     return profiler.record_function(f"shardlite::{action} {unit}")
 
 
 def labelled(block: AbstractContextManager[object], action: str, unit: str) -> AbstractContextManager[object]:
-    """Return `block`, inside a label if a profiler is on."""
+    """Return the context `block`. If a profiler is on, `block` is inside a label."""
     label = profile_label(action, unit)
     return block if label is _NO_LABEL else _both(label, block)
 

@@ -19,7 +19,7 @@ class Trace:
         self._events.append((event, unit))
 
     def take(self) -> list[str]:
-        """Return the events since the last call, and clear them."""
+        """Return the events since the previous call, and clear them."""
         events = [f"{event} {unit}".rstrip() for event, unit in self._events]
         self._events.clear()
         return events

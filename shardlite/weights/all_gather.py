@@ -1,4 +1,4 @@
-"""Gather a flat's full weights from the shards of all ranks.
+"""Gather the full weights of a flat (a flat parameter) from the shards of all ranks.
 
     plain       shard [S] -> cast into its place in the full weights [W*S] -> all-gather
     quantized   shard [S] -> encoded into its row of a payload [W*R] -> all-gather -> decoded into full weights [W*S]
@@ -8,7 +8,7 @@
 Each block of 32 elements lies within one parameter and one shard, so the codes of a weight do not depend on `W`. A rank
 decodes its own codes too, so all ranks compute with the same values. The shard itself stays exact.
 
-A shard that is a part of the full weights is not copied. A single rank gathers nothing.
+A shard that already lies in the memory of the full weights is not copied. A single rank gathers nothing.
 
 Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 """
@@ -28,7 +28,7 @@ from shardlite.comm import Context, Moment, Operation, ProgramStreams, StreamQue
 from shardlite.params import ALIGN, Flat, Unit, as_they_are
 
 TAKE_PART = "take part"
-"""The purpose of a gather that only other ranks need."""
+"""The purpose under which `traffic()` counts gathers that only other ranks need."""
 
 
 def own_as_gathered(flat: Flat) -> Tensor:
@@ -55,7 +55,7 @@ _CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 class Gather(NamedTuple):
-    """One gather of a unit, which runs on a queue. It fills the unit's memory, or temporary memory."""
+    """One gather of a unit, which runs on a queue. The gather fills the unit's memory, or temporary memory."""
 
     context: Context
     unit: Unit
@@ -90,12 +90,12 @@ class Gather(NamedTuple):
             del full, sent  # no view of the unit's memory may outlive the gather
 
     def _name(self, flat: int) -> Operation:
-        """Name the gather of one flat. The name of a negotiated gather omits the step, which ranks have compared."""
+        """Name the gather of one flat. The name of a negotiated gather omits the step: ranks have compared steps."""
         what = f"{'negotiated ' * self.by_hosts}all-gather of unit {self.unit.name!r}, flat {flat}"
         return self.context.operation(what, self.purpose, self.unit.name, at_any_step=self.by_hosts, during=self.during)
 
     def _own_part(self, flat: Flat, full: Tensor | None) -> Tensor:
-        """Return the buffer to gather, in which this rank's part is filled."""
+        """Return the buffer to gather into, with this rank's part already filled."""
         if flat.quantized:
             assert flat.rank is not None, "a rank that keeps all weights gathers none"
             payload = self.context.empty(flat.layout.world_size * flat.layout.codes_nbytes, torch.uint8)
@@ -136,11 +136,11 @@ class GatherQueue:
     def __init__(self, context: Context, *, by_hosts: bool = False) -> None:
         self._context = context
         self._by_hosts = by_hosts
-        self._last: Work | None = None  # until `drain` waits for it
+        self._last: Work | None = None  # the latest work, until `drain` waits for it
         self._queue: StreamQueue | None = None  # created on first use: some models never gather
 
     def gather(self, unit: Unit, *before: Callable[[], None], during: str = "") -> None:
-        """Start a gather of the unit's current weights into its memory, after the steps `before`."""
+        """Start a gather of the unit's current weights into the unit's memory. Call the functions `before` first."""
         self._context.trace.emit("gather", unit.name)
         gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
         self._context.progress.asks()
@@ -152,9 +152,9 @@ class GatherQueue:
         return Gather(self._context, unit, deque(), TAKE_PART, during, self._by_hosts)
 
     def submit(self, *steps: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Run `steps` in order after everything submitted before.
+        """Call the functions `steps` in order, after all functions that were submitted earlier.
 
-        They are stream-ordered after the program's computation until now or, if given, until the moment `behind`.
+        Their operations are stream-ordered after the program's computation until now or, if given, until `behind`.
         """
         self._context.progress.asks()
         self._last = self._made().submit(*steps, self._context.progress.served, behind=behind)
@@ -165,7 +165,7 @@ class GatherQueue:
         return self._made().moment()
 
     def drain(self) -> None:
-        """Wait for everything submitted."""
+        """Wait for all functions that were submitted."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -176,7 +176,7 @@ class GatherQueue:
         return self._queue
 
     def wait(self, unit: Unit) -> None:
-        """Wait for a unit's gather, which is in flight."""
+        """Wait for the gather of a unit, which must be in flight."""
         assert unit.work is not None
         self._context.trace.emit("wait", unit.name)
         with self._context.traffic.waiting("gather", unit.name):
@@ -188,8 +188,8 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
     """Return a context that isolates the library's tensor operations from modes that the program has entered.
 
     - Operations do not unshard placeholders.
-    - Inference mode is off, because tensors created in it cannot be saved for a backward.
-    - Selective checkpointing does not record the operations, because it would replay them with the forward.
+    - Inference mode is off, because tensors from this mode cannot be saved for a backward.
+    - Selective checkpointing does not record operations, because recorded operations would be replayed.
     - With `streams`, operations run on the home stream.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else None
@@ -210,7 +210,7 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
 
 
 def take_over_all(unit: Unit) -> None:
-    """Write the full weights of a unit in use back to its shards, and mark them as gathered from these shards.
+    """Write the full weights of a unit that is in use to its shards, and mark the full weights as up to date.
 
     The program has written the same values on every rank, so each rank copies its own part.
     """
@@ -222,17 +222,17 @@ def take_over_all(unit: Unit) -> None:
 
 
 def differs(flat: Flat, full: Tensor) -> bool:
-    """Return whether this rank's part of the full weights differs from what a gather would write. The host waits."""
+    """Return whether this rank's part of the full weights differs from what a gather would write. Waits for a GPU."""
     return not flat.in_place and not bool(_unchanged(flat, full).all())
 
 
 def take_over(flat: Flat, full: Tensor) -> None:
-    """Write changed elements back to the shard. Unchanged ones keep the shard's precision, which may be higher."""
+    """Write changed elements to the shard. Unchanged elements keep the shard's precision, which may be higher."""
     own = flat.own_part(full)
     flat.write(torch.where(_unchanged(flat, full), flat.weights(), own.to(flat.master)))
 
 
 def _unchanged(flat: Flat, full: Tensor) -> Tensor:
-    """Return a mask [S] of the elements of this rank's part of the full weights that are unchanged since the gather."""
+    """Return a mask [S]: which elements of this rank's part of the full weights have not changed since the gather."""
     own, gathered = flat.own_part(full), own_as_gathered(flat)
     return (own == gathered) | ((own != own) & (gathered != gathered))  # NaN differs from itself

@@ -1,9 +1,10 @@
 """The gather order: the order in which all ranks gather units in a pass. It is recorded in one pass and then replayed.
 
-A gather needs all ranks, but not every rank uses every unit in every pass. So the ranks agree on a list of gathers, and
-each rank goes through its own copy. Before a rank gathers a unit, it takes part in the earlier gathers of the list. At
-the end of the pass it takes part in the remaining ones. If ranks needed more gathers, they are merged into the list
-that the next pass of this kind uses.
+A pass is, for example, a forward or a backward of the model. A gather needs all ranks, but not every rank uses every
+unit in every pass. So the ranks agree on a list of gathers, and each rank goes through its own copy of the list. Before
+a rank gathers a unit, it takes part in the earlier gathers of the list. At the end of the pass, the rank takes part in
+the remaining gathers. If ranks needed further gathers, these are merged into the list for the next pass of the same
+kind.
 
     order    blocks.0   blocks.1   blocks.2   head
     rank 0   needs      needs      needs      needs
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 MEMORY = 8
-"""Number of passes of one kind after which a gather that no rank has needed in them is removed from the order."""
+"""A gather is removed from the order if no rank has needed the gather in this number of passes of one kind."""
 
 
 @dataclass
@@ -31,14 +32,14 @@ class _Kind:
     """Units that all ranks gather, in order. Equal on all ranks, because every change uses data of all ranks."""
 
     needed: set[int] = field(default_factory=set)
-    """Places in `gathers` that this rank has needed since the last revision."""
+    """Places in `gathers` that this rank has needed since the latest revision of `gathers`."""
 
     passes: int = 0
     path: list[int] | None = None
-    """Units that this rank is expected to use."""
+    """Units that this rank is expected to use, in order."""
 
     left_path: bool = False
-    """Whether the last pass left `path`."""
+    """Whether the latest pass of this kind left `path`."""
 
 
 class GatherOrder:
@@ -53,9 +54,9 @@ class GatherOrder:
 
         self._kinds: dict[str, _Kind] = {}
         self._now = _Kind()
-        self._place = 0  # of the next gather
+        self._place = 0  # the place of the next gather in the order
         self._unused: dict[int, int | None] = {}  # units gathered in this pass and not used yet, with their places
-        self._records = False  # whether this pass is expected to repeat the last one of its kind
+        self._records = False  # whether this pass is expected to repeat the previous pass of its kind
         self._on_path = False
         self._final = False
 
@@ -65,7 +66,7 @@ class GatherOrder:
         Args:
             kind: name of the kind. Passes of one kind are expected to use the same units.
             final: whether the weights change after the pass, because it is the backward before a step.
-            repeats: whether this rank is expected to use the same units as in the last pass of this kind.
+            repeats: whether this rank is expected to use the same units as in the previous pass of this kind.
         """
         self.end_path()
         self._now = now = self._kinds.setdefault(kind, _Kind())
@@ -92,12 +93,15 @@ class GatherOrder:
         return kind in self._kinds
 
     def next_gather(self) -> int | None:
-        """Return the next unit in the order, or `None` at its end."""
+        """Return the next unit in the order, or `None` at the end of the order."""
         gathers = self._now.gathers
         return gathers[self._place] if self._place < len(gathers) else None
 
     def turn(self, unit: int) -> list[int] | None:
-        """Advance past the next gather of `unit`. Return the gathers before it, or `None` if the order has none."""
+        """Advance past the next gather of `unit` in the order. Return the gathers that come before it.
+
+        Return `None` if the rest of the order has no gather of `unit`.
+        """
         gathers, start = self._now.gathers, self._place
         if unit not in gathers[start:]:
             return None
@@ -106,7 +110,7 @@ class GatherOrder:
         return gathers[start:place]
 
     def rest(self) -> list[int]:
-        """Advance to the end and return the remaining gathers."""
+        """Advance to the end of the order. Return the gathers that remained."""
         start, self._place = self._place, len(self._now.gathers)
         return self._now.gathers[start:]
 
@@ -115,7 +119,7 @@ class GatherOrder:
         self._unused[unit] = None
 
     def needed(self) -> list[int]:
-        """Return for each gather of the order 1 if this rank has needed it since the last revision, else 0."""
+        """Return for each gather of the order: 1 if this rank has needed it since the latest revision, else 0."""
         return [int(place in self._now.needed) for place in range(len(self._now.gathers))]
 
     def is_due(self) -> bool:
@@ -130,7 +134,7 @@ class GatherOrder:
         self._replace(kind, [unit for unit, keep in zip(gathers, needed, strict=True) if keep])
 
     def extend(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
-        """Merge `wanted` of every rank into the order, after a pass that needed more than the order had.
+        """Merge `wanted` of every rank into the order, after a pass that needed more gathers than the order had.
 
         If less than half of the merged order was wanted, replace the order, because the program has changed.
         """
@@ -149,7 +153,7 @@ class GatherOrder:
     def end_path(self) -> None:
         """End the path of this pass.
 
-        If one pass leaves the expected path, the path stays. After a second one in a row, the path is replaced.
+        If one pass leaves the expected path, the path stays. If the next pass leaves the path too, it is replaced.
         """
         now = self._now
         if self._records and self.uses:
@@ -161,7 +165,7 @@ class GatherOrder:
         self._records = self._on_path = False
 
     def upcoming(self, count: int) -> list[int]:
-        """Return the next `count` units that this rank is expected to use, or none if it has left the path."""
+        """Return the next `count` units that this rank is expected to use, or `[]` if the rank has left its path."""
         if not self._on_path or self._now.path is None:
             return []
         place = len(self.uses)
@@ -177,7 +181,7 @@ class GatherOrder:
 
 
 def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
-    """Return a sequence that has both as subsequences, and contains their common elements once."""
+    """Return a sequence that has both sequences as subsequences, and contains their common elements once."""
     if first == second:
         return first
     out: list[int] = []

@@ -1,14 +1,13 @@
-"""Decide when units are gathered (stage 3), so that all ranks gather the same units even if they need different ones.
+"""Decide when units are gathered (stage 3), so that all ranks gather the same units even if their needs differ.
 
 Ranks whose forwards take different branches need different units. In each pass, all ranks gather the units of a
-recorded order (`gather_order.py`), whether they need them or not. A rank that needs another unit first goes through
-that order, then negotiates. A rank that has ended its pass takes part in the gathers of other ranks until all ranks
-have ended theirs. Its program continues meanwhile.
+recorded order (`gather_order.py`), whether they need these units or not. A rank that needs a unit outside of the order
+first takes part in the remaining gathers of the order, then negotiates. A rank that has ended its pass takes part in
+the gathers of other ranks until all ranks have ended their passes. Meanwhile, the rank's program continues.
 
 In a round of the negotiation, every rank sends the unit that it wants to gather next, or reports that its pass has
-ended. All ranks then gather one of the wanted units: the first in the order of registration, or the last in a backward.
-Ranks that wanted this unit continue, and the other ranks negotiate again. The rounds end when all ranks have ended the
-pass.
+ended. All ranks then gather one of the wanted units: the one that was registered first or, in a backward, last. Ranks
+that wanted this unit continue, and the other ranks negotiate again. The rounds end when all ranks have ended the pass.
 
     round   rank 0 wants   rank 1 wants   gathered by both
     1       blocks.0       blocks.2       blocks.0
@@ -17,34 +16,34 @@ pass.
     4       (end)          (end)
 
 The messages are a few integers on the host, for weights on any device. A unit that only other ranks need is gathered to
-temporary memory, which is freed at once. It costs the unit's bytes in traffic and, during the gather, in memory.
-`traffic()` counts it under `take part`.
+temporary memory, which is freed immediately. Such a gather costs the unit's bytes in traffic and, while it runs, in
+memory. `traffic()` counts the bytes under `take part`.
 
-If all ranks do the same, a step waits for no negotiation, with one exception: a backward on a GPU collects the round of
-its forward, which shows whether streams may wait for reductions. Gathers of the recorded order run on one queue, which
-runs nothing else. Rounds, and the gathers that they decide, have a separate thread:
+If all ranks use the same units, a step waits for no negotiation, with one exception: a backward on a GPU waits for the
+last round of its forward, whose result decides whether streams may wait for reductions. Gathers of the recorded order
+run on one queue, which runs nothing else. A separate thread runs the rounds, and the gathers that rounds decide:
 
     program       forward | gathers of its order | loss | gathers of the backward | flags | step | next forward
-    negotiation           |-- end of the forward ------------------------- collected before that -|
-                                                        |-- end of the backward --- before the next one -|
+    negotiation           |-- end of the forward ------------- collected before the next forward -|
+                                                        |-- end of the backward --- before the next backward -|
 
-So a rank that is ahead may have started gathers of the next pass while another rank requests a unit in this pass. These
-gathers do not conflict, because negotiated gathers are sent through host memory, in messages with names. Negotiated
-gathers are stream-ordered after the computation before the pass, but not after the computation in it. One round per
-pass remains, because no rank knows whether another rank will request a unit. The round is collected when the next pass
-of the kind begins, which needs the revised order. By then all ranks have long ended the first pass, unless a rank is a
-step behind.
+So a rank that is ahead may have started gathers of the next pass while another rank requests a unit in the current
+pass. The gathers of the two ranks do not conflict, because negotiated gathers are sent through host memory, in messages
+with names. Negotiated gathers are stream-ordered after the computation before the pass, but not after the computation
+inside the pass. At least one round per pass is necessary, because no rank knows whether another rank will request a
+unit. A rank waits for the last round of a pass when the next pass of the same kind begins, because that pass needs the
+revised order. By then all ranks have long ended the earlier pass, unless a rank is a step behind.
 
-Weights must not change while another rank may request them. After a backward, this requires no wait for the round: a
-rank sends its gradient flags after it has ended its pass. So everything that follows the flags, such as the step, runs
-after all ranks have ended their passes, both on the stream and on the host. Other changes of weights wait for the
-round.
+Weights must not change while another rank may request them. After a backward, a rank need not wait for the last round,
+because each rank sends its gradient flags after it has ended its pass. So everything that follows the flags, such as
+the step, runs after all ranks have ended their passes, both on the stream and on the host. Other changes of weights
+wait for the last round.
 
 The first pass of a kind has no order yet. All its gathers are negotiated, on the queue of the recorded orders, and end
 before another pass begins.
 
-A pass that a CUDA graph captures is replayed without the hosts, so there is no round. On every rank, the pass must need
-the units in the recorded order.
+A pass that a CUDA graph captures is replayed without the hosts, so it has no rounds. On every rank, such a pass must
+need the units in the recorded order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +66,7 @@ END = -1
 
 
 class Proposal(NamedTuple):
-    """Message of a rank in a round."""
+    """The message of one rank in a round."""
 
     wants: int
     """Index of the unit that the rank wants to gather next, or `END`."""
@@ -79,14 +78,14 @@ class Proposal(NamedTuple):
     """Number of steps that the rank has taken."""
 
     needed: int
-    """At the end of a pass: number of gathers that the rank has needed in it."""
+    """At the end of a pass: number of gathers that the rank has needed in the pass."""
 
     uses: int
     """At the end of a pass: checksum of the units that the rank has used, in order."""
 
 
 class Round(NamedTuple):
-    """Result of a round."""
+    """The result of a round."""
 
     choice: int
     """Index of the unit that all ranks gather now, or `END`."""
@@ -100,36 +99,36 @@ class Round(NamedTuple):
 
 @dataclass
 class Pass:
-    """One pass, as a record for the queues. Its end may still be running when later passes begin."""
+    """The record of one pass, for the queues. The last round of a pass may still run when later passes begin."""
 
     kind: str
     step: int
     """Number of steps that the rank had taken when the pass began."""
 
     prefer: Callable[[Sequence[int]], int]
-    """Chooses one of the units that ranks want."""
+    """Function that chooses one of the units that ranks want."""
 
     queue: GatherQueue
     """Queue of the rounds, and of gathers that are not in the gather order."""
 
     began: Moment | None
-    """Moment when the pass began. The computation before it has written the current weights."""
+    """Moment when the pass began. The computation before this moment has written the current weights."""
 
     uses: Sequence[int] = ()
     """Units that this rank has used, in order. Set at the end of the pass."""
 
     exceeds: bool = False
-    """Whether any rank has needed more than the gather order has."""
+    """Whether any rank has needed more gathers than the gather order has."""
 
     diverged: bool = True
-    """Whether ranks have used different units, or more than the gather order has. True until the contrary is known."""
+    """Whether ranks have used different units, or exceeded the gather order. True until the contrary is known."""
 
     confirmed: bool = False
     """Whether later operations of the program already wait until all ranks have ended the pass."""
 
     ending: Work | None = None
     revise: Callable[[], None] = lambda: None
-    """Revises the gather order, from the lists that all ranks have exchanged at the end."""
+    """Function that revises the gather order, from the lists that all ranks have exchanged at the end of the pass."""
 
 
 class Negotiation:
@@ -185,7 +184,7 @@ class Negotiation:
         return operation
 
     def _compare(self, proposals: Sequence[Proposal], kind: str) -> NoReturn:
-        """Raise an error that describes the pass and the step of two ranks that differ. All ranks raise it now.
+        """Raise an error that describes the passes and the steps of two ranks that differ. Every rank raises an error.
 
         The error is also stored, because the program may be waiting in another operation.
         """
@@ -230,7 +229,7 @@ class Passes:
         self._negotiated = GatherQueue(context, by_hosts=True)
         self._negotiation = Negotiation(context, [unit.name for unit in units])
         self._now: Pass | None = None
-        self._ended: list[Pass] = []  # until `_collect` waits for their ends
+        self._ended: list[Pass] = []  # ended passes, until `_collect` waits for their last rounds
         self._failed = False
 
     def begin_pass(self, kind: str, *, backwards: bool = False, final: bool = False, repeats: bool = False) -> None:
@@ -240,11 +239,11 @@ class Passes:
             kind: name of the kind.
             backwards: whether the unit that was registered last is gathered first if ranks need different units.
             final: whether a step follows, after which all weights are stale.
-            repeats: whether this rank is expected to use the same units as in the last pass of the kind.
+            repeats: whether this rank is expected to use the same units as in the previous pass of the kind.
 
         Raises:
-            CommError: the last pass of the kind did not end, because a peer failed, timed out or called a different
-                operation.
+            CommError: the previous pass of the kind did not end on all ranks, because a peer failed, timed out or
+                called a different operation.
         """
         self.end_pass()  # if an interrupt has left a pass open
         self._reports.raise_verdict()
@@ -257,7 +256,7 @@ class Passes:
     def end_pass(self) -> None:
         """Take part in the remaining gathers of the pass, and in further gathers of other ranks, without waiting.
 
-        A forked child takes no part. Its pass has used weights that the child already has, or has failed.
+        A forked child process takes no part. The pass has used weights that the child already has, or has failed.
         """
         now, self._now = self._now, None
         if now is None or self._single_rank or self._failed or not self._context.owner.is_here:
@@ -284,11 +283,11 @@ class Passes:
             self.end_pass()
 
     def comes_next(self, unit: int) -> bool:
-        """Return whether a unit is the next one that all ranks gather, so that it may be gathered ahead."""
+        """Return whether all ranks gather a unit next, so that the unit may be gathered ahead."""
         return self._single_rank or (self._now is not None and self.order.next_gather() == unit)
 
     def turn(self, unit: Unit) -> tuple[GatherQueue, Sequence[Callable[[], None]], str]:
-        """Return the queue on which all ranks gather `unit`, the steps to run before, and the kind of the pass."""
+        """Return the queue on which all ranks gather `unit`, the functions to call first, and the kind of the pass."""
         if self._now is None:
             self.begin_pass("what follows an inner pass")
             assert self._now is not None
@@ -317,16 +316,16 @@ class Passes:
         """Return whether all ranks have used the same units. The host waits until all ranks have ended their passes.
 
         Raises:
-            CommError: a pass did not end.
+            CommError: a pass did not end on all ranks.
         """
         self._collect(lambda _: True)
         return self._streams.captures() or not self.diverged
 
     def settle(self) -> None:
-        """Wait until every rank has ended all passes, because weights must not change before.
+        """Wait until every rank has ended all passes, because weights must not change before that.
 
         Raises:
-            CommError: a pass did not end.
+            CommError: a pass did not end on all ranks.
         """
         self._collect(lambda each: not each.confirmed)
         try:
@@ -336,7 +335,7 @@ class Passes:
             raise
 
     def _collect(self, which: Callable[[Pass], bool]) -> None:
-        """Wait until all ranks have ended the passes in `_ended`, up to the last one for which `which` is `True`."""
+        """Wait until all ranks have ended the passes in `_ended`, up to the last pass for which `which` is `True`."""
         if self._streams.captures():
             return
         last = max((place for place, each in enumerate(self._ended, 1) if which(each)), default=0)
@@ -372,7 +371,7 @@ class Passes:
             now.queue.take_part(self._units[choice], during=now.kind).execute()
 
     def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
-        """Take part in gathers of other ranks until all have ended the pass. Then prepare the revision of the order."""
+        """Take part in gathers of other ranks until every rank has ended the pass. Then prepare to revise the order."""
         while (round_ := self._negotiation.agree(END, now, len(wanted))).choice != END:
             now.exceeds = True
             now.queue.take_part(self._units[round_.choice], during=now.kind).execute()

@@ -2,8 +2,8 @@
 
     acquire -> [gather, compute] -> idle -> evict -> acquire again, if possible by the unit that had the buffer last
 
-A model of any depth needs `1 + prefetch` buffers and one for the root. It needs more only while more units are in use
-at once.
+A model of any depth needs `1 + prefetch` buffers and one for the root. It needs more buffers only while more units are
+in use at the same time.
 
 On a GPU a pool keeps these buffers for the life of the model. A unit then has its weights at the same addresses in
 every step, which a CUDA graph requires, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
@@ -40,7 +40,7 @@ class BufferPool:
         """Return a buffer of at least `nbytes`.
 
         The choice is the buffer that `owner` used last, else the smallest free buffer that is large enough, else a new
-        one. If the pool is full, a new buffer replaces the smallest free one.
+        buffer. If the pool is full, a new buffer replaces the smallest free buffer.
         """
         buffer = self._find(owner, nbytes) or self._allocate(nbytes)
         if buffer.kept:
@@ -48,12 +48,12 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool. If it is kept, the next `acquire` may return it."""
+        """Return a buffer to the pool. The next `acquire` may reuse a buffer that is kept."""
         if buffer.kept:
             self._free.append(buffer)
 
     def last(self, owner: Hashable) -> Buffer | None:
-        """Return the kept buffer that `owner` used last, or `None` if it is gone."""
+        """Return the kept buffer that `owner` used last, or `None` if the buffer is gone."""
         last = self._last.get(owner)
         return None if last is None else last()
 
@@ -62,7 +62,7 @@ class BufferPool:
         return buffer.nbytes >= nbytes if buffer.kept else buffer.nbytes == nbytes
 
     def is_surplus(self, buffer: Buffer) -> bool:
-        """Return whether a buffer exceeds those that the pool keeps."""
+        """Return whether a buffer is in addition to the buffers that the pool keeps."""
         return self._most > 0 and not buffer.kept
 
     def spare(self) -> Sequence[Buffer]:
@@ -82,7 +82,7 @@ class BufferPool:
         if self._free and len(self._kept) >= self._most:
             self._free.remove(
                 min(self._free, key=lambda buffer: buffer.nbytes)
-            )  # free it before the new one is allocated
+            )  # freed before the new buffer is allocated
         keeps = len(self._kept) < self._most
         buffer = self._make(nbytes, keeps)
         if keeps:
@@ -128,10 +128,10 @@ class BufferPolicy:
         """Units whose buffers may be evicted, least recently used first."""
 
         self._units = units
-        self._limited = [not unit.keep_unsharded for unit in units]  # whether its buffer counts against `prefetch`
+        self._limited = [not unit.keep_unsharded for unit in units]  # whether buffers count against `prefetch`
         self._order = order
         self._prefetch = prefetch
-        self._ahead = prefetch  # in the current pass
+        self._ahead = prefetch  # number of units to gather ahead in the current pass
         # The root has a separate pool. No buffers are kept for other units that stay gathered until their backward,
         # nor for a model of one unit: these buffers would hold the full weights of the whole model.
         shared, root = BufferPool(make, keeps * (1 + prefetch)), BufferPool(make, int(keeps))
@@ -139,7 +139,7 @@ class BufferPolicy:
         self._pools = [root if unit.is_root else none if unit.keep_unsharded else shared for unit in units]
 
     def begin_pass(self) -> None:
-        """Allow prefetching again."""
+        """Start a pass: allow prefetching again."""
         self._ahead = self._prefetch
 
     def stop_prefetching(self) -> Iterator[int]:
@@ -149,10 +149,10 @@ class BufferPolicy:
             yield idle[0]
 
     def acquire(self, unit: int, freed: Buffer | None = None) -> Buffer:
-        """Return a buffer for a unit: the one that was `freed` for it if it fits, else one of its pool."""
+        """Return a buffer for a unit: the buffer `freed` if it fits, else a buffer of the unit's pool."""
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
         if freed is None or not pool.fits(freed, nbytes):
-            del freed  # before another one is allocated
+            del freed  # before another buffer is allocated
             freed = pool.acquire(unit, nbytes)
         self.buffers[unit] = freed
         return freed
@@ -163,7 +163,10 @@ class BufferPolicy:
         self._order.use(unit)
 
     def end_use(self, unit: int, *, is_done: bool) -> Iterator[int]:
-        """Record that a unit is idle. Yield the units to evict, this one too if it `is_done` in this backward."""
+        """Record that a unit is idle. Yield the units to evict, among them the unit itself if it `is_done`.
+
+        A unit `is_done` if this backward will use neither the unit nor its buffer again.
+        """
         self.idle[unit] = None
         if self._pools[unit].is_surplus(self.buffers[unit]):
             yield unit
@@ -177,7 +180,7 @@ class BufferPolicy:
         """Return whether this backward will use neither a unit nor its buffer again."""
         if not self._order.is_last_use(unit):
             return False
-        # A unit without a buffer that the pass still needs may take an idle buffer.
+        # A unit that this backward still needs, and that has no buffer, may take an idle buffer.
         return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
 
     def victim_for(self, unit: int) -> int | None:
@@ -193,7 +196,7 @@ class BufferPolicy:
 
         Args:
             is_ready: returns whether a unit's full weights are valid or in flight.
-            may_start: returns whether a unit is the next one that all ranks gather. If not, the search ends there.
+            may_start: returns whether all ranks gather a unit next. If not, the search ends at this unit.
         """
         upcoming = self._order.upcoming(self._ahead)
         for unit in upcoming:  # idle units that are used soon are evicted last

@@ -2,10 +2,10 @@
 
     FULL, used -> IDLE -> [step] -> SHARDED, placeholders -> [gather] -> FULL
 
-After a step each rank has new weights in its own shard only. The next pass starts the gathers of all units at once, in
-the order of registration, and each unit waits for its own gather. So gathers overlap the computation, and all ranks
-gather the same units even if their forwards take different branches. At stage 0 every rank steps all weights, so
-nothing is gathered, but weights are cast if the master weights have a different dtype.
+After a step each rank has new weights in its own shard only. The next pass starts with the gathers of all units, in the
+order of registration, and each unit waits for its own gather. So gathers overlap the computation, and all ranks gather
+the same units even if their forwards take different branches. At stage 0 every rank steps all weights, so nothing is
+gathered. But weights are cast if the master weights have a different dtype.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ class ResidentWeights:
     def unshard(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `reshard`. Calls may nest."""
         if unit.needs_gather and unit.users == 0:
-            # Views that are created inside a `torch.func` transform would be the transform's tensors, and outlive it.
+            # Views that are created inside a `torch.func` transform would belong to the transform, but outlive it.
             self._take_over(unit)
             with isolated(self._streams), torch._C._DisableFuncTorch():
                 if self._is_due(unit):
@@ -49,7 +49,7 @@ class ResidentWeights:
         unit.use()
 
     def reshard(self, unit: Unit) -> None:
-        """End one use."""
+        """End one use of a unit."""
         if unit.end_use() and unit.needs_gather:
             self._trace.emit("reshard", unit.name)
             self._rest(unit)
@@ -70,7 +70,7 @@ class ResidentWeights:
             self._take_over(unit)
 
     def expire(self) -> None:
-        """Turn parameters whose shards have changed into placeholders, so that no code reads a mixture of values."""
+        """Turn parameters into placeholders if their shards have changed, so that no code reads a mixture of values."""
         for unit in self._units:
             if unit.phase is Weights.IDLE and not unit.is_fresh:
                 with isolated():
@@ -82,7 +82,7 @@ class ResidentWeights:
             unit.invalidate()
         self.expire()
 
-    # ---- work of a `Gatherer` only: here every rank gathers every unit, and full weights stay ------------------------
+    # ---- methods that only a `Gatherer` needs: here every rank gathers every unit, and full weights stay -------------
 
     def begin_backward(self, *, final: bool) -> None:
         """Do nothing, because the full weights of the forward are still valid."""
@@ -112,7 +112,7 @@ class ResidentWeights:
         return ()
 
     def _is_due(self, unit: Unit) -> bool:
-        """Return whether a unit must be gathered. If so, prepare it."""
+        """Return whether a unit must be gathered. If so, prepare the unit for the gather."""
         if unit.is_fresh:
             return False
         if unit.phase is Weights.GATHERING:  # the weights have changed again since that gather started
@@ -141,4 +141,4 @@ class ResidentWeights:
 
 
 Gathering = Gatherer | ResidentWeights
-"""Provides full weights while modules use them."""
+"""The type of the object that provides full weights while modules use them."""

@@ -1,17 +1,17 @@
 """Handles, which the autograd graph saves in place of gathered weights.
 
-A view of a full buffer must not be saved for backward, because another unit will use the buffer by then. Saved-tensor
-hooks replace the view with a `Handle`, from which the same view can be created again. The handles of one forward call
-of a unit belong to a `Call`:
+A view of a full buffer must not be saved for the backward, because another unit may use the buffer before the backward.
+Saved-tensor hooks replace the view with a `Handle`, from which the same view can be created again. The handles of one
+forward call of a unit belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
     backward  unpack: Handle -> the call unshards its unit, which gathers it if necessary -> view
-              autograd drops the handle with its node; with the last handle the call reshards its unit
+              autograd drops the handle with its node; when it drops the last handle, the call reshards its unit
 
-So a unit is resharded when its last weight has been used. Complete gradients would be a wrong signal: with frozen
-weights they are complete too early. The end of the unit's backward would be wrong too, because a unit may be called
-twice. A compiled function drops its handles before it computes with the views. If a view is alive when the last handle
-is dropped, the unit is resharded at the next unshard.
+So a unit is resharded when its last weight has been used. To wait for the unit's gradients would be wrong, because they
+are complete too early if weights are frozen. To wait for the end of the unit's backward would be wrong too, because a
+unit may be called twice. A compiled function drops its handles before it computes with the views. So if a view is still
+alive when the last handle is dropped, the unit is resharded later: before the next unit is unsharded.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Call:
         if not self.uses:
             self.check_version()
             self.calls.settle()
-            self.calls.gatherer.unshard(self.unit, binds=False)  # handles view the buffer
+            self.calls.gatherer.unshard(self.unit, binds=False)  # handles need no parameters
             self.uses = True
             self.calls.using.append(self)
 
@@ -62,7 +62,7 @@ class Call:
             )
 
     def release(self) -> None:
-        """End the use, if there is one."""
+        """Reshard the unit if this call has unsharded it."""
         if self.uses:
             self.uses = False
             self.calls.gatherer.reshard(self.unit)
@@ -115,8 +115,8 @@ class Handle:
         if call.unit.overwritten:
             call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
-            # `create_graph=True`: this node is recorded too, and must save handles again. The hooks are not popped,
-            # because the engine restores the state of its thread, including the hooks, after every node.
+            # With `create_graph=True`, autograd records this node too, so the node must save handles again. The hooks
+            # are not popped, because after every node the engine restores the state of its thread, hooks included.
             push_hooks(call.calls)
         return self._of_buffer()
 
@@ -141,10 +141,10 @@ class Handle:
 
 @dataclass(slots=True)
 class Kept:
-    """A saved tensor that is no weight, with the version that it must still have in the backward.
+    """A saved tensor that is not a weight, and the version that the tensor must still have in the backward.
 
-    PyTorch does not check versions if there are hooks. The tensor is detached, because a graph that packs the tensor
-    itself would reference itself and never be freed.
+    PyTorch does not check the versions of tensors that hooks have packed. The tensor is detached, because a graph that
+    held the tensor itself would be a reference cycle and never be freed.
     """
 
     tensor: Tensor
@@ -173,10 +173,10 @@ class Calls:
         """Calls whose forward is running."""
 
     def expect_backward(self, call: Call) -> None:
-        """Keep a unit unsharded after its recomputation inside a backward, until the backward has used it.
+        """Keep a unit unsharded after its recomputation inside a backward, until the backward has used the unit.
 
-        With reentrant checkpointing, the nodes of this call use the unit. Non-reentrant checkpointing discards the
-        recomputed graph, so the nodes of the last earlier call use the unit: the backward of this call runs first.
+        With reentrant checkpointing, the nodes of `call` use the unit. Non-reentrant checkpointing discards the
+        recomputed graph, so the nodes of an earlier call use the unit: the latest one, whose backward runs first.
         """
         if call.handles:
             call.unshard()
@@ -198,7 +198,7 @@ class Calls:
         self.lingering.clear()
 
     def has_given_up(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` views a buffer that was dropped because the program kept a view of it."""
+        """Return whether `tensor` views a buffer that was dropped because the program kept a view of the buffer."""
         if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
@@ -209,7 +209,8 @@ class SavedTensorHooks:
     """Saved-tensor hooks that replace weights, and pass every other tensor to the hooks that were active before.
 
     The other hooks must get the same tensors each time a forward runs, because checkpoints count the tensors that a
-    recomputation saves. So they never get a weight, not even one in a dropped buffer that the program still views.
+    recomputation saves. So these hooks never get a weight, not even a weight in a dropped buffer that the program still
+    views.
     """
 
     def __init__(self, calls: Calls) -> None:

@@ -50,7 +50,7 @@ class Gatherer(Passes):
     def unshard(self, unit: Unit, *, binds: bool = True) -> None:
         """Make a unit's full weights readable until `reshard`. Calls may nest, and must be made within a pass.
 
-        If `binds` is false, the module's parameters may stay placeholders until code reads one of them (`bind`).
+        If `binds` is false, the module's parameters may stay placeholders until a later call of `bind`.
 
         Raises:
             CommError: a peer failed, timed out or called a different operation.
@@ -73,18 +73,18 @@ class Gatherer(Passes):
         unit.use()
 
     def bind(self, unit: Unit) -> None:
-        """Turn the module's parameters into views of the full weights, which are in use, if they are placeholders."""
+        """If the module's parameters are placeholders, turn them into views of the full weights, which are in use."""
         if not unit.bound:
             with isolated(self._streams):
                 unit.bind()
 
     def follow(self, unit: Unit) -> None:
-        """Let the current stream use a unit, and wait for its gather unless it is the home stream."""
+        """Let the current stream use a unit. A stream other than the home stream first waits for the unit's gather."""
         if self._streams.on_gpu and (other := self._streams.other()) is not None:
             unit.share(other)
 
     def reshard(self, unit: Unit) -> None:
-        """End one use. After the last one the unit is idle and may be evicted."""
+        """End one use of a unit. After the last use, the unit is idle and may be evicted."""
         if unit.end_use():
             self._trace.emit("reshard", unit.name)
             with isolated(self._streams):
@@ -100,7 +100,8 @@ class Gatherer(Passes):
     def begin_backward(self, *, final: bool) -> None:
         """Start the pass of a backward. A step follows a `final` backward and makes all weights stale.
 
-        Successive backwards without a forward in between (of a retained graph) are passes of different kinds.
+        If backwards follow each other without a forward in between (`retain_graph=True`), each is a pass of another
+        kind.
         """
         self._backwards += 1
         self._begin(f"backward {self._backwards}{' before a step' if final else ''}", backwards=True, final=final)
@@ -113,7 +114,7 @@ class Gatherer(Passes):
         self.finish_prefetched()
 
     def after_backward(self, *, final: bool) -> None:
-        """End a backward. After a `final` one, drop all idle weights, because a step makes them stale on all ranks."""
+        """End a backward. If it is `final`, drop all idle weights, because a step makes them stale on all ranks."""
         self.order.end_path()
         if final:
             self.diverged = False
@@ -140,7 +141,7 @@ class Gatherer(Passes):
         self._trim(keep=0)
 
     def finish_prefetched(self) -> None:
-        """Wait for gathers that were prefetched and not used, and mark their units as idle."""
+        """Wait for prefetched gathers of units that no module has used, and mark these units as idle."""
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
                 with isolated():
@@ -176,7 +177,7 @@ class Gatherer(Passes):
         victim = self._policy.victim_for(unit.index)
         freed = None if victim is None else self._evict(self._units[victim])
         buffer = self._policy.acquire(unit.index, freed)
-        self._ledger.track("gather buffers", buffer.bytes)  # the ledger may have this memory for another purpose
+        self._ledger.track("gather buffers", buffer.bytes)  # the memory may have had another purpose
         self.owners[buffer.key] = unit
         unit.take_buffer(buffer)
 
@@ -220,7 +221,7 @@ class Gatherer(Passes):
 
 
 def _allocate(context: Context, nbytes: int, kept: bool) -> Buffer:
-    """Return a new buffer. If it is kept, it is memory of the transport that sends it."""
+    """Return a new buffer. Memory that is `kept` comes from the transport, which sends it."""
     if kept:
         return Buffer(context.transport.empty_persistent(nbytes, context.device), kept=True)
     return Buffer(context.empty(nbytes, torch.uint8))
