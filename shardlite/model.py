@@ -65,7 +65,7 @@ from shardlite.optim import accumulating, adopt
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
-# `torch.compiler.disable` would import the compiler here. PyTorch's private form imports the compiler at the first call.
+# `torch.compiler.disable` would import the compiler here. PyTorch's private form does so at the first call.
 _uncompiled = torch._disable_dynamo
 
 
