@@ -92,8 +92,9 @@ class _Initializer:
             _leave_meta(tensor, device)
 
     def initialize(self, module: nn.Module) -> None:
-        """Allocate and initialize the module's own tensors that were on the meta device. Its other tensors keep their
-        values.
+        """Allocate and initialize the module's own tensors that were on the meta device.
+
+        The module's other tensors keep their values.
         """
         own = _own(module)
         due = {tensor for _, tensor in own if tensor in self._missing}
