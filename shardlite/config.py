@@ -360,6 +360,6 @@ def streams_share_a_queue() -> bool:
 def poison_evicted_buffers() -> bool:
     """Return whether buffers are filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
 
-    Code that reads an evicted buffer then computes NaN instead of plausible numbers. All tests set this variable.
+    With the variable, code that reads an evicted buffer computes NaN instead of plausible numbers. All tests set it.
     """
     return os.environ.get("SHARDLITE_POISON", "0") not in ("", "0")

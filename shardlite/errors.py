@@ -24,7 +24,7 @@ class CommError(ShardLiteError, RuntimeError):
 
 
 class DesyncError(CommError):
-    """Ranks run different passes or numbers of steps. This is detected before they exchange any data."""
+    """Ranks run different passes or numbers of steps. The difference is found before data is exchanged."""
 
 
 SAME_PASSES = (

@@ -146,8 +146,8 @@ class ShardLite(nn.Module):
         buffers: `"rank0"` broadcasts rank 0's buffers (running statistics) before a forward, as
             `DistributedDataParallel` does. A broadcast happens only if an earlier forward outside `no_sync()` and
             `torch.no_grad()` has changed the buffers on some rank. `"own"` lets each rank keep its own buffers.
-        diagnose: whether to warn if a gradient is not finite, and name its parameter and rank. The host then waits for
-            the device in each backward.
+        diagnose: whether to warn if a gradient is not finite, and name its parameter and rank. If this is set, the host
+            waits for the device in each backward.
         memory_limit: maximum number of bytes per rank, or a `MemoryLimit`. A model that needs more is refused before
             memory is allocated. The error suggests options that fit.
         timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
@@ -631,10 +631,10 @@ class ShardLite(nn.Module):
         writes back its own shard only. After an exception inside the context, nothing is written back.
 
         Inside the context, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save their results
-        there as well, because the results refer to the model's weights.
+        inside the context as well, because the results refer to the model's weights.
 
         Args:
-            names: names of parameters, whose units are unsharded. Defaults to all parameters.
+            names: names of parameters. The units of these parameters are unsharded. Defaults to all parameters.
             writeback: whether changes of the parameters are kept.
 
         Returns:

@@ -191,7 +191,7 @@ def broadcast_values(
         unit: unit whose shards are set.
         context: the ranks.
         value: returns the value of a parameter. It is called on rank 0.
-        sent: called for each flat after the last call of `value` for its parameters.
+        sent: function that is called for each flat when the values of its parameters are no longer needed.
     """
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):

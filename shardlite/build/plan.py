@@ -30,7 +30,7 @@ class FlatPlan(NamedTuple):
     reduce: torch.dtype
     params: Sequence[nn.Parameter]
     split: bool = False
-    """Whether weights are stored in two parts. The layout then describes the upper part."""
+    """Whether weights are stored in two parts. If so, the layout describes the upper part."""
 
     quantized: bool = False
     """Whether gathers send 8-bit codes."""

@@ -156,7 +156,7 @@ def check_options(module: nn.Module, options: Options, groups: Ranks) -> None:
 
     Raises:
         TypeError: an option has a wrong type.
-        LayoutError: an option is invalid, or contradicts another one.
+        LayoutError: an option is invalid, or contradicts another option.
     """
     stage, prefetch, route = options.stage, options.prefetch, options.route
     quantized = options.precision.quantized_gather is not False

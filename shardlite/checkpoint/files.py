@@ -33,8 +33,8 @@ BLOCK = 1 << 22
 """Number of bytes per checksum."""
 
 _PIECE = 1 << 18
-"""Number of bytes that are added to a checksum and then written. So few bytes stay in the processor's cache between the
-two operations."""
+"""Number of bytes that are added to a checksum and then written. The number is small, so that the bytes stay in the
+processor's cache between the two operations."""
 
 _BUFFER = 1 << 16
 """Bytes of the buffer for small writes. The buffer is smaller than a piece, so pieces are not copied into it."""

@@ -7,9 +7,9 @@ while this process observes the lease. Clocks of two hosts are never compared. T
 the old file. So if the old owner still lives, it renews a file that has no name any more. An owner reads the lease
 before each rename and removal, and stops if another process has the lease.
 
-The file system must provide exclusive creation, atomic renames, and all synced writes in a newly opened file. NFS
-provides them since version 3. `flock` is not used. An owner that is suspended for more than `STALE` seconds between its
-check and the rename can still publish once.
+The file system must provide exclusive creation and atomic renames, and a newly opened file must show all synced writes.
+NFS meets these requirements since version 3. `flock` is not used. An owner that is suspended for more than `STALE`
+seconds between its check and the rename can still publish once.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ def load(
     are loaded. If copies are found that cannot be loaded, rank 0 logs a warning with the reason (logger `shardlite`).
 
     The number of ranks, stage, units and formats may differ from those of the save. If they are the same, the run
-    continues with the same bits. `load` also accepts checkpoints that `torch.distributed.checkpoint` has written for an
-    FSDP2 or an unsharded program, and weights in a folder of Hugging Face's safetensors files. Loading executes no
-    code.
+    computes the same bits as without a restart. `load` also accepts checkpoints that `torch.distributed.checkpoint` has
+    written for an FSDP2 or an unsharded program, and weights in a folder of Hugging Face's safetensors files. Loading
+    executes no code.
 
     Args:
         path: folder of a run, as passed to `save`, or of one checkpoint.

@@ -61,7 +61,8 @@ def save(
         extra: further values of this rank: tensors, numbers, strings, and dicts, lists and tuples of such values. An
             object with `state_dict()` and `load_state_dict()` (scheduler, sampler, `EMA`) is saved as its state.
         step: number of the checkpoint. Default: the number of the newest checkpoint plus one.
-        keep: number of checkpoints to keep, including this one. Older ones are removed. `None` keeps all.
+        keep: number of checkpoints to keep, including the new checkpoint. Older checkpoints are removed. `None` keeps
+            all checkpoints.
 
     Returns:
         The path of the checkpoint.
@@ -289,7 +290,7 @@ class RankFile:
         Returns:
             `entries`: for each part the name, [file, offset, bytes] and, for a tensor, dtype, shape, offsets and sizes.
             `files`: size and checksums of the file, by the name of the file.
-            `aliases`, `paths`: the attributes of this object, with those paths only that this rank describes.
+            `aliases`: as in this object. `paths`: the paths of the entries that this rank describes.
 
         Raises:
             CheckpointError: the file cannot be written, or an object has a value whose loading could execute code.

@@ -1,8 +1,8 @@
 """Patches that let `torch.distributed.checkpoint.state_dict` handle wrapped models.
 
 PyTorch's module looks for an optimizer's parameters in the model's submodules, but in a wrapped model these contain
-placeholders. It gathers and shards DTensors only. The patches replace private functions of the module, because programs
-may have imported its public functions by name.
+placeholders. Besides, PyTorch's module gathers and shards DTensors only. The patches replace private functions of that
+module, because programs may have imported its public functions by name.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -54,12 +54,10 @@ def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
 
 
 def _wrapped(model: nn.Module) -> ShardLite | None:
-    """Return the wrapped model if `model` is one, or if `model` is a wrapped model compiled by `torch.compile`.
-
-    Otherwise return `None`.
+    """Return `model` if it is wrapped. If `torch.compile` has compiled a wrapped model, return that. Else return `None`.
 
     Raises:
-        LayoutError: `model` contains a wrapped model.
+        LayoutError: `model` is another module, and contains a wrapped model.
     """
     if not isinstance(model, ShardLite):  # a wrapped model forwards `_orig_mod` to a compiled module that it wraps
         model = getattr(model, "_orig_mod", model)

@@ -1,8 +1,9 @@
 """Compute the global norm of sharded gradients, and clip gradients by it, without host synchronization.
 
 The norm combines one partial norm per rank, in the order of ranks. The last addition of a reduction also computes
-statistics, from which a rank derives its partial norm if the gradients have not changed since. Otherwise it reads its
-part of the gradients. The parts of ranks are the same at every stage, so all stages get the same bits.
+statistics. If the gradients have not changed since the reduction, a rank derives its partial norm from the statistics.
+Otherwise the rank reads its part of the gradients. The parts of ranks are the same at every stage, so all stages get
+the same bits.
 
 With order="tree" the norm combines the norms of blocks of `B` elements, which no cut between shards divides. All ranks
 gather the norms of all blocks. For any `W`, they combine the same numbers in the same order.
@@ -93,9 +94,10 @@ class ReducedNorm:
 
 
 def _span(parts: Sequence[Tensor]) -> Tensor:
-    """Return the memory from the first to the last of `parts` of a gradient shard, which are in ascending order.
+    """Return the memory from the first to the last of some parts of a gradient shard.
 
-    Between the parts, the memory is zero: padding, and gradients of parameters that no rank used.
+    The parts must be in ascending order. The memory between them is zero: it is padding, or belongs to parameters that
+    no rank used.
     """
     start = parts[0].storage_offset()
     stop = parts[-1].storage_offset() + round_up(parts[-1].numel(), ALIGN)

@@ -96,8 +96,8 @@ class Reducer:
         self.context = context
         self.diagnose = diagnose
         self._own_parts = None if parts is None else parts // context.world_size
-        # With one rank the last two sums stay separate. The reduction adds and divides them in one operation without
-        # rounding in between, as two ranks do with their sums.
+        # With one rank, the sums of the two halves of the parts stay separate. The reduction adds and divides these
+        # sums in one operation without rounding in between, as two ranks do with their sums.
         most_parts = (self._own_parts or 1) // (2 if context.world_size == 1 else 1)
         self.divisor = parts or context.world_size
         """The number by which sums are divided."""

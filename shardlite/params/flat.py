@@ -53,7 +53,7 @@ class Flat:
     """Weights that this rank keeps: its shard [S] in the arena, or all weights [W*S]."""
 
     low: Tensor | None = None
-    """Lower part of split weights, laid out like `local`. `local` is then the upper part."""
+    """Lower part of split weights, laid out like `local`, which is the upper part. `None` if weights are not split."""
 
     full: Tensor | None = None
     """Permanent memory of the full weights [W*S], if any. `local` may be a view of a part of this memory."""

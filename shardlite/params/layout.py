@@ -258,7 +258,7 @@ class ShardInfo(NamedTuple):
     """Number of elements of the whole parameter that precede the shard."""
 
     low: Tensor | None = None
-    """Lower part of split weights, as long as the shard. The shard itself is then the upper part."""
+    """Lower part of split weights, as long as the shard, which is the upper part. `None` if weights are not split."""
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:

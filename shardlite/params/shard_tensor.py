@@ -142,7 +142,7 @@ class ShardTensor(Tensor):
         return self._gather(self.read())
 
     def commit(self) -> None:
-        """Store writes to the decoded copy that `to_local()` returned, if there is one, and drop the copy."""
+        """Encode and store the decoded copy that `to_local()` has returned, if there is one, and drop the copy."""
         if self._decode is not None and self._local is not None:
             if self._encode is not None:
                 self._encode(self._local)

@@ -166,7 +166,7 @@ class Unit:
         self.users += 1
 
     def end_use(self) -> bool:
-        """End a use. Return whether it was the last use."""
+        """End a use. Return whether no other use is left."""
         self.users -= 1
         return self.users == 0
 
