@@ -56,7 +56,7 @@ def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[T
     """Return the planned units. Each parameter that is not ignored belongs to one unit.
 
     The first unit is the root. Units may be empty. A parameter belongs to the innermost unit around it. If a parameter
-    occurs in several modules, it belongs to the innermost unit around all of them, so tied weights need no option.
+    occurs in several modules, it belongs to the innermost unit around all of these. So tied weights need no option.
 
     Raises:
         LayoutError: `policy` has an invalid type, or is a class that the model does not contain.

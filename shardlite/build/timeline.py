@@ -32,7 +32,7 @@ from shardlite.params import Buffer
 from shardlite.weights import BufferPolicy, GatherOrder, UnitSize
 
 ACTIVATIONS = "activations"
-"""The purpose under which the program's own tensors count, and gradients that autograd still holds."""
+"""The name of the purpose that counts the program's own tensors, and gradients that autograd still holds."""
 
 _STEPS = 3
 """Number of steps after which all orders are recorded and the set of buffers that a GPU keeps no longer changes; see

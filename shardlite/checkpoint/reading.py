@@ -149,7 +149,7 @@ class Checkpoint:
         return found.size if isinstance(found, TensorStorageMetadata) else None
 
     def items(self, name: str, target: object) -> list[ReadItem]:
-        """Return the reads that fill `target` (a tensor or a `ShardTensor`). For an object, return the read of it."""
+        """Return the reads that fill `target` (a tensor or a `ShardTensor`). For an object, return one read."""
         return _create_read_items(name, self.entries[name], target)
 
     def object_items(self, names: Iterable[str]) -> Iterator[ReadItem]:

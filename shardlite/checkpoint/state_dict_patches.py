@@ -54,7 +54,9 @@ def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
 
 
 def _wrapped(model: nn.Module) -> ShardLite | None:
-    """Return `model` if it is wrapped. If `torch.compile` has compiled a wrapped model, return that. Else return `None`.
+    """Return `model` if it is wrapped. If `torch.compile` has compiled a wrapped model, return the wrapped model.
+
+    Otherwise return `None`.
 
     Raises:
         LayoutError: `model` is another module, and contains a wrapped model.
