@@ -51,8 +51,8 @@ __version__ = "0.1.0"
 
 # ---- names that are imported when they are first used ---------------------------------------------------------------
 #
-# So the command line answers `--help` without PyTorch, and a program that saves nothing does not import
-# `torch.distributed.checkpoint`, which takes half as long as importing PyTorch.
+# Because these imports are late, the command line answers `--help` without PyTorch. A program that saves nothing does
+# not import `torch.distributed.checkpoint`, whose import takes half as long as that of PyTorch.
 
 _LATE = {
     **dict.fromkeys(("MemoryLimit", "Precision", "Route"), "shardlite.config"),
@@ -70,15 +70,16 @@ def _import_late(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _LATE[name] == "shardlite.checkpoint":
-        # Import this first, in the same order as programs that import it after wrapping: other threads may import both.
+        # Import PyTorch's module first. Programs do the same if they wrap a model before they import checkpoints. If
+        # two threads imported the two modules in different orders, each thread could wait for the other.
         import_module("torch.distributed.checkpoint.state_dict")
     globals()[name] = value = getattr(import_module(_LATE[name]), name)
-    if name == "ShardLite":  # applies all patches when it first wraps a model
+    if name == "ShardLite":  # when `ShardLite` first wraps a model, it applies all patches
         import_module("shardlite.engine").set_state_dict_patch(lambda: import_module("shardlite.checkpoint").install())
     return value
 
 
-if not TYPE_CHECKING:  # a type checker would then accept any name
+if not TYPE_CHECKING:  # with a module-level `__getattr__`, a type checker would accept any name
     __getattr__ = _import_late
 
 

@@ -1,4 +1,4 @@
-"""`python -m shardlite`."""
+"""Run the command line as `python -m shardlite`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Options: precision, memory limit, route of messages, and environment variables, which are read only here."""
+"""Options: precision, memory limit and route of messages. Environment variables are read in this file only."""
 
 import os
 import warnings
@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 Algorithm = Literal["ring", "bidirectional", "direct", "hierarchical", "halving"]
-"""Schedules of collectives."""
+"""The names of the schedules by which ranks exchange messages in a collective."""
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 COMPUTE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Dtypes that forward and backward may run in."""
+"""Dtypes in which forward and backward may run."""
 
 WIRE = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that gradients may be summed in, unless their weights are fp64."""
+"""Dtypes in which gradients may be summed. Gradients of fp64 weights are always summed in fp64."""
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that a gather can send as 8-bit codes."""
@@ -29,33 +29,34 @@ QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 class Precision:
     """Select the dtypes of computation, reduction and optimizer.
 
-    The options apply to floating-point parameters only. Other parameters, and frozen ones, keep their dtype. A
-    trainable parameter is stepped in fp32 or fp64, even if it was wrapped in fewer bits, because most updates are too
-    small for fewer bits.
+    The options apply to floating-point parameters only. The optimizer steps a trainable parameter in fp32 or fp64, even
+    if the parameter was wrapped in a narrower dtype, because most updates are too small for a narrower dtype. Integer
+    parameters and frozen parameters are stored in their own dtype.
 
     Raises:
         TypeError: `quantized_gather` is neither a bool nor callable.
-        ValueError: a dtype is not supported for its purpose, or `"split24"` has another `compute` than bf16.
+        ValueError: a dtype is not supported for its purpose, or `master="split24"` was passed without
+            `compute=torch.bfloat16`.
 
     Example:
         >>> ShardLite(model, precision=Precision(compute=torch.bfloat16))
     """
 
     compute: torch.dtype | None = None
-    """Dtype of gathered weights, and so of forward and backward. Inputs are cast to it. `None`: the dtype of each
-    parameter.
+    """Dtype of gathered weights, and so of forward and backward. Inputs are cast to this dtype. `None`: each parameter
+    is gathered in its own dtype, and inputs are not cast.
     """
 
     reduce: torch.dtype = torch.float32
-    """Dtype in which gradients are accumulated and summed over the ranks. In bf16 each hop of the ring rounds, which
-    causes an error of about `sqrt(W)` units in the last place of bf16 at `W` ranks. A single rank that casts no weights
-    does not round gradients.
+    """Dtype in which gradients are accumulated and summed over the ranks. In bf16, each addition along the ring rounds,
+    which causes an error of about `sqrt(W)` units in the last place of bf16 with `W` ranks. A single rank that casts no
+    weights does not round gradients.
     """
 
     master: torch.dtype | Literal["split24"] = torch.float32
     """Dtype of the weights that the optimizer steps. fp64 parameters stay fp64. `"split24"` keeps the upper 24 bits of
-    fp32 numbers in two parts: a bf16 part, which is gathered, and 8 further bits. This takes 3 bytes per element,
-    without a copy in the compute dtype. It requires `compute=torch.bfloat16` and `shardlite.AdamW`.
+    fp32 numbers in two parts: a bf16 part, which is gathered, and 8 further bits. The weights then take 3 bytes per
+    element, and need no copy in the compute dtype. `"split24"` requires `compute=torch.bfloat16` and `shardlite.AdamW`.
     """
 
     output: torch.dtype | None = None
@@ -63,8 +64,8 @@ class Precision:
 
     quantized_gather: bool | Callable[[str, nn.Module], bool] = False
     """Whether all-gathers send weights as 8-bit codes, 33 bytes for 32 weights. Ranks compute with the decoded values.
-    The optimizer steps weights of full precision. `callable(name, module) -> bool` decides for each unit. The root's
-    name is empty. Stage 3 only. See `docs/precision.md`.
+    The optimizer steps weights of full precision. A function `callable(name, module) -> bool` decides for each unit.
+    The name of the root unit is empty. Stage 3 only. See `docs/precision.md`.
     """
 
     def __post_init__(self) -> None:
@@ -90,13 +91,13 @@ class Precision:
             )
 
     def master_of(self, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
-        """Return the dtype in which a parameter of `dtype` is stepped. It is also stored in this dtype unless split."""
+        """Return the dtype in which a parameter of `dtype` is stepped, and stored unless it is split."""
         if not (trainable and dtype.is_floating_point):
             return dtype
         return torch.promote_types(dtype, torch.float32)
 
     def splits(self, master: torch.dtype, *, trainable: bool) -> bool:
-        """Return whether a parameter that is stepped in `master` is stored in two parts."""
+        """Return whether a parameter that is stepped in the dtype `master` is stored in two parts."""
         return self.master == "split24" and trainable and master == torch.float32
 
     def compute_of(self, dtype: torch.dtype) -> torch.dtype:
@@ -109,17 +110,17 @@ class Precision:
 
 
 STATES = ("fp32", "bf16", "int8")
-"""Formats of the moments of `AdamW`."""
+"""Formats in which `AdamW` can store its moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """Limit the memory of a rank, and describe its memory besides the wrapped model.
+    """Limit the memory of a rank, and describe the memory that the rank needs besides the wrapped model.
 
     `ShardLite(..., memory_limit=nbytes)` is short for `MemoryLimit(nbytes=nbytes)`.
 
     Raises:
-        ValueError: the limit is not positive, bytes are negative, or the format is unknown.
+        ValueError: `nbytes` is not positive, `activations` is negative, or the format `state` is unknown.
 
     Example:
         >>> ShardLite(model, memory_limit=MemoryLimit(nbytes=80 * 10**9, state="int8", activations=12 * 10**9))
@@ -132,10 +133,10 @@ class MemoryLimit:
     """Format of the optimizer's moments. PyTorch's optimizers with two moments count as `"fp32"`."""
 
     in_backward: bool = False
-    """Whether the optimizer will step in the backward."""
+    """Whether the program will use an optimizer that steps in the backward."""
 
     activations: int = 0
-    """Bytes of the program's own tensors at their peak, as `shardlite plan` predicts them for a batch."""
+    """Peak number of bytes of the program's own tensors. `shardlite plan` predicts this number for a batch."""
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -149,7 +150,7 @@ class MemoryLimit:
 
 
 def memory_limit_of(limit: "int | MemoryLimit | None") -> "MemoryLimit | None":
-    """Return a limit as a record.
+    """Return a memory limit as a `MemoryLimit`, or `None` if `limit` is `None`.
 
     Raises:
         TypeError: `limit` is neither a number of bytes nor a `MemoryLimit`.
@@ -183,31 +184,32 @@ class Route:
     transport: TransportName = "auto"
     """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
     `"symmetric_memory"`: CUDA tensors go through memory that all GPUs of one host can read (PyTorch's symmetric memory;
-    64 MiB per rank and connection). This is experimental, and has not been tested between GPUs. `"p2p"`: point-to-point
-    messages of the process group (NCCL, gloo). Gloo stages CUDA tensors in pinned memory. `"collectives"`: collectives
-    of the process group (NCCL, or gloo for CPU tensors), with the same bits as the ring. `"auto"`: for CPU tensors,
-    shared memory where available, else `"p2p"`. Over NCCL, `"collectives"`, or `"p2p"` if `algorithm` is neither
-    `"auto"` nor `"hierarchical"`. It never selects symmetric memory.
+    64 MiB per rank and connection). This transport is experimental, and has not been tested between GPUs. `"p2p"`:
+    point-to-point messages of the process group (NCCL, gloo). Gloo stages CUDA tensors in pinned memory.
+    `"collectives"`: collectives of the process group (NCCL, or gloo for CPU tensors), with the same bits as the ring.
+    `"auto"`: CPU tensors use shared memory if it is available, else `"p2p"`. Over NCCL, tensors use `"collectives"`, or
+    `"p2p"` if `algorithm` is neither `"auto"` nor `"hierarchical"`. `"auto"` never selects symmetric memory.
     """
 
     algorithm: AlgorithmName = "auto"
     """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
     the same order. Other schedules add in a different order, so results differ in the last bits. `"hierarchical"` adds
-    inside each node first and then across nodes, so the bits depend on the number of ranks per node. Over collectives
-    each reduction is then two exchanges. `transport="collectives"` supports no other schedule, and
-    `transport="symmetric_memory"` none at all.
+    inside each node first and then across nodes, so the bits depend on the number of ranks per node.
+    `transport="collectives"` accepts only `"auto"` and `"hierarchical"`; with `"hierarchical"`, each reduction is two
+    exchanges. `transport="symmetric_memory"` accepts only `"auto"`.
     """
 
     reduce: ReduceName = "exact"
-    """`"fast"`: over collectives, gradients are added by the process group's reduce-scatter. The order and roundings
-    then depend on the backend, its version, the buffer's length and the number of ranks. The guarantees of
-    `docs/numerics.md` do not hold: results differ from those of other transports, stages and runs.
+    """`"exact"`: ShardLite fixes the order in which gradients are added. `"fast"`: with the transport `"collectives"`,
+    the process group's reduce-scatter adds the gradients. The order of additions and the roundings then depend on the
+    backend, its version, the buffer's length and the number of ranks. So the guarantees of `docs/numerics.md` do not
+    hold: results differ from those of other transports, stages and runs.
     """
 
     order: OrderName = "ring"
     """Order in which gradients are added. `"ring"`: in the order of the ranks. `"tree"`: as a balanced binary tree over
-    the `parts` of a global batch, so that a run computes the same bits on any number of ranks. Reductions then use the
-    algorithm `"halving"`. See `docs/elastic.md`.
+    the `parts` of a global batch, so that a run computes the same bits on any number of ranks. With `"tree"`,
+    reductions use the algorithm `"halving"`. See `docs/elastic.md`.
     """
 
     parts: int | None = None
@@ -217,8 +219,8 @@ class Route:
 
     registered: bool = False
     """Whether gather buffers, gradient buckets and receive buffers of reductions come from NCCL's allocator and are
-    registered with their communicator. NCCL can then read them in place, with fewer SMs. Off by default, because the
-    effect has not been measured between GPUs. See `docs/rings.md`.
+    registered with their communicator. NCCL can then read these buffers in place, with fewer SMs. Off by default,
+    because the effect has not been measured between GPUs. See `docs/rings.md`.
     """
 
     max_ctas: int | None = None
@@ -228,7 +230,7 @@ class Route:
 
     high_priority: bool = True
     """Whether gathers and reductions run on high-priority streams, so that a GPU schedules them before computation.
-    Collectives run on ShardLite's streams, point-to-point messages on a stream of NCCL.
+    These streams are ShardLite's own for collectives, and NCCL's for point-to-point messages.
     """
 
     def __post_init__(self) -> None:
@@ -279,12 +281,12 @@ class Route:
             raise ValueError(f"max_ctas must be at least 1, got {self.max_ctas}")
 
     def of_nccl(self) -> str:
-        """Return the options for NCCL communicators that are not the default, as arguments."""
+        """Return the options for NCCL communicators that differ from their defaults, written as arguments."""
         asked = {name: getattr(self, name) for name, default in _OF_NCCL.items() if getattr(self, name) != default}
         return ", ".join(f"{name}={value!r}" for name, value in asked.items())
 
     def without_nccl(self) -> "Route":
-        """Return the route without options for NCCL communicators, for tensors that are not sent by NCCL."""
+        """Return the route with default options for NCCL communicators, for tensors that NCCL does not send."""
         return replace(self, **_OF_NCCL)
 
 
@@ -296,11 +298,11 @@ _DEPRECATED = {
     **dict.fromkeys(("transport", "algorithm", "reduce", "order", "parts"), "route=Route"),
     "quantized_gather": "precision=Precision",
 }
-"""Deprecated keywords of `ShardLite`, with the record that has them as fields."""
+"""The deprecated keywords of `ShardLite`. The value is the argument that replaces the keyword, and its class."""
 
 
 def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, Any]) -> tuple[Route, Precision]:
-    """Set the fields of both records that were passed as keywords of `ShardLite`, and warn for each keyword.
+    """Return both records with the fields set that were passed as keywords of `ShardLite`. Warn for each keyword.
 
     Raises:
         TypeError: a keyword is unknown, or a record has a wrong type.
@@ -323,7 +325,7 @@ def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, A
 
 
 def with_environment(route: Route) -> Route:
-    """Return `route`, with the transport of the variable `SHARDLITE_TRANSPORT` if `route` has `transport="auto"`.
+    """Return `route`. If its transport is `"auto"`, replace that by the environment variable `SHARDLITE_TRANSPORT`.
 
     Raises:
         ValueError: the variable does not name a transport, or the transport excludes another option of the route.
@@ -346,18 +348,18 @@ def check_timeout(timeout: timedelta) -> None:
 
 
 def devices_may_overlap() -> bool:
-    """Return whether ranks may share a GPU for symmetric memory (`TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`)."""
+    """Return whether ranks on one GPU may use symmetric memory (`TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`)."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "0") == "1"
 
 
 def streams_share_a_queue() -> bool:
-    """Return whether all streams of a GPU go through one queue of the hardware (`CUDA_DEVICE_MAX_CONNECTIONS=1`)."""
+    """Return whether all streams of a GPU share one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def poison_evicted_buffers() -> bool:
     """Return whether buffers are filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
 
-    Code that reads an evicted buffer then computes NaN instead of plausible numbers. All tests set this variable.
+    With the variable, code that reads an evicted buffer computes NaN instead of plausible numbers. All tests set it.
     """
     return os.environ.get("SHARDLITE_POISON", "0") not in ("", "0")

@@ -1,15 +1,16 @@
 """Exponential moving averages of a wrapped model's weights, sharded like the weights.
 
-Averages have the layout of this rank's weights, so one call updates each arena:
+An arena is one contiguous buffer with this rank's weights of all units. The averages have the same layout, so one call
+updates the averages of a whole arena:
 
     arena     [ unit 0 | unit 1 | unit 2 | ... ]     current weights
     averages  [ unit 0 | unit 1 | unit 2 | ... ]     += (1 - decay) * (weights - averages)
 
-At stages 1 and 2 a shard is a part of the full weights, so there is one call per unit. For an evaluation, arena and
-averages swap their contents in place. Averages of split weights are fp32. A swap rounds them to the 24 bits that the
-model keeps.
+At stages 1 and 2 a shard is a part of the full weights, so each unit needs its own call. For an evaluation, arena and
+averages swap their contents in place. Averages of split weights are fp32. A swap rounds these averages to the 24 bits
+that the model keeps.
 
-Legend: `n` elements that this rank keeps of a flat.
+Legend: `n` elements that this rank keeps of a flat (flat parameter).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,26 +35,27 @@ _CHUNK = 1 << 18
 class EMA:
     """Average the trainable parameters of `model`: `average = decay * average + (1 - decay) * weight`.
 
-    Averages start as the current weights. They have the precision in which weights are kept, at least fp32. At any
-    stage and number of ranks they are bit-equal to the averages of `torch.optim.swa_utils.get_ema_multi_avg_fn` on
+    Averages start as the current weights. Their precision is that in which weights are kept, and at least fp32. At any
+    stage and number of ranks the averages are bit-equal to those of `torch.optim.swa_utils.get_ema_multi_avg_fn` on
     whole parameters. Each rank averages the weights that it keeps, without communication: all weights at stage 0, 1/W
     of them at other stages.
 
-    Frozen parameters have no average, and take no memory for one. A parameter that is unfrozen is averaged from its
-    first step on. A parameter that is frozen later is still averaged. Buffers (BatchNorm statistics) and ignored
-    parameters are not averaged: the averaged model has the model's values, as with `AveragedModel(use_buffers=False)`.
+    Frozen parameters have no average, and take no memory for one. If a parameter is unfrozen, it is averaged from its
+    first step on. If a parameter is frozen later, it is still averaged. Buffers (BatchNorm statistics) and ignored
+    parameters are not averaged: the averaged model has the current values of the model, as with
+    `AveragedModel(use_buffers=False)`.
 
     `model.memory()` counts the averages under `averages`.
 
     Args:
-        model: a wrapped model. It may have several averages.
+        model: a wrapped model. It may have several `EMA`s.
         decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first update). A function
             can warm up the decay: `lambda n: min(0.999, (1 + n) / (10 + n))`.
 
     Raises:
         TypeError: `model` is not wrapped, or `decay` is neither a number nor callable.
         ValueError: `decay` is not from 0 to 1.
-        PhaseError: inside `swapped()` of another average of `model`.
+        PhaseError: the call is inside `swapped()` of another `EMA` of `model`.
 
     Example:
         >>> ema = EMA(model, decay=0.999)
@@ -89,7 +91,7 @@ class EMA:
         """Update the averages with the current weights. Every rank must call it after each step of the optimizer.
 
         Raises:
-            PhaseError: inside `swapped()`.
+            PhaseError: the call is inside `swapped()`.
             ValueError: the callable `decay` returned a value that is not from 0 to 1.
 
         Example:
@@ -109,18 +111,18 @@ class EMA:
         """Let the model use its averaged weights inside the context. Collective.
 
         Weights and averages are swapped on entry and swapped back on exit, also after an exception. So the trained
-        weights return to the bit. Gradients and the optimizer's state are not changed. Writing to the weights inside
-        changes the averages: inside, `model.load_full_state_dict(saved)` loads averages that `full_state_dict()` has
-        returned.
+        weights are restored bit for bit. Gradients and the optimizer's state are not changed. Inside the context, a
+        write to the weights changes the averages. For example, `model.load_full_state_dict(saved)` loads averages that
+        `full_state_dict()` of this object has returned.
 
-        An optimizer cannot step inside. A forward and its backward must both run inside, or both outside; otherwise the
-        backward raises.
+        An optimizer cannot step inside the context. A forward and its backward must both run inside, or both outside;
+        otherwise the backward raises.
 
         Returns:
             A context manager. `with` binds the model.
 
         Raises:
-            PhaseError: the model has averaged weights already, or is inside a forward or `gathered()`.
+            PhaseError: the model already uses averaged weights, or the call is inside a forward or `gathered()`.
 
         Example:
             >>> with ema.swapped():
@@ -142,17 +144,18 @@ class EMA:
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """Return the averaged model as whole tensors, as `model.full_state_dict(rank=rank)` does. Collective.
 
-        Entries without an average have the model's values. The weights are swapped meanwhile, so call this between a
-        step and the next forward.
+        Entries without an average have the model's values. The call swaps weights and averages, and swaps them back at
+        its end, so call it between a step and the next forward.
 
         Args:
-            rank: the only rank that returns the tensors. Other ranks return an empty dict. `None`: every rank.
+            rank: the only rank that returns the tensors. Other ranks return an empty dict. `None`: every rank returns
+                the tensors.
 
         Returns:
             Whole tensors by name.
 
         Raises:
-            PhaseError: the model is inside a forward, `gathered()`, or `swapped()` of another average.
+            PhaseError: the call is inside a forward, `gathered()`, or `swapped()` of another `EMA`.
 
         Example:
             >>> torch.save(ema.full_state_dict(rank=0), "averaged.pt")
@@ -166,11 +169,11 @@ class EMA:
         `load_state_dict` requires the same rank, world size and stage.
 
         Returns:
-            `updates`, `part` (the part of the weights that this rank keeps) and `averages`: tensors by name, each of
-            the length of this rank's shard. The tensors are not copies.
+            A dict with `updates`, `part` (a description of the part of the weights that this rank keeps) and
+            `averages`: tensors by parameter name, each as long as this rank's shard. The tensors are not copies.
 
         Raises:
-            PhaseError: inside `swapped()`.
+            PhaseError: the call is inside `swapped()`.
 
         Example:
             >>> save("runs/first", model, optimizer, {"ema": ema})  # calls it
@@ -180,14 +183,16 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict()`. It has neither the model's weights, nor `decay`, nor frozen parameters.
+        """Load the result of `state_dict()`. Only the averages and the number of updates change.
+
+        Weights, frozen parameters and `decay` are not in the state.
 
         Args:
             state_dict: the state of the same rank, at the same world size and stage.
 
         Raises:
             LayoutError: the state is of another rank or model. Nothing was changed.
-            PhaseError: inside `swapped()`.
+            PhaseError: the call is inside `swapped()`.
         """
         self._refuse_if_swapped()
         part, given = state_dict.get("part"), state_dict.get("averages", {})
@@ -215,10 +220,10 @@ class EMA:
         return f"EMA(decay={self._decay}, updates={self.updates}, elements={numel})"
 
     def before_change(self) -> None:
-        """Start to average unfrozen parameters before their first step. The model calls this before each change.
+        """Start to average unfrozen parameters before their first step. The model calls this before weights change.
 
         Raises:
-            PhaseError: inside `swapped()`.
+            PhaseError: the call is inside `swapped()`.
         """
         self._refuse_if_swapped()
         self._start(flat for flat in flats_of(self._state.units) if flat not in self._averages and flat.trainable_now())
@@ -230,7 +235,7 @@ class EMA:
             )
 
     def _start(self, flats: Iterable[Flat]) -> None:
-        """Allocate averages of these flats, and set them to the current weights."""
+        """Allocate averages of `flats`, and set the averages to the current weights."""
         new = list(flats)
         if not new:
             return
@@ -259,7 +264,7 @@ class EMA:
         self._state.bridge.mark_changed()
 
     def _split_chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield chunks of the averages of split weights, with both parts of the weights."""
+        """Yield the averages of split weights in chunks, each with the upper and lower part of the same weights."""
         for average, high, low in self._split:
             yield from zip(*(torch.split(each, _CHUNK) for each in (average, high, low)), strict=True)
 
@@ -276,7 +281,7 @@ def _swap(ours: Tensor, theirs: Tensor) -> None:
 
 
 def _merge_adjacent(pairs: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
-    """Merge pairs of 1-D tensors [n] into longer pairs where both their first and their second tensors are adjacent."""
+    """Merge two pairs of 1-D tensors into one if their first tensors and their second tensors are both adjacent."""
     runs: list[tuple[Tensor, Tensor]] = []
     for first, second in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
         if runs and _follows(runs[-1][0], first) and _follows(runs[-1][1], second):
@@ -287,7 +292,7 @@ def _merge_adjacent(pairs: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Te
 
 
 def _follows(part: Tensor, following: Tensor) -> bool:
-    """Return whether `following` starts where `part` ends in the same storage."""
+    """Return whether `part` and `following` share a storage, and `following` starts at the end of `part`."""
     same = part.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
     return same and part.storage_offset() + part.numel() == following.storage_offset()
 
@@ -308,7 +313,11 @@ def _checked(decay: float, update: int | None = None) -> float:
 
 
 def _named(memory: Iterable[tuple[Flat, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names of parameters, and views of their shards in tensors with the layout of `flat.local`, [n]."""
+    """Yield the name of each parameter and the view of its shard.
+
+    Args:
+        memory: pairs of a flat and a tensor [n] with the layout of `flat.local`, which the views are cut from.
+    """
     for flat, local in memory:
         for slot, view in zip(flat.layout.slots, flat.shard_views(local), strict=True):
             yield slot.name, view

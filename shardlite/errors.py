@@ -12,11 +12,11 @@ class LayoutError(ShardLiteError, ValueError):
 
 
 class PhaseError(ShardLiteError, RuntimeError):
-    """A call or gradient in a state that does not allow it, for example a gradient after its unit was reduced."""
+    """The model is in a state that does not allow a call or a gradient, for example a gradient of a reduced unit."""
 
 
 class CommError(ShardLiteError, RuntimeError):
-    """A peer failed, timed out, or runs a different operation from this rank.
+    """A peer failed or timed out, or runs a different operation than this rank.
 
     Afterwards the buffers of the operation are undefined, and the connection to the peer may be closed permanently. End
     the run and let `torchrun` restart it.
@@ -24,7 +24,7 @@ class CommError(ShardLiteError, RuntimeError):
 
 
 class DesyncError(CommError):
-    """Ranks run different passes or numbers of steps. Detected by comparison, before any data is mixed."""
+    """Ranks run different passes or numbers of steps. The difference is found before data is exchanged."""
 
 
 SAME_PASSES = (
@@ -32,15 +32,15 @@ SAME_PASSES = (
     "of micro-batches, iterate over them with `for batch in model.join(batches)`; or, at stages 0 to 2, run all but "
     "the last backward of each rank inside `model.no_sync()`"
 )
-"""Remedy for a `DesyncError`, for its message."""
+"""The remedy that the message of a `DesyncError` gives."""
 
 
 class CheckpointError(ShardLiteError, RuntimeError):
-    """A checkpoint is missing, damaged or of a different model, or could not be written. The message names the file."""
+    """A checkpoint is missing, damaged or of another model, or could not be written. The message names the file."""
 
 
 class EscapedViewWarning(UserWarning):
-    """A view of gathered weights is still alive after their use. Results are right, but the memory is not reused."""
+    """A view of gathered weights outlives their use. Results are right, but the memory cannot be reused."""
 
 
 class NonFiniteWarning(UserWarning):
@@ -48,7 +48,7 @@ class NonFiniteWarning(UserWarning):
 
 
 class ShardWarning(UserWarning):
-    """A value was computed from a shard as if the shard were the whole parameter."""
+    """The program computed a value from a shard as if the shard were the whole parameter."""
 
 
 class NonFiniteError(ShardLiteError, ArithmeticError):
@@ -56,12 +56,12 @@ class NonFiniteError(ShardLiteError, ArithmeticError):
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Join up to eight of the sorted names, with the number of others. Return `nothing` if there are no names."""
+    """Join the first eight of the sorted names, and add how many more there are. Return `nothing` without names."""
     listed = sorted(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
 
 
 def lacking(missing: Collection[str], unknown: Collection[str]) -> str:
-    """Return `lacks A and has unknown B`. Leave out a half without names."""
+    """Return `lacks A and has unknown B`, where `A` and `B` list names. A half that lists no names is left out."""
     parts = (f"{what} {some_of(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names)
     return " and ".join(parts)

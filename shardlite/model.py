@@ -65,12 +65,12 @@ from shardlite.optim import accumulating, adopt
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
-# `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
+# `torch.compiler.disable` would import the compiler here. PyTorch's private form does so at the first call.
 _uncompiled = torch._disable_dynamo
 
 
 def _trim(transports: Iterable[Transport]) -> None:
-    """Return a deleted model's memory to the operating system, including memory freed later."""
+    """Return the idle memory of a deleted model to the operating system, and memory that is freed later."""
     for transport in transports:
         transport.trim(keep=0)
 
@@ -91,11 +91,11 @@ class _Uncompiled:
 
 
 class _UnwrappedError(PhaseError, AttributeError):
-    """The model was unwrapped. This is also an `AttributeError`, so that `hasattr` returns `False`."""
+    """The model was unwrapped. The class is also an `AttributeError`, so that `hasattr` returns `False`."""
 
 
 class _SignatureOfModule:
-    """A method with the signature of the wrapped module's `forward`. Trainers choose inputs by this signature."""
+    """A method that shows the signature of the wrapped module's `forward`, by which trainers choose inputs."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -112,56 +112,58 @@ class _SignatureOfModule:
 class ShardLite(nn.Module):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
-    Wrap the same module on every rank. All ranks start from rank 0's values; on other ranks the parameters may be on
-    the meta device. Then build an optimizer from `parameters()` of the wrapped model and train as before, each rank on
-    its own part of the batch. Gradients are averaged over the ranks.
+    Wrap the same module on every rank. All ranks start from rank 0's values, so on other ranks the parameters may be on
+    the meta device. Build an optimizer from `parameters()` of the wrapped model, and train each rank on its own part of
+    the batch. Gradients are averaged over the ranks.
 
     Args:
         module: the model. It is modified in place. The module and its submodules may still be called.
-        stage: ZeRO stage (Rajbhandari et al. 2020). Stage 0 shards nothing (plain data parallel), 1 the optimizer
-            state, 2 also gradients, 3 also parameters. All stages compute the same bits.
+        stage: ZeRO stage (Rajbhandari et al. 2020). Stage 0 shards nothing (plain data parallelism). Stage 1 shards the
+            optimizer state, stage 2 also gradients, and stage 3 also parameters. All stages compute the same bits.
         units: the modules that are gathered as a whole: a module class, a tuple of classes, or `callable(name, module)
             -> bool`. `None` selects the repeated blocks of the model, and large embeddings and heads.
         precision: dtypes of computation, reduction and optimizer, see `shardlite.Precision`.
         reshard_after_forward: whether to free a unit's full parameters after its forward. `False` keeps them until the
             backward, which saves one all-gather per unit. `callable(name, module) -> bool` decides for each unit. Stage
             3 only.
-        group: the ranks to shard over. `None` is the default group. A `DeviceMesh` has one dimension, or two for hybrid
-            sharding: (replicate, shard). The model is then sharded within each group of the second dimension.
+        group: the ranks to shard over. `None` is the default group. A `DeviceMesh` of one dimension is also accepted. A
+            mesh of two dimensions (replicate, shard) selects hybrid sharding: the model is sharded within each group of
+            the second dimension.
         ignore: modules and parameters that are not sharded. Each rank trains its own, and their gradients are not
             averaged.
         device: device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
             meta device, the default is the current CUDA device if the group supports CUDA, else the CPU.
         init: function that initializes tensors on the meta device. Rank 0 calls it with each module that owns such
-            parameters or buffers, children first, as `nn.Module.apply` does. It must write all parameters and buffers
-            that the module owns, and nothing outside the module's unit, because memory is allocated unit by unit.
-            `None` calls `reset_parameters()`. A tied parameter is initialized with the first module that owns it. The
-            random numbers do not depend on stage, units or ranks. If constructors draw in the order of registration, as
-            in `torch.nn`, the weights equal those of a model built off the meta device. Generators of other ranks are
-            not advanced.
-        prefetch: number of units that are gathered ahead of use. Each takes a buffer.
+            parameters or buffers, children first, as `nn.Module.apply` does. The function must write all parameters and
+            buffers that the module owns, and nothing outside the module's unit, because memory is allocated unit by
+            unit. `None` calls `reset_parameters()`. A tied parameter is initialized with the first module that owns
+            the parameter. The random numbers do not depend on stage, units or ranks. If constructors draw random
+            numbers in the order of registration, as in `torch.nn`, the weights equal those of a model that was not
+            built on the meta device. Only rank 0's random number generators advance.
+        prefetch: number of units that are gathered ahead of the unit in use. Each takes a buffer.
         route: how messages travel and the order in which gradients are added, see `shardlite.Route`. `repr` shows the
             transport and algorithm that `"auto"` has selected.
         buffers: `"rank0"` broadcasts rank 0's buffers (running statistics) before a forward, as
-            `DistributedDataParallel` does, if a forward outside `no_sync()` and `torch.no_grad()` has changed them on
-            some rank. `"own"` lets each rank keep its own buffers.
-        diagnose: whether to warn which parameter on which rank has a gradient that is not finite. The host then waits
-            for the device in each backward.
+            `DistributedDataParallel` does. A broadcast happens only if an earlier forward outside `no_sync()` and
+            `torch.no_grad()` has changed the buffers on some rank. `"own"` lets each rank keep its own buffers.
+        diagnose: whether to warn if a gradient is not finite, and name its parameter and rank. If this is set, the host
+            waits for the device in each backward.
         memory_limit: maximum number of bytes per rank, or a `MemoryLimit`. A model that needs more is refused before
             memory is allocated. The error suggests options that fit.
         timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
             group's timeout applies to messages.
 
     Raises:
-        LayoutError: there is no process group, the module has nothing to shard, another rank wraps another model,
-            `module` contains a wrapped model or an uninitialized parameter or buffer, or there is not enough memory.
+        LayoutError: there is no process group, the module has nothing to shard, ranks wrap different models, `module`
+            contains a wrapped model or an uninitialized parameter or buffer, or there is not enough memory.
         CommError: another rank failed or timed out.
         TypeError: an option has a wrong type, or is unknown.
         ValueError: an option has an invalid value.
 
     .. deprecated:: 0.2
         The keywords `transport`, `algorithm`, `reduce`, `order` and `parts` are fields of `Route`, and
-        `quantized_gather` is a field of `Precision`. As keywords they warn, and will be removed in 0.3.
+        `quantized_gather` is a field of `Precision`. `ShardLite` warns about these keywords, and 0.3 will not accept
+        them.
 
     Example:
         >>> model = ShardLite(model, precision=Precision(compute=torch.bfloat16))
@@ -221,7 +223,7 @@ class ShardLite(nn.Module):
 
     @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward and the hooks that are registered on this model. Hooks may use weights as well."""
+        """Run the forward and the hooks that are registered on this model. The hooks may use weights too."""
         if not (self._forward_pre_hooks or self._forward_hooks):
             return super().__call__(*args, **kwargs)
         self._ready_for_forward()
@@ -258,8 +260,9 @@ class ShardLite(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards under the original names.
 
-        A shard is a view of the memory that the optimizer steps. If this rank has the whole parameter, the shard has
-        the original shape. Otherwise its shape is `[k, 1, ...]` with the original number of dimensions; `k` may be 0.
+        A shard is a view of the memory that the optimizer steps. If this rank keeps the whole parameter, the shard has
+        the original shape. Otherwise the shard has shape `[k, 1, ...]`, with the original number of dimensions and `k`
+        elements, which may be 0.
         Ignored parameters are yielded unchanged.
 
         Args:
@@ -297,14 +300,14 @@ class ShardLite(nn.Module):
             An iterator over names and modules.
 
         Raises:
-            LayoutError: `torch.export` calls this. It cannot record a wrapped model.
+            LayoutError: `torch.export` is the caller. A wrapped model cannot be exported.
         """
         if torch.compiler.is_exporting():
             raise LayoutError(NO_GRAPH)
         yield from super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
-        """Set `requires_grad` of the module's own parameters. It may change between steps.
+        """Set `requires_grad` of the module's own parameters. A program may call this between steps.
 
         Args:
             requires_grad: whether the parameters are trained.
@@ -320,7 +323,7 @@ class ShardLite(nn.Module):
         return sum(param.numel() for param in self.module.parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including those accumulated in `no_sync()`, which `optimizer.zero_grad()` keeps.
+        """Drop all gradients. Unlike `optimizer.zero_grad()`, this also drops gradients accumulated in `no_sync()`.
 
         Args:
             set_to_none: whether to set gradients to `None` instead of zero.
@@ -330,7 +333,7 @@ class ShardLite(nn.Module):
         self._reducer.discard()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module. Its methods may use weights."""
+        """Return an attribute of the wrapped module. A method of the module may use weights."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -349,7 +352,7 @@ class ShardLite(nn.Module):
             with self._running():
                 results = method(*args, **kwargs)
             for each in tree_leaves(results):
-                if isinstance(each, Optimizer):  # the module can only give it its own parameters
+                if isinstance(each, Optimizer):  # the module built it of its own parameters, but it must step shards
                     give_shards(each, self._bridge)
             return results
 
@@ -357,7 +360,7 @@ class ShardLite(nn.Module):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Allow code inside to use the module's weights. Every rank must do the same."""
+        """Let code inside the context use the module's weights. Every rank must enter the context."""
         self._forwards += 1
         try:
             with self._context.reporting_failures(), _Uncompiled(self._hooks.around()):
@@ -366,11 +369,11 @@ class ShardLite(nn.Module):
             self._forwards -= 1
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Raise for `copy.copy` and `pickle`: connections to other ranks cannot be copied."""
+        """Raise `LayoutError` for `copy.copy` and `pickle`, because connections to other ranks cannot be copied."""
         raise LayoutError(NO_COPY)
 
     def __deepcopy__(self, _: Any) -> Any:
-        """Raise: connections to other ranks cannot be copied."""
+        """Raise `LayoutError`, because connections to other ranks cannot be copied."""
         raise LayoutError(NO_COPY)
 
     def extra_repr(self) -> str:
@@ -384,19 +387,20 @@ class ShardLite(nn.Module):
 
     @property
     def unit_names(self) -> list[str]:
-        """Names of the units in the order of registration. `(root)` has the parameters that no other unit has."""
+        """Names of the units in the order of registration. The unit `(root)` has the parameters of no other unit."""
         return [unit.name for unit in self._units]
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
-        """Iterate over this rank's parts of a global batch, with `Route(order="tree")`.
+        """Iterate over this rank's parts of a global batch. The model must be wrapped with `Route(order="tree")`.
 
-        Run one forward and one backward on each part. The last backward reduces the gradients. All parts must have the
-        same number of samples. Gradients are averaged over the parts.
+        Run one forward and one backward on each part. The backward of the last part reduces the gradients. All parts
+        must have the same number of samples. Gradients are averaged over the parts.
 
-        For each part, PyTorch's generators of the CPU and of the model's device are seeded from `seed`, `step` and the
-        part's number. So dropout does not depend on the number of ranks. The generators are restored after the loop.
+        For each part, PyTorch's random number generators of the CPU and of the model's device are seeded from `seed`,
+        `step` and the part's number. So dropout does not depend on the number of ranks. The generators are restored
+        after the loop.
 
         Args:
             step: number of the step. Defaults to the number of finished loops, which `shardlite.save` stores.
@@ -407,7 +411,7 @@ class ShardLite(nn.Module):
 
         Raises:
             LayoutError: the model was not wrapped with `Route(order="tree")`.
-            PhaseError: inside the loop, if another loop is running, or a part did not have exactly one backward.
+            PhaseError: another loop is running, or a part did not have exactly one backward. Raised inside the loop.
 
         Example:
             >>> for part in model.parts():
@@ -419,7 +423,7 @@ class ShardLite(nn.Module):
                 "parts(): this model adds in the order of the ring: wrap it with route=Route(order='tree', parts=P)"
             )
         self._recover()
-        self._reducer.discard()  # of a loop that was left early
+        self._reducer.discard()  # drops the gradients of a loop that was left early
         return self._over_parts(self._parts, step, seed)
 
     def _over_parts(self, parts: PartLoop, step: int | None, seed: int) -> Iterator[int]:
@@ -438,9 +442,9 @@ class ShardLite(nn.Module):
         """Accumulate gradients without reducing them.
 
         Args:
-            sharded: `False` keeps full gradients on this rank. The next backward outside reduces their sum. This sends
-                the fewest messages. `True` reduces the gradients of each backward into the shards. This takes the
-                least memory.
+            sharded: `False` keeps full gradients on this rank, and the next backward outside reduces their sum. This
+                choice sends the fewest messages. `True` reduces the gradients of each backward into the shards. This
+                choice takes the least memory.
 
         Returns:
             A context manager. Backwards inside accumulate gradients.
@@ -463,7 +467,7 @@ class ShardLite(nn.Module):
     def require_backward_grad_sync(self) -> bool:
         """Whether backwards reduce gradients, as in `DistributedDataParallel`.
 
-        Setting it to `False` is equivalent to entering `no_sync()`. Setting it to `True` is equivalent to leaving it.
+        `False` is equivalent to entering `no_sync()`. `True` is equivalent to leaving `no_sync()`.
         """
         return self._unsynced is None
 
@@ -510,13 +514,12 @@ class ShardLite(nn.Module):
         return norm
 
     def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
-        """Iterate over this rank's `batches`, and repeat the last one until all ranks have run out.
+        """Iterate over this rank's `batches`, and repeat the final batch until all ranks have run out.
 
         So ranks with different numbers of batches finish together. A rank that has run out (`model.joined`) still
-        computes, because other ranks need its shards, but its gradients do not count: gradients are averaged over the
-        ranks that have a batch. Its running statistics (batch norm) see the last batch again. Every rank must call
-        this with at least one batch, and must not leave the loop early. The host waits for the other ranks once per
-        batch.
+        computes, because other ranks need its shards. Its gradients do not count: gradients are averaged over the ranks
+        that have a batch. Its running statistics (batch norm) see the final batch again. Every rank must call `join`
+        with at least one batch, and must not leave the loop early. The host waits for the other ranks once per batch.
 
         Args:
             batches: this rank's batches.
@@ -526,7 +529,7 @@ class ShardLite(nn.Module):
             An iterator over batches, of the same length on every rank.
 
         Raises:
-            LayoutError: a rank has no batch, or a model was wrapped with `Route(order="tree")`; on every rank.
+            LayoutError: a rank has no batch, or a model was wrapped with `Route(order="tree")`. Raised on every rank.
 
         Example:
             >>> for batch in model.join(loader):
@@ -540,12 +543,12 @@ class ShardLite(nn.Module):
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has run out of batches in `join`. Its losses and gradients then do not count."""
+        """Whether this rank has run out of batches in `join`. If so, its losses and gradients do not count."""
         return self._join.joined
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps that were skipped because some rank had a NaN or Inf gradient. The host waits for the device.
+        """Number of steps skipped because a gradient on any rank had a NaN or Inf. The host waits for the device.
 
         Steps that a gradient scaler skips are not counted.
         """
@@ -562,13 +565,13 @@ class ShardLite(nn.Module):
         - `gather buffers`: full weights while they are needed
         - `gradient buckets`: gradients of this rank before they are reduced
         - `gradients`: gradient shards, or full gradients at stages 0 and 1
-        - `optimizer state`: of all optimizers that have stepped the model
-        - `averages`: of `EMA`
-        - `buffers`: of the module
-        - `staging`: where partial sums, 8-bit codes and values for all ranks arrive
-        - `copies`: shards before `gathered(writeback=True)`
-        - `chunks of a step`: intermediate values of a CPU step, of all models in the process
-        - `messages`, `mailboxes`, `pinned memory`: of the transport, of all models over the same ranks
+        - `optimizer state`: the state of all optimizers that have stepped the model
+        - `averages`: the averages of `EMA`
+        - `buffers`: the module's buffers
+        - `staging`: memory for partial sums, 8-bit codes and broadcast values that arrive from other ranks
+        - `copies`: copies of the shards, made by `gathered(writeback=True)` before the program changes weights
+        - `chunks of a step`: intermediate values of an optimizer's step on a CPU, for all models in the process
+        - `messages`, `mailboxes`, `pinned memory`: memory of the transport, for all models over the same ranks
         - `idle shared memory`: freed pages that the next allocation reuses
 
         `model.ledger.reset_peak()` resets the peaks, except those of messages, mailboxes and pinned memory.
@@ -577,17 +580,17 @@ class ShardLite(nn.Module):
             process: also return `process`, the memory of this process, and `unexplained`, the part outside the purposes
                 above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU, `process` is the
                 proportional set size, and its peak is the largest resident set size, which counts shared pages in full.
-                On CUDA, both are the bytes that PyTorch's allocator has reserved.
+                On CUDA, `process` and its peak are the bytes that PyTorch's allocator has reserved.
 
         Returns:
-            For each purpose the bytes held `now`, and their `peak` since the last reset.
+            For each purpose the bytes held `now`, and their `peak` since the latest reset.
 
         Example:
             >>> model.memory()["gather buffers"].peak
         """
         for shard in self._bridge.shards:
             if shard.grad is not None:
-                self.ledger.track("gradients", shard.grad)  # on a single rank autograd has allocated them
+                self.ledger.track("gradients", shard.grad)  # on a single rank autograd allocates gradients itself
         for tensor in optimizer_tensors(self._bridge):
             self.ledger.track("optimizer state", tensor)
         for tensor in chunk_memory():
@@ -604,13 +607,14 @@ class ShardLite(nn.Module):
 
         Purposes of a unit are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over
         replicas` (hybrid sharding), `used` (in-backward steps) and `full state`. The unit `"(no unit)"` stands for the
-        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, with
-        which ranks compare the models that they wrap, are not counted.
+        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, by which
+        ranks compare the models that they wrap, are not counted.
 
         Returns:
-            Numbers of calls, messages and bytes. `across` is the number of bytes that two-level reductions send to
-            other nodes. Gathers and reductions also have their duration, and the time that computation waited for them
-            (`exposed`). On a GPU these times are measured from the first call of this method on.
+            For each unit and purpose, the numbers of calls, messages and bytes. The field `across` is the number of
+            bytes that hierarchical reductions send to other nodes. Gathers and reductions also have their duration,
+            and the time that computation waited for them (`exposed`). On a GPU, times are measured only after the first
+            call of this method.
 
         Example:
             >>> model.traffic()["blocks.0"]["gather"].nbytes
@@ -622,22 +626,22 @@ class ShardLite(nn.Module):
     def gathered(self, *names: str, writeback: bool = True) -> AbstractContextManager[None]:
         """Unshard the module's own parameters inside the context. Collective.
 
-        Inside, the parameters can be read and used in computations with gradients. With `writeback` they can also be
-        changed in place under `torch.no_grad()`. Every rank must make the same changes, because each rank writes back
-        its own shard only. After an exception inside, nothing is written back.
+        Inside the context, the parameters can be read and used in computations with gradients. With `writeback` they
+        can also be changed in place under `torch.no_grad()`. Every rank must make the same changes, because each rank
+        writes back its own shard only. After an exception inside the context, nothing is written back.
 
-        Inside, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save their results inside as well,
-        because the results refer to the model's weights.
+        Inside the context, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save their results
+        inside the context as well, because the results refer to the model's weights.
 
         Args:
-            names: names of parameters. Their units are unsharded. Defaults to all parameters.
-            writeback: whether changes are kept.
+            names: names of parameters. The units of these parameters are unsharded. Defaults to all parameters.
+            writeback: whether changes of the parameters are kept.
 
         Returns:
             A context manager.
 
         Raises:
-            LayoutError: there is no parameter of that name.
+            LayoutError: the model has no parameter of a given name.
 
         Example:
             >>> with model.gathered("head.weight"), torch.no_grad():
@@ -654,7 +658,8 @@ class ShardLite(nn.Module):
         other. Each rank returns its own ignored parameters.
 
         Args:
-            rank: the only rank that returns the copies. Other ranks return an empty dict. `None`: every rank.
+            rank: the only rank that returns the copies. Other ranks return an empty dict. `None`: every rank returns
+                the copies.
 
         Returns:
             Whole tensors by name.
@@ -670,20 +675,20 @@ class ShardLite(nn.Module):
         return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
-        """Load rank 0's `state_dict`, of an unsharded model or from `full_state_dict`. Collective.
+        """Load whole tensors from rank 0: the state dict of a plain model, or of `full_state_dict`. Collective.
 
         Ignored parameters and the optimizer state are not changed.
 
         Args:
             state_dict: whole tensors by name. Used on rank 0 only.
-            strict: whether names must match those of the model. If `False`, missing entries keep their values, and
-                unexpected ones are ignored.
+            strict: whether names must match those of the model. If `False`, parameters and buffers that `state_dict`
+                lacks keep their values, and names that the model lacks are ignored.
 
         Returns:
-            `missing_keys` and `unexpected_keys` on every rank, as `nn.Module.load_state_dict` does.
+            `missing_keys` and `unexpected_keys` on every rank, in the form that `nn.Module.load_state_dict` returns.
 
         Raises:
-            LayoutError: on every rank, if names or shapes do not match. Nothing was changed.
+            LayoutError: names or shapes do not match those of the model. Raised on every rank; nothing was changed.
 
         Example:
             >>> model.load_full_state_dict(plain.state_dict())
@@ -700,7 +705,7 @@ class ShardLite(nn.Module):
         missing, unexpected = names
         kept = self._full.state_dict(0, missing) if missing else {}
         source = {entry: kept.get(name, entry) for name, entry in entries.items()}
-        source.update({entry: given[name] for name, entry in entries.items() if name in given})  # by any of tied names
+        source.update({entry: given[name] for name, entry in entries.items() if name in given})  # tied: by any name
         for unit in self._units:
             broadcast_values(unit, self._context, lambda param: source[param])
         with torch.no_grad():
@@ -713,18 +718,18 @@ class ShardLite(nn.Module):
         return _IncompatibleKeys(missing, unexpected)
 
     def unwrap(self) -> nn.Module:
-        """Return the wrapped module as a plain one, with whole weights on every rank. Collective.
+        """Return the wrapped module as a plain module, with whole weights on every rank. Collective.
 
-        Use this for another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or `save_pretrained()`. The
-        parameters are the objects that were wrapped, in the precision in which the model stores them, without
-        gradients. Afterwards this model and its optimizers raise when they are used.
+        Call this before you use another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or
+        `save_pretrained()`. The parameters are the same objects that were wrapped, in the precision in which the model
+        stores them, without gradients. Afterwards any use of this model or of its optimizers raises an error.
 
         Returns:
             The module that was wrapped.
 
         Raises:
-            PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`, or
-                has gradients that are not reduced (`no_sync()`, `parts()`).
+            PhaseError: a rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`, or has gradients that
+                are not reduced (`no_sync()`, `parts()`). Raised on every rank.
 
         Example:
             >>> module = model.unwrap()
@@ -768,12 +773,11 @@ class ShardLite(nn.Module):
 
         Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` (DCP) saves and loads at any world size.
         Buffers, and all parameters at stage 0, are plain tensors. The tensors share memory with the model, so DCP loads
-        into the model. Call `load_state_dict()` afterwards. `torch.save` writes this rank's elements only. For whole
-        tensors call `full_state_dict()`. To save a run call `shardlite.save`.
+        into the model. Call `load_state_dict()` after `dcp.load`. `torch.save` writes this rank's elements only. For
+        whole tensors call `full_state_dict()`. To save a run call `shardlite.save`.
 
         Args:
-            destination, prefix: as for `nn.Module.state_dict`, which passes them if this model is inside another
-                module.
+            destination, prefix: as for `nn.Module.state_dict`. The state dict of an enclosing module passes them.
             keep_vars: ignored, because shards have no autograd history.
 
         Returns:
@@ -795,16 +799,17 @@ class ShardLite(nn.Module):
         """Load a sharded state. Collective.
 
         Args:
-            state_dict: the `state_dict()` of a model with the same ranks, stage and units, or whole tensors. Each rank
-                loads its part of whole tensors.
+            state_dict: the `state_dict()` of a model with the same ranks, stage and units, or whole tensors. From whole
+                tensors, each rank loads the part that it keeps.
             strict: whether names must match those of the model.
             assign: must be `False`, because shards are views of one block of memory.
 
         Returns:
-            `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
+            `missing_keys` and `unexpected_keys`, in the form that `nn.Module.load_state_dict` returns.
 
         Raises:
-            LayoutError: on every rank, if names, shapes or shards do not match. Nothing was changed.
+            LayoutError: names, shapes or shards do not match those of the model. Raised on every rank; nothing was
+                changed.
 
         Example:
             >>> model.load_state_dict(other.state_dict())
@@ -822,7 +827,7 @@ class ShardLite(nn.Module):
         return _IncompatibleKeys(*self._full.other_names(state_dict))
 
     def _load_from_state_dict(self, _: Any, prefix: str, *__: Any) -> None:
-        """Raise: PyTorch calls this if the model is inside a module whose `load_state_dict()` is called."""
+        """Raise `LayoutError`. PyTorch calls this for a model inside a module whose `load_state_dict()` is called."""
         raise LayoutError(
             f"load_state_dict() of a module with a ShardLite model inside, {prefix.removesuffix('.')!r}: load the "
             "ShardLite model with its own load_state_dict() or load_full_state_dict(), and the other modules separately"
@@ -830,7 +835,7 @@ class ShardLite(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Raise: `DistributedDataParallel` reads this before it broadcasts rank 0's parameters."""
+        """Raise `LayoutError`. `DistributedDataParallel` reads this before it broadcasts rank 0's parameters."""
         raise LayoutError(
             "a ShardLite model averages gradients itself, and DistributedDataParallel would overwrite the shards of "
             f"all ranks with the first rank's: call the model itself. If a tracer was given the model: {NO_GRAPH}"
@@ -856,7 +861,7 @@ class ShardLite(nn.Module):
         """Allocate shards, move rank 0's values into them, and initialize parameters on the meta device.
 
         Raises:
-            LayoutError: on every rank, if a parameter is not initialized. The module can no longer be used then.
+            LayoutError: a parameter is not initialized. Raised on every rank. The module can no longer be used.
         """
         context = self._context
         self._placement = placement_of(plan, options, context.transport.rank, context.world_size)
@@ -921,7 +926,7 @@ class ShardLite(nn.Module):
         adopt(self._bridge.shards.by_param(), part_of(self._units))
 
     def _recover(self) -> None:
-        """Clean up after an exception. Other ranks may be waiting in the unfinished operation."""
+        """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
         if self._forwards == 0:
             self._hooks.reset()
         self._backward.repair()
@@ -941,7 +946,9 @@ class ShardLite(nn.Module):
 
 
 class ModelState:
-    """The parts of a wrapped model that checkpoints and averages use. They read no private attributes of `ShardLite`.
+    """The parts of a wrapped model that checkpoints and averages use.
+
+    With this class, their code reads no private attribute of `ShardLite`.
 
     Args:
         model: the model.
@@ -954,10 +961,10 @@ class ModelState:
         """Parameters that each rank trains by itself."""
 
         self.shard = model._placement.rank
-        """Index of the shard of each flat that this rank keeps; `None` if it keeps all of it."""
+        """Index of the shard that this rank keeps of each flat (flat parameter); `None` if it keeps all shards."""
 
         self.loops = model._parts
-        """Loops over parts, with `order="tree"`."""
+        """The loops over parts of a global batch. `None` unless `order="tree"`."""
 
     def settle(self) -> None:
         """Wait until no rank needs the current weights."""
@@ -966,7 +973,7 @@ class ModelState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Overwrite weights and optimizer state inside.
+        """Allow code inside the context to overwrite weights and optimizer state.
 
         Raises:
             PhaseError: the model has averaged weights now.

@@ -1,4 +1,4 @@
-"""Build units of shards from a module when it is wrapped.
+"""Build units from a module when it is wrapped. A unit is a group of parameters that are gathered together.
 
 In: a module (possibly on the meta device) and the options. Out: units whose shards have rank 0's values. Read `plan.py`
 first.

@@ -1,4 +1,4 @@
-"""Allocate the memory of planned units: shards, and full weights that are permanent.
+"""Allocate the memory of planned units: shards, and those full weights that have permanent memory.
 
     stage   the optimizer steps               full weights
     0       all weights [W*S]                 the same memory, or cast from it
@@ -7,6 +7,9 @@
             the same dtype
     3       a shard [S] in an arena           in buffers, while they are needed
     1 rank  all weights; each parameter is its own shard, unless weights are cast
+
+An arena is one contiguous buffer with this rank's shards of all units. A flat (flat parameter) is the parameters of one
+kind in a unit.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -28,16 +31,16 @@ class Placement(NamedTuple):
     """The weights that this rank stores."""
 
     rank: int | None
-    """Rank whose shard the optimizer steps in this process, or `None` if it steps all shards."""
+    """Rank whose shard the optimizer of this process steps, or `None` if it steps all shards."""
 
     permanent: bool
     """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether parameters are their own shards: with one rank, no casts and no sums over parts."""
+    """Whether each parameter is its own shard. True for one rank without casts and without sums over parts."""
 
     keep_unsharded: Callable[[UnitPlan], bool]
-    """Returns whether a unit stays unsharded from its forward to the end of the backward."""
+    """Function that returns whether a unit stays unsharded from its forward to the end of the backward."""
 
 
 def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Placement:
@@ -52,7 +55,7 @@ def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Pl
 
 
 def build_units(plan: Plan, placement: Placement) -> list[Unit]:
-    """Allocate memory and return the units, whose weights are zero. The root is first if it has parameters.
+    """Allocate memory and return the units. Their weights are zero. If the root has parameters, it comes first.
 
     The memory is private to this process, so a forked child gets a copy.
     """
@@ -73,9 +76,9 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
 def _allocate(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield for each flat this rank's part, and the full weights if they are permanent.
+    """Yield for each flat the memory of this rank's part, and that of the full weights if it is permanent, else `None`.
 
-    If both have the same dtype, the part is a view of the full weights.
+    If part and full weights have the same dtype, the part is a view of the full weights.
     """
     in_place = [placement.permanent and flat.compute == flat.layout.dtype for flat in flats]
     lengths = [
@@ -98,7 +101,7 @@ def _allocate(
 def _allocate_lower_parts(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
 ) -> Iterator[Tensor | None]:
-    """Yield for each flat the memory of its weights' lower part, or `None` if they are not split."""
+    """Yield for each flat the memory for the lower part of its weights, or `None` if its weights are not split."""
     split = [flat for flat in flats if flat.split]
     lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
     lows = iter(allocate_arenas([(torch.int8, flat.layout.trainable) for flat in split], lengths, device))
@@ -114,9 +117,9 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         quantized=plan.quantized,
         params=plan.params,
         rank=placement.rank,
-        # `.data` gives this part of the arena its own version counter, which all its shards share. Counters of single
-        # shards would differ between ranks, because code that skips empty shards does not increment them. Ranks would
-        # then disagree on whether full weights are stale.
+        # `.data` gives this part of the arena its own version counter, which all its shards share. If each shard had a
+        # counter, the counters would differ between ranks, because code that skips an empty shard does not increment
+        # its counter. Ranks would then disagree on whether full weights are stale.
         local=local.data,
         low=low,
         full=full,
@@ -142,7 +145,10 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
 
 
 def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function `part(param, tensor)`. It returns the shard's part of a tensor that is shaped like `param`."""
+    """Return a function `part(param, tensor)`, which returns the part of `tensor` that belongs to the shard of `param`.
+
+    The tensor must have the shape of the parameter.
+    """
     places = {param: (flat, index) for flat in flats_of(units) for index, param in enumerate(flat.params)}
 
     def part(param: Tensor, tensor: Tensor) -> Tensor:

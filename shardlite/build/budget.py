@@ -1,7 +1,8 @@
-"""Compute the bytes of a wrapped model by purpose from its plan: allocate the same layouts on the meta device.
+"""Compute the bytes of a wrapped model by purpose from its plan, by allocating the same layouts on the meta device.
 
 In: a `Plan` and a `Recipe`. Out: a `Budget` with the exact bytes of permanent memory and the sizes of temporary memory.
-`timeline.py` computes when temporary memory exists. A budget contains no activations.
+`timeline.py` computes when temporary memory exists. A budget contains no activations. A flat (flat parameter) is the
+parameters of one kind in a unit.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -22,16 +23,16 @@ from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 _META = torch.device("meta")
 
 _NARROW_SLOTS = torch.iinfo(torch.int16).max
-"""Maximum number of parameters for which the optimizer's table has 2 bytes per group. With more it has 4."""
+"""Maximum number of parameters at which the optimizer's table has 2 bytes per group. With more parameters it has 4."""
 
 _GRAIN = 1024
-"""Elements. The length of each slice of a reduction is a multiple of it."""
+"""Number of elements of which the length of each slice of a reduction is a multiple."""
 
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
 
 HELD = ("parameters", "optimizer state", "buffers", "staging", "chunks of a step")
-"""Purposes of memory that a rank holds from step to step."""
+"""The purposes of the memory that a rank holds from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class UnitBudget:
     """Bytes of a buffer for the full weights."""
 
     codes: int
-    """Bytes of the payloads of a quantized gather."""
+    """Bytes of the 8-bit codes and scales of all ranks in a quantized gather."""
 
     sent: int
     """Bytes that this rank sends in one gather."""
@@ -119,7 +120,7 @@ class Budget:
 
 
 def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) -> Budget:
-    """Return the budget of `rank`, given the bytes of the module's own `buffers`. Nothing is allocated."""
+    """Return the budget of `rank`. `buffers` is the number of bytes of the module's buffers. Nothing is allocated."""
     placement = placement_of(plan, recipe.options, rank, recipe.world_size)
     units = build_units(plan._replace(device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
@@ -156,17 +157,17 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
 
 
 def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
-    """Return the budget of a flat. The mean gets the same memory as in `grads/reduce.py`."""
+    """Return the budget of a flat. The memory of its mean is counted as `grads/reduce.py` allocates it."""
     full, world_size, same = flat.gradients.full_numel, recipe.world_size, flat.reduce == flat.master
     sent = (world_size - 1) * (full // world_size) * flat.reduce.itemsize
     mean = full // world_size * flat.master.itemsize
     if recipe.options.stage == 0:
-        sent += (world_size - 1) * mean  # of the all-gather
+        sent += (world_size - 1) * mean  # the all-gather of the means
         mean = 0 if same else full * flat.master.itemsize
     elif recipe.in_backward and world_size > 1:
         mean = 0  # the last hop steps the weights
     elif same and (recipe.options.stage == 1 or world_size == 1):
-        mean = 0  # it stays in the bucket
+        mean = 0  # the mean stays in the bucket
     return FlatBudget(bucket=full * flat.reduce.itemsize, mean=mean, sent=sent)
 
 
@@ -180,8 +181,8 @@ def _sent_by_gather(flat: Flat) -> int:
 def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
     """Return the bytes of memory where messages of a reduction arrive.
 
-    Collectives need a row per rank, and shared memory needs one block. Two ranks need one row, or nothing over shared
-    memory, because each reads the other's bucket in place.
+    Collectives need one row per rank, and shared memory needs one block. With two ranks, collectives need one row, and
+    shared memory needs nothing, because each rank reads the other's bucket in place.
     """
     shard, itemsize = flat.gradients.shard_numel, flat.reduce.itemsize
     if recipe.world_size == 1:
@@ -198,21 +199,21 @@ def _storage_nbytes(flats: Iterable[Flat]) -> int:
 
 
 def _own_numel(flat: Flat) -> int:
-    """Return the number of elements in each moment of this rank: its part of each slot, padded."""
+    """Return the number of elements in each moment of this rank: the padded lengths of its parts of all slots."""
     own = flat.own_range(flat.layout)
     parts = (slot.within(*own) for slot in flat.layout.slots)
     return sum(round_up(stop - start, ALIGN) for start, stop in parts)
 
 
 def _moment_nbytes(flat: Flat, numel: int, state: str) -> int:
-    """Return the bytes of two moments."""
+    """Return the bytes of both moments, each of which has `numel` elements."""
     dtype = flat.master if state == "fp32" else FORMATS[state]
     exponents = 2 * (numel // SCALE_BLOCK) if state == "int8" else 0
     return 2 * numel * dtype.itemsize + exponents
 
 
 def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
-    """Yield the bytes of moments, of the tables that narrow moments and kernels need, and of step counts."""
+    """Yield the bytes of moments, of the tables that GPU kernels and narrow moments need, and of step counts."""
     trained = [flat for flat in flats if flat.layout.trainable]
     slots = sum(len(flat.layout.slots) for flat in trained)
     wide = torch.int16.itemsize if slots <= _NARROW_SLOTS else torch.int32.itemsize
@@ -225,7 +226,7 @@ def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
 
 
 def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
-    """Return the bytes that a step moves. It reads and writes weights and moments, and only reads the gradient."""
+    """Return the bytes that a step moves. A step reads and writes weights and moments, and only reads the gradient."""
     numel = _own_numel(flat)
     weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
     return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.itemsize
@@ -242,5 +243,5 @@ def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:
 
 
 def _longest(flats: Sequence[Flat]) -> int:
-    """Return the number of elements in the longest part that one call steps."""
+    """Return the maximum number of elements that one call steps."""
     return max((flat.local.numel() for flat in flats if flat.layout.trainable), default=0)

@@ -1,8 +1,8 @@
-"""Initialize parameters: rank 0 initializes tensors on the meta device, and all ranks get its values, unit by unit.
+"""Initialize tensors that are on the meta device: rank 0 computes values, and all ranks get them unit by unit.
 
-All ranks first move tensors on the meta device to a real device as placeholders. Then rank 0 initializes one module
-after the other. When all modules inside a unit are initialized, the unit's values are broadcast, and the former memory
-of its parameters is freed. So at any time, at most one unit and the units around it have whole values.
+All ranks first turn these tensors into placeholders on a real device. Then rank 0 initializes one module after the
+other. When all modules inside a unit are initialized, the unit's values are broadcast, and the former memory of its
+parameters is freed. So at any time, at most one unit and the units around it have whole values.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -19,12 +19,13 @@ from shardlite.errors import LayoutError
 from shardlite.params import ROOT, Flat, Unit
 
 Init = Callable[[nn.Module], None] | None
-"""Function that initializes the parameters and buffers of a module, called as in `nn.Module.apply`. `None`: call
-`reset_parameters()` of each module that owns parameters or buffers.
+"""A function that initializes the parameters and buffers of a module, and is called as in `nn.Module.apply`. `None`
+stands for a call of `reset_parameters()` of each module that owns parameters or buffers.
 """
 
 _CHUNKS = 4
-"""Number of messages per rank in one broadcast. The last rank of the chain waits for one message per earlier rank."""
+"""Number of messages per rank in one broadcast. The ranks form a chain, along which each message travels. So before its
+first message, the final rank waits while each earlier rank passes on one message."""
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 
@@ -32,7 +33,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: bool) -> None:
-    """Check the model's tensors on the meta device. Only on the `first` rank must they have an initialization.
+    """Check the model's tensors on the meta device. On the `first` rank, each must also have an initialization.
 
     Raises:
         LayoutError: a tensor cannot leave the meta device, or cannot be initialized.
@@ -70,9 +71,10 @@ def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Ite
 
 
 class _Initializer:
-    """Initializes the tensors of a model that have no values yet. On ranks other than the `first` it does nothing.
+    """Initializes the tensors of a model that have no values yet. Ranks other than the `first` initialize nothing.
 
-    An error is stored, not raised, because other ranks wait for the values. After an error, nothing is initialized.
+    An error is stored, not raised, because other ranks wait for the values. After an error, nothing more is
+    initialized.
     """
 
     def __init__(self, module: nn.Module, init: Init, device: torch.device, *, first: bool) -> None:
@@ -82,7 +84,7 @@ class _Initializer:
         self._paths = {each: path for path, each in module.named_modules()}
         self._names = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._missing = {tensor for tensor in self._names if tensor.is_meta}
-        # `init` is also called with modules without tensors, because it may write to their children.
+        # `init` is also called with modules that own no tensors, because it may write to tensors of their children.
         self._for_all = bool(self._missing) and init is not None
         self._sent: dict[nn.Parameter, int] = {}
         self._error: LayoutError | None = None
@@ -90,7 +92,10 @@ class _Initializer:
             _leave_meta(tensor, device)
 
     def initialize(self, module: nn.Module) -> None:
-        """Allocate and initialize the module's own tensors that were on the meta device. Keep the values of others."""
+        """Allocate and initialize the module's own tensors that were on the meta device.
+
+        The module's other tensors keep their values.
+        """
         own = _own(module)
         due = {tensor for _, tensor in own if tensor in self._missing}
         called = bool(due) or (not own and self._for_all)
@@ -109,7 +114,7 @@ class _Initializer:
         self._sent.update((param, param._version) for param in params)
 
     def error(self) -> LayoutError | None:
-        """Return the first error, if any."""
+        """Return the first error, or `None`."""
         late = [self._names[param] for param, version in self._sent.items() if param._version != version]
         if self._error is None and late:
             return LayoutError(
@@ -119,7 +124,7 @@ class _Initializer:
         return self._error
 
     def _run(self, module: nn.Module, blanks: dict[Tensor, "_Blank"]) -> None:
-        """Initialize a module. Check that all `blanks` were filled, and that only values have changed."""
+        """Initialize a module. Check that its tensors in `blanks` were filled, and that only values have changed."""
         own, before = _own(module), _described(module)
         who = f"{self._called} of module {self._paths[module] or '(the model itself)'!r} ({type(module).__name__})"
         try:
@@ -139,7 +144,7 @@ class _Initializer:
             if wrong is not None:
                 self._error = LayoutError(f"{who} left {_kind(tensor)} {self._names[tensor]!r} {wrong}")
                 return
-            if now is not tensor:  # restore the tensor that was replaced, and copy the value of the replacement
+            if now is not tensor:  # the program replaced the tensor: restore it, and copy the replacement's values
                 registry = module._parameters if name in module._parameters else module._buffers
                 registry[name] = tensor  # type: ignore[assignment]
                 tensor.copy_(now)
@@ -150,7 +155,8 @@ def broadcast_init(
 ) -> LayoutError | None:
     """Copy rank 0's parameters to the shards of all ranks. Return an error if the initialization has failed.
 
-    Tensors on the meta device are initialized by `init`. On other ranks, parameters may be on the meta device too.
+    On rank 0, `init` initializes tensors that are on the meta device. On other ranks, any parameter may be on the meta
+    device.
     """
     initializer = _Initializer(module, init, context.device, first=context.rank == 0)
     by_name = {unit.name: unit for unit in units}
@@ -178,14 +184,14 @@ def broadcast_values(
 ) -> None:
     """Set a unit's shards on all ranks to the values of rank 0. Collective.
 
-    Values are sent piece by piece through the same memory, because the first write to a page takes longer than all
-    other work.
+    Values are sent piece by piece through the same memory. New memory for each piece would be slower, because the first
+    write to a page takes longer than all other work.
 
     Args:
         unit: unit whose shards are set.
         context: the ranks.
         value: returns the value of a parameter. It is called on rank 0.
-        sent: called for each flat after the last call of `value` for its parameters.
+        sent: function that is called for each flat when the values of its parameters are no longer needed.
     """
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
@@ -215,7 +221,7 @@ def _broadcast_flat(flat: Flat, context: Context, value: Callable[[nn.Parameter]
 
 
 class _Source:
-    """The values of a flat in the layout of a full buffer [W*S], read piece by piece in ascending order."""
+    """The values of a flat (flat parameter) in the layout of a full buffer [W*S], read in pieces in ascending order."""
 
     def __init__(self, flat: Flat, value: Callable[[nn.Parameter], Tensor]) -> None:
         self._flat = flat
@@ -240,7 +246,8 @@ class _Source:
 def broadcast_buffers(module: nn.Module, context: Context) -> None:
     """Copy rank 0's buffers (for example running statistics) to all ranks.
 
-    Equal buffers are not written, because a mask may be an expanded view, which does not allow writes.
+    A buffer that already has rank 0's values is not written. It may be an expanded view, such as a mask, which does not
+    allow writes.
     """
     with torch.no_grad():
         for name, buffer in module.named_buffers():
@@ -253,14 +260,19 @@ def broadcast_buffers(module: nn.Module, context: Context) -> None:
 
 
 class _Blank(NamedTuple):
-    """Record of a tensor before its initialization. All its bits are set, which is NaN in floating-point dtypes."""
+    """The record of a tensor before its initialization, when all its bits are set: NaN in floating-point dtypes."""
 
     shape: torch.Size
     dtype: torch.dtype
     version: int
 
     def wrong(self, tensor: Tensor, now: Tensor) -> str | None:
-        """Return a description of the error in the initialization of `tensor`, or `None`. `now` may replace it."""
+        """Return a description of the error in the initialization of `tensor`, or `None`.
+
+        Args:
+            tensor: tensor that was to be initialized.
+            now: tensor that the module has now. It may be another tensor than `tensor`.
+        """
         if (now.shape, now.dtype) != (self.shape, self.dtype):
             return f"as {list(now.shape)} {now.dtype}, it was {list(self.shape)} {self.dtype}"
         if now.is_meta:
@@ -271,9 +283,9 @@ class _Blank(NamedTuple):
     def _unwritten(self, tensor: Tensor) -> int:
         """Return the number of elements that were not written.
 
-        In floating-point dtypes, these are the elements whose bits are all set. The version counter is not enough,
-        because it misses writes through `.data`. In other dtypes such elements may be valid (-1), so all elements count
-        as written if the version has changed.
+        In floating-point dtypes, elements with all bits set were not written. The version counter alone does not tell,
+        because it misses writes through `.data`. In other dtypes an element with all bits set may be valid (-1), so all
+        elements count as written if the version has changed.
         """
         raw = tensor.detach().reshape(-1)
         if tensor.dtype.is_floating_point and tensor.itemsize in _INTEGERS:
@@ -283,7 +295,7 @@ class _Blank(NamedTuple):
 
 
 def _blank(tensor: Tensor) -> _Blank:
-    """Allocate the memory of a placeholder, set all bits, and return its record."""
+    """Allocate the memory of a placeholder, set all bits of it, and return the placeholder's record."""
     tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     tensor.detach().reshape(-1).view(torch.uint8).fill_(0xFF)
     return _Blank(tensor.shape, tensor.dtype, tensor._version)
@@ -292,8 +304,9 @@ def _blank(tensor: Tensor) -> _Blank:
 def _leave_meta(tensor: Tensor, device: torch.device) -> None:
     """Move a tensor from the meta device to `device`. A buffer is allocated; a parameter gets memory for one element.
 
-    The tensor stays the same object, so that references to it stay valid: tied weights, lists of `nn.LSTM`, an
-    optimizer. `torch.utils.swap_tensors` refuses tensors with weak references, and would swap their attributes too.
+    The tensor stays the same object, so that references to it (tied weights, lists of `nn.LSTM`, an optimizer) stay
+    valid. `torch.utils.swap_tensors` is not used, because it refuses tensors with weak references, and would also swap
+    attributes.
     """
     whole = () if isinstance(tensor, nn.Parameter) else tensor.shape
     memory = torch.zeros(whole, dtype=tensor.dtype, device=device)

@@ -1,7 +1,7 @@
 """Partition a model into units: find the modules that start a unit, and assign each parameter to a unit.
 
-The parameters of a unit are gathered together, so they should be used together. Typical units are the model's repeated
-blocks.
+A unit that starts at a module holds the parameters inside this module, unless an inner unit holds them. The parameters
+of a unit are gathered together, so they should be used together. Typical units are the model's repeated blocks.
 
 In: a module and the `units` option. Out: `UnitPlan`s, and the units that each module needs.
 """
@@ -18,22 +18,23 @@ from shardlite.errors import LayoutError
 from shardlite.params import ROOT, Unit, scripts
 
 UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
-"""A module class, a tuple of classes, a predicate of `(name, module)`, or `None` for automatic units."""
+"""A module class, a tuple of classes, a predicate of `(name, module)`, or `None` to select units automatically."""
 
 UnitRule = bool | Callable[[str, nn.Module], bool]
 """A value for all units, or a predicate of a unit's `(name, module)`."""
 
 BLOCKS_SHARE = 0.1
-"""Children of one class in a list are blocks if together they have at least this share of the model's parameters."""
+"""Children of one class in a list are blocks if they have, together, at least this share of the model's parameters."""
 
 LARGE_SHARE = 0.5
-"""An embedding, a head or a child of a different class becomes a unit if it has at least this share of the largest
-block's parameters. Otherwise it stays in the root.
+"""An embedding, a head, or a child of another class than the blocks beside it becomes a unit if it has at least this
+share of the largest block's parameters. Otherwise it stays in the root.
 """
 
 
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
-"""Modules whose parameters are read by the enclosing module. The last class is the output layer of attention."""
+"""Classes of modules that are not called, because the enclosing module reads their parameters. The last class is the
+output layer of attention."""
 
 
 @dataclass(eq=False)
@@ -54,9 +55,8 @@ def applies(rule: UnitRule, unit: UnitPlan) -> bool:
 def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:
     """Return the planned units. Each parameter that is not ignored belongs to one unit.
 
-    The first unit is the root. Units may be empty. A parameter belongs to the innermost unit around it. A parameter
-    that occurs in several units belongs to the innermost unit around all its occurrences, so tied weights need no
-    option.
+    The first unit is the root. Units may be empty. A parameter belongs to the innermost unit around it. If a parameter
+    occurs in several modules, it belongs to the innermost unit around all of these. So tied weights need no option.
 
     Raises:
         LayoutError: `policy` has an invalid type, or is a class that the model does not contain.
@@ -79,8 +79,8 @@ def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[T
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
     """Return the units that each module's forward needs.
 
-    A module needs the unit that starts at it, and the units of the parameters that it reads. The whole model is always
-    among the modules, because a pass starts with it.
+    A module needs the unit that starts at this module, and the units of the parameters that the module reads. The
+    result always has an entry for the whole model, because a pass starts with its forward.
     """
     by_name = {unit.name: unit for unit in units}
     home = {param: unit for unit in units for param in unit.params()}
@@ -99,7 +99,7 @@ def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -
 def _walk(
     path: str, chain: list[UnitPlan], module: nn.Module, starts: set[nn.Module], plans: dict[nn.Module, UnitPlan]
 ) -> Iterator[tuple[str, list[UnitPlan], nn.Module]]:
-    """Yield each path to a module inside `module`, the units around it (outermost first), and the module.
+    """Yield each path to a module inside `module`, the units around that module (outermost first), and that module.
 
     Units that start at the modules in `starts` are added to `plans`.
     """
@@ -135,7 +135,7 @@ def _starts(model: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
 
 
 def _automatic(model: nn.Module) -> set[nn.Module]:
-    """Return the repeated blocks, and the embeddings and heads that are large compared with them."""
+    """Return the repeated blocks, and the embeddings and heads that are large compared with the blocks."""
     total = _numel(model.parameters())
     blocks = list(_blocks(model, total))
     enough = LARGE_SHARE * max((_numel(block.parameters()) for block in blocks), default=total)
@@ -152,10 +152,10 @@ def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
 
 
 def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
-    """Return the children of a list or sequence whose class occurs there more than once.
+    """Return those children of a list or sequence whose class occurs more than once among the children.
 
-    In a list, a large child of a different class is also a block. Otherwise the search would continue inside that
-    child, and select for example its experts, although ranks may call different experts.
+    In a list, a large child of a different class is also a block. If it were not, the search would continue inside that
+    child and select, for example, its experts, although ranks may call different experts.
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
@@ -189,7 +189,7 @@ def _numel(params: Iterable[nn.Parameter]) -> int:
 def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the module's own parameters, and those of modules inside it that are never called."""
     yield from (param for param in module._parameters.values() if param is not None)
-    if isinstance(module, nn.TransformerEncoder):  # its forward inspects the weights of its first layer
+    if isinstance(module, nn.TransformerEncoder):  # the forward of this class inspects the weights of its first layer
         yield from module.layers[0].parameters()
     for child in module.children():
         if isinstance(child, torch.jit.ScriptModule):

@@ -1,4 +1,4 @@
-"""Plan a wrapped model before memory is allocated: units, flats and device. All ranks compare their plans.
+"""Plan a wrapped model before memory is allocated: units, flats (flat parameters) and device. Ranks compare plans.
 
 In: a module and the options. Out: a `Plan`. This file does not use values of parameters.
 
@@ -23,14 +23,14 @@ from shardlite.params import ALIGN, ROOT, Layout, lay_out
 
 
 class FlatPlan(NamedTuple):
-    """A planned flat."""
+    """A planned flat: the parameters of one kind in a unit, which share one buffer."""
 
     layout: Layout
     compute: torch.dtype
     reduce: torch.dtype
     params: Sequence[nn.Parameter]
     split: bool = False
-    """Whether weights are stored in two parts. The layout then describes the upper part."""
+    """Whether weights are stored in two parts. If so, the layout describes the upper part."""
 
     quantized: bool = False
     """Whether gathers send 8-bit codes."""
@@ -39,13 +39,13 @@ class FlatPlan(NamedTuple):
 def plan_flats(
     plan: UnitPlan, world_size: int, precision: Precision, *, grain: int = ALIGN, device: torch.device
 ) -> list[FlatPlan]:
-    """Return the plans of a unit's flats, one per kind of parameters, in the order of their first parameters.
+    """Return the plans of a unit's flats, one per kind of parameters. A flat comes where its first parameter comes.
 
     Args:
         plan: planned unit.
         world_size: number of ranks that share the model.
         precision: dtypes of the model.
-        grain: the length of shards is a multiple of this number of elements.
+        grain: number of elements of which the length of a shard is a multiple.
         device: device of the full weights.
     """
     quantized = world_size > 1 and applies(precision.quantized_gather, plan)
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
     device: torch.device
     in_parts: bool = False
-    """Whether gradients are added in a tree over parts, even on a single rank."""
+    """Whether gradients are added in a tree over the parts of a global batch, even on a single rank."""
 
     @property
     def casts(self) -> bool:
@@ -106,13 +106,13 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Ranks, wrapper: t
         settings = (
             f"stage {options.stage}",
             f"prefetch {options.prefetch}",
-            f"{replace(options.precision, quantized_gather=False)}",  # `_describe` compares it unit by unit
+            f"{replace(options.precision, quantized_gather=False)}",  # `_describe` compares `quantized_gather`
             f"{options.route}",
             f"buffers {options.buffers!r}",
             f"{options.memory_limit or 'no memory limit'}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
-    except Exception as error:  # of any type, because other ranks wait for this one
+    except Exception as error:  # all types are caught, because other ranks wait for this rank
         problem = error
     agree(groups, facts, problem, what="what each rank wraps", timeout=options.timeout)
     assert plan is not None, "`agree` has raised any problem"
@@ -126,7 +126,7 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
         LayoutError: the option `units` is invalid.
     """
     units = partition_module(module, options.units, options.ignored)
-    # With a tree, norms combine statistics of blocks. No cut may divide a block, so that norms do not depend on `W`.
+    # With order="tree", norms combine statistics of blocks. No cut may divide a block, or norms would depend on `W`.
     grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
     flats = [plan_flats(unit, world_size, options.precision, grain=grain, device=device) for unit in units]
     return Plan(units, flats, device, in_parts=options.route.order == "tree")

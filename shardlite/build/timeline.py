@@ -4,13 +4,14 @@ In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `St
 purpose, and the operations in their order, with the computation between them. Nothing is allocated and no clock is
 read.
 
-The end of a reduction depends on the timing of a run, so the caller chooses between two bounds. By default each
-reduction ends when something must wait for it, which gives an upper bound of the memory. With `prompt` each reduction
-ends before the next gradient, which gives a lower bound.
+The moment at which a reduction ends depends on the timing of a run, so the caller chooses between two bounds. By
+default each reduction ends when something must wait for it, which gives an upper bound of the memory. With `prompt`
+each reduction ends before the next gradient, which gives a lower bound.
 
 Full weights follow the library's own `BufferPolicy`. Buckets follow the rules of `grads/`, for ranks that have agreed
-on an order. A trace can record the events of a program. `plain_events` returns the events of a chain of units without
-activations. `check_memory_limit` rejects a model before allocation if a step with these events exceeds the limit.
+on an order. The events come from a trace of a program, or from `plain_events`, which yields the events of a chain of
+units without activations. `check_memory_limit` rejects a model before allocation if a step with plain events exceeds
+the limit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,20 +32,21 @@ from shardlite.params import Buffer
 from shardlite.weights import BufferPolicy, GatherOrder, UnitSize
 
 ACTIVATIONS = "activations"
-"""The purpose of the program's own tensors, including gradients that autograd still holds."""
+"""The name of the purpose that counts the program's own tensors, and gradients that autograd still holds."""
 
 _STEPS = 3
-"""Steps until all orders are recorded and the buffers that a GPU keeps no longer change; see `docs/memory.md`."""
+"""Number of steps after which all orders are recorded and the set of buffers that a GPU keeps no longer changes; see
+`docs/memory.md`."""
 
 
 class Kind(Enum):
     """Kinds of events in a program."""
 
     ENTER = "enter"  # a use of a unit's full weights begins
-    LEAVE = "leave"  # this use ends
+    LEAVE = "leave"  # a use of a unit's full weights ends
     GRADIENT = "gradient"  # autograd delivers one gradient
     BACKWARD = "backward"  # the backward begins
-    END = "end"  # the backward ends: the remaining units are reduced, then the optimizer steps
+    END = "end"  # the backward ends; the remaining units are reduced, and the optimizer steps
 
 
 class Event(NamedTuple):
@@ -56,10 +58,10 @@ class Event(NamedTuple):
     """Bytes of the gradient, as autograd created it."""
 
     most: int = 0
-    """Peak since the previous event, in bytes."""
+    """Peak of the program's own tensors since the previous event, in bytes."""
 
     now: int = 0
-    """Bytes at this event, without the gradient."""
+    """Bytes of the program's own tensors at this event, without the gradient."""
 
     flops: float = 0.0
     """Floating-point operations since the previous event."""
@@ -80,22 +82,22 @@ class StepTimeline:
     """Memory and operations of one step."""
 
     peak: dict[str, int] = field(default_factory=dict)
-    """Bytes by purpose at the peak of all purposes together."""
+    """Bytes of each purpose at the moment when the sum of all purposes is largest."""
 
     most: dict[str, int] = field(default_factory=dict)
     """Peak of each purpose by itself."""
 
     actions: list[Action] = field(default_factory=list)
-    """In the order in which the host starts them."""
+    """Operations and computations in the order in which the host starts them."""
 
     @property
     def total(self) -> int:
-        """Peak of all purposes together."""
+        """Peak of the sum of all purposes."""
         return sum(self.peak.values())
 
 
 def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
-    """Replay the events of several steps, and return the timeline of the last one.
+    """Replay the events of several steps, and return the timeline of the final step.
 
     With `prompt`, each reduction ends before the next gradient; otherwise it ends when something must wait for it.
     """
@@ -135,7 +137,7 @@ class _Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, including spare ones."""
+        """Bytes of all buffers, including spare buffers."""
         return sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
 
     def begin_pass(self, *, backward: bool) -> None:
@@ -149,7 +151,7 @@ class _Weights:
             self._evict_all(self._policy.stop_prefetching())
 
     def enter(self, unit: int) -> list[int]:
-        """Begin a use of a unit. Return the units that are gathered: this unit if necessary, and units ahead."""
+        """Begin a use of a unit. Return the units to gather: this unit if necessary, and units to prefetch."""
         gathered = []
         if self._users[unit] == 0:
             if unit not in self._policy.buffers:
@@ -189,7 +191,7 @@ def _without_memory(nbytes: int, kept: bool) -> Buffer:
 
 
 class _Grads:
-    """The buckets and gradients of a step. It calls `record` after each change of their bytes."""
+    """The buckets and gradients of a step. This class calls `record` after each change of their bytes."""
 
     def __init__(
         self, budget: Budget, order: Sequence[int], prompt: bool, record: Callable[[Action | None], None]
@@ -211,12 +213,12 @@ class _Grads:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buckets, and of gradients that wait for their bucket or are being copied to it."""
+        """Bytes of buckets, and of gradients that wait for their bucket or are being copied to their bucket."""
         return sum(self.full.values()) + sum(self.early.values()) + self._copied
 
     def arrive(self, unit: int, nbytes: int) -> None:
         """Store one gradient."""
-        if self._on_gpu or self._units[unit].is_root:  # it waits for its bucket
+        if self._on_gpu or self._units[unit].is_root:  # the gradient waits for its bucket
             self.early[unit] += nbytes
             self._record(None)
             self._free_copied(unit)
@@ -258,13 +260,13 @@ class _Grads:
                 break
             self._land()
         self.full[unit] = sum(flat.bucket for flat in self._units[unit].flats)
-        self._record(None)  # with both the bucket and the early gradients
+        self._record(None)  # at this moment, both the bucket and the early gradients are held
         self._copied += self.early[unit] * self._on_gpu
         self.early[unit] = 0
         self.arriving = nbytes  # autograd holds its gradient until the hook returns
 
     def _free_copied(self, unit: int) -> None:
-        """Make a stream wait for the copies of the last unit, and thus for the reductions before it."""
+        """Let the stream wait for the copies of the previous unit, and so for the reductions before these copies."""
         if self._on_gpu and unit != self._last:
             self._last, self._copied = unit, 0
             while self._landed < self._started - 1:
@@ -330,7 +332,7 @@ class _Timeline:
             grads.arrive(event.unit, event.nbytes)
         elif event.kind is Kind.GRADIENT and not self._budget.recipe.in_backward:
             grads.gradients += event.nbytes
-        elif event.kind is Kind.GRADIENT:  # the optimizer steps by it, and drops it at once
+        elif event.kind is Kind.GRADIENT:  # the optimizer steps by the gradient and drops it immediately
             self._own += event.nbytes
         elif event.kind is Kind.END:
             if not self._budget.single_rank:
@@ -360,7 +362,7 @@ class _Timeline:
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
-    """Return the trainable units in the order in which their gradients are complete; incomplete units come last."""
+    """Return the trainable units in the order in which their gradients become complete. Incomplete units come last."""
     left = {i: unit.params for i, unit in enumerate(budget.units) if unit.params}
     order = []
     for event in events:
@@ -374,17 +376,17 @@ def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
 # ---- memory_limit: reject a model that cannot fit, and suggest changes ----------------------------------------------
 
 MOST_RANKS = 4096
-"""Maximum number of ranks that is tried."""
+"""Maximum number of ranks that `check_memory_limit` tries."""
 
 
 def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_size: int) -> None:
     """Compare the memory of a rank with `options.memory_limit`, if it is set. Call this before allocation.
 
-    The memory is the joint peak of states and buffers, including the module's own buffers, and the activations that the
-    limit names.
+    The memory is the peak of the sum of all purposes in a step, including the module's own buffers, plus the
+    activations that the limit names.
 
     Raises:
-        LayoutError: it exceeds the limit.
+        LayoutError: the memory exceeds the limit.
     """
     limit = options.memory_limit
     if limit is None:
@@ -414,7 +416,7 @@ def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_si
 
 
 def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Yield each change of `asked` that saves memory, with its description, and then all changes together."""
+    """Yield each change of `asked` that saves memory, with a description. Yield all changes together at the end."""
     options = asked.options
     if options.stage < 3:
         yield "stage=3", replace(asked, options=replace(options, stage=3))
@@ -431,7 +433,7 @@ def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> Iterator[tuple[str, Recipe]]:
-    """Double the number of ranks until a rank fits or the maximum is reached, and yield that recipe."""
+    """Double the number of ranks until the limit holds or the maximum is reached, and yield the resulting recipe."""
     recipe = asked
     while 2 * recipe.world_size <= MOST_RANKS:
         recipe = replace(recipe, world_size=2 * recipe.world_size)

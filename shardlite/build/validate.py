@@ -24,8 +24,8 @@ STAGES = (0, 1, 2, 3)
 _wrapped = WeakTensorKeyDictionary()
 """Parameters of models that are wrapped, or were dropped without being unwrapped. Their values are in shards.
 
-Ranks that are threads share this table. This is safe, because each parameter belongs to one rank, and each access reads
-or writes one entry by identity.
+If ranks are threads, they share this table. Sharing it is safe, because each parameter belongs to one rank, and each
+access reads or writes one entry by identity.
 """
 
 
@@ -50,7 +50,7 @@ class Options:
     timeout: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        """Check types that need neither a module nor ranks.
+        """Check the options that can be checked without a module and without ranks.
 
         Raises:
             TypeError: an option has a wrong type.
@@ -96,10 +96,9 @@ def split_ignored(ignore: Iterable[nn.Module | nn.Parameter]) -> tuple[list[nn.M
 
 
 def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
-    """Return the device of shards.
+    """Return the device of shards: `device` if given, else the device of the parameters.
 
-    It is `device` if given, else the device of the parameters. If all parameters are on the meta device, it is
-    `default`.
+    If all parameters are on the meta device, return `default`.
 
     Raises:
         LayoutError: `device` is not a device, or is neither the CPU nor a CUDA device.
@@ -157,7 +156,7 @@ def check_options(module: nn.Module, options: Options, groups: Ranks) -> None:
 
     Raises:
         TypeError: an option has a wrong type.
-        LayoutError: an option is invalid, or contradicts another one.
+        LayoutError: an option is invalid, or contradicts another option.
     """
     stage, prefetch, route = options.stage, options.prefetch, options.route
     quantized = options.precision.quantized_gather is not False
@@ -186,7 +185,7 @@ def check_options(module: nn.Module, options: Options, groups: Ranks) -> None:
 
 
 def _check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
-    """Refuse embeddings with `max_norm`, because a forward would scale only the rows in this rank's batch."""
+    """Refuse embeddings with `max_norm`, because each rank's forward would scale only the rows in its own batch."""
     for name, each in module.named_modules():
         scales = isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None
         if scales and each.weight not in ignored:
@@ -215,7 +214,7 @@ def _check_parts(parts: int, groups: Ranks, *, quantized: bool) -> None:
 
 
 def _other_wrapper(module: nn.Module) -> str:
-    """Return the name of PyTorch's wrapper of a module, or `""`. Classes are found by name, without importing FSDP."""
+    """Return the name of PyTorch's wrapper of a module, or `""`. Names are compared, so FSDP is not imported."""
     kinds = [f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__]
     if "torch.nn.parallel.distributed.DistributedDataParallel" in kinds:
         return "DistributedDataParallel"
@@ -310,8 +309,8 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
 def _others(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module that are not parameters: buffers, and attributes of modules.
 
-    An attribute `name` is skipped if there is a parameter `name_orig`, because each forward recomputes it
-    (`spectral_norm`).
+    An attribute `name` is skipped if there is a parameter `name_orig`, because each forward recomputes the attribute
+    from the parameter (`spectral_norm`).
     """
     for path, each in module.named_modules():
         attributes = [(name, value) for name, value in each.__dict__.items() if f"{name}_orig" not in each._parameters]

@@ -5,7 +5,7 @@
     optimizer.param_groups.<i>.<option>     hyperparameters, and `params`: names
     ranks.<r>.extra, ranks.<r>.generators   `extra` of rank r, and the states of its random number generators
 
-FSDP2 programs get the first three names from `torch.distributed.checkpoint.state_dict`.
+`torch.distributed.checkpoint.state_dict` gives the entries of FSDP2 programs names of the first three forms.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardlite.model import ShardLite
 from shardlite.optim import AdamW
 
 Paths = dict[str, tuple[str | int, ...]]
-"""For each entry its keys in the nested state dict."""
+"""The type of a dict that has, for the name of each entry, the keys of this entry in the nested state dict."""
 
 
 class Run(NamedTuple):
-    """Arguments of `save`, `save_in_memory` and `load`: the objects to save or load."""
+    """The objects to save or load, which are arguments of `save`, `save_in_memory` and `load`."""
 
     model: ShardLite
     optimizer: Optimizer | None
@@ -56,11 +56,11 @@ def contents(run: Run, rank: int) -> tuple[dict[str, Any], Paths]:
 
 
 def _named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
-    """Return `optimizer.state_dict()` with names of parameters instead of their numbers."""
+    """Return `optimizer.state_dict()`, with the names of parameters instead of their numbers."""
     saved, names = optimizer.state_dict(), names_of(model, optimizer)
     numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
     by_number = dict(zip(numbers, chain.from_iterable(names), strict=True))
-    # DCP does not load a group without all options of PyTorch's AdamW. Ours has fewer options.
+    # DCP loads a group only if it has all options of PyTorch's AdamW. ShardLite's AdamW has fewer options.
     others = torch.optim.AdamW([torch.zeros(0)]).defaults if isinstance(optimizer, AdamW) else {}
     groups = [{**others, **group, "params": own} for group, own in zip(saved["param_groups"], names, strict=True)]
     return {"state": {by_number[i]: entry for i, entry in saved["state"].items()}, "param_groups": groups}
@@ -134,8 +134,8 @@ def pickled(name: str, value: object) -> io.BytesIO:
     """Pickle an object as `torch.save` does.
 
     Raises:
-        CheckpointError: the object contains a value that is neither a tensor, nor plain, nor a container. Loading would
-            refuse such a value.
+        CheckpointError: the object contains something that is neither a tensor, nor a plain value, nor a container.
+            Loading would refuse it.
     """
     content = io.BytesIO()
     torch.save(value, content)

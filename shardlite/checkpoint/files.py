@@ -1,8 +1,8 @@
 """The folder of a run: names, publication, manifest and checksums.
 
-A checkpoint is written into a temporary folder and published with one rename. So whenever a process dies, the
-checkpoint is either absent or complete. Each file has one CRC-32 per 4 MiB, computed while the file is written. A
-reader checks the blocks that it needs.
+A checkpoint is written into a temporary folder and published with one rename. So at whatever moment a process dies, the
+checkpoint is either absent or complete. Each file has one checksum (CRC-32) per block of 4 MiB, which is computed while
+the file is written. A reader checks the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ BLOCK = 1 << 22
 """Number of bytes per checksum."""
 
 _PIECE = 1 << 18
-"""Number of bytes that are added to a checksum and then written. They stay in the processor's cache in between."""
+"""Number of bytes that are added to a checksum and then written. The number is small, so that the bytes stay in the
+processor's cache between the two operations."""
 
 _BUFFER = 1 << 16
-"""Bytes of the buffer for small writes. It is smaller than a piece, so pieces are not copied into it."""
+"""Bytes of the buffer for small writes. The buffer is smaller than a piece, so pieces are not copied into it."""
 
 _NAME = re.compile(r"(\.old-)?step-(\d+)")
 
@@ -57,14 +58,14 @@ def name_of(step: int) -> str:
 
 
 def folders_in(root: Path) -> dict[int, Path]:
-    """Return the folders of checkpoints by step, in ascending order, including damaged ones.
+    """Return the folders of checkpoints by step, in ascending order, including damaged checkpoints.
 
     If a crash has interrupted the replacement of a checkpoint, its folder may be named `.old-step-<step>`.
     """
     found: dict[int, Path] = {}
     for each in sorted(root.iterdir() if root.is_dir() else (), key=lambda path: path.name):
         if (match := _NAME.fullmatch(each.name)) and each.is_dir():
-            found[int(match[2])] = each  # `.old-` sorts first
+            found[int(match[2])] = each  # replaces a folder `.old-step-...`, which sorts first
     return dict(sorted(found.items()))
 
 
@@ -117,7 +118,7 @@ def check_folder(path: Path) -> None:
     """Check that no file or dangling link is in place of a folder at `path`.
 
     Raises:
-        CheckpointError: a file or a dangling link is there.
+        CheckpointError: a file or a dangling link is in place of the folder or of one of its parents.
     """
     for place in (*reversed(path.parents), path):
         if os.path.lexists(place) and not place.is_dir():
@@ -193,9 +194,9 @@ def publish(root: Path, step: int, keep: int | None, lease: Lease) -> Path:
     try:
         for each in ([old] if old.exists() or old.is_symlink() else []) + expired:
             lease.check()
-            # Renamed first, because a folder without some of its files is not a checkpoint.
+            # The folder is renamed before its files are removed, because without some of them it is not a checkpoint.
             discard(each.rename(each.with_name(f".saving-{each.name}-removed")))
-    except (CheckpointError, OSError) as error:  # the new one is published
+    except (CheckpointError, OSError) as error:  # only a warning, because the new checkpoint is published
         log.warning("%s is saved, but earlier checkpoints could not be removed: %s", place, error)
     return place
 
@@ -247,7 +248,7 @@ class SummedFile:
     def _write_piece(self, piece: memoryview) -> None:
         try:
             self._file.write(piece)
-        except OSError as error:  # `torch.save` raises another error, which does not have the reason
+        except OSError as error:  # `torch.save` would replace this error by one that does not give the reason
             self.failure = error
             raise
         self.size += len(piece)
@@ -255,7 +256,7 @@ class SummedFile:
             begin_writeback(self._file.fileno(), self.size - BLOCK)
 
     def flush(self) -> None:
-        """Do nothing when `torch.save` calls this. The file is flushed when it is complete."""
+        """Do nothing. `torch.save` calls this method, but the file is flushed only when it is complete."""
 
     def sums(self) -> dict[str, Any]:
         """Return the size of the file and the checksums of its blocks."""
@@ -263,19 +264,19 @@ class SummedFile:
 
 
 def begin_writeback(file: int, start: int) -> None:
-    """Let the operating system start to write a block to the disk, so that `fsync` waits for less.
+    """Let the operating system start to write a block to the disk, so that a later `fsync` takes less time.
 
-    Linux does this on the advice that the pages are not needed soon. It does not drop pages before they are on the
-    disk.
+    Linux starts to write pages when it is advised that they are not needed soon. It does not drop pages before they are
+    on the disk.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # some file systems do not support it
+        with suppress(OSError):  # some file systems do not support this advice
             os.posix_fadvise(file, start, BLOCK, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def summed(path: Path) -> Iterator[SummedFile]:
-    """Write a new file inside the context. At exit, wait until it is on the disk.
+    """Open a new file, to which code inside the context writes. At exit, wait until the file is on the disk.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -301,7 +302,7 @@ def sums_of(path: Path) -> dict[str, Any]:
 
 
 def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Iterable[tuple[int, int]]]) -> None:
-    """Check the blocks that hold `wanted`: byte ranges [start, stop) by file name.
+    """Check the blocks that contain the byte ranges `wanted`, which are given as [start, stop) by file name.
 
     Raises:
         CheckpointError: a file is missing or has the wrong size, or a block has the wrong checksum.
@@ -324,7 +325,7 @@ def check_blocks(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str,
 
 
 def check_size(path: Path, least: int, *, exact: bool = True) -> None:
-    """Check that a file exists and has `least` bytes or, if not `exact`, more.
+    """Check that a file exists and has exactly `least` bytes. If `exact` is `False`, more bytes are allowed.
 
     Raises:
         CheckpointError: the file is missing, or has the wrong size.
@@ -340,7 +341,7 @@ def check_size(path: Path, least: int, *, exact: bool = True) -> None:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write `shardlite.json`: `facts`, and sizes and checksums of all `files` of a checkpoint."""
+    """Write `shardlite.json`, which contains `facts` and the sizes and checksums of all `files` of a checkpoint."""
     manifest = {"format": FORMAT, **facts, "block": BLOCK, "files": dict(files)}
     text = json.dumps({**manifest, "crc32": _crc_of(manifest)}, indent=1)
     write_synced(folder / MANIFEST, text.encode())

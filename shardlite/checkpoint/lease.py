@@ -1,15 +1,15 @@
-"""The lease on the folder of a run: one process at a time saves into it.
+"""The lease on the folder of a run. Only the process that has the lease may save into the folder.
 
-The owner keeps the file `.lease` in the folder open, and a thread renews the lease every `RENEWAL` seconds. Another
-process may take over the lease of a dead owner. On the same host it checks whether the owner's process lives. On
-another host the owner counts as dead if it does not renew the lease for `STALE` seconds while the other process
-observes it. Clocks of two hosts are never compared. The new lease is renamed over the old one, so an old owner that
-still lives renews a file without a name. An owner reads the lease before each rename and removal, and stops if another
-process has the lease.
+The owner keeps the file `.lease` in the folder open, and a thread of the owner renews the lease every `RENEWAL`
+seconds. Another process may take over the lease of a dead owner. On the same host, this process checks whether the
+owner's process lives. On another host, the owner counts as dead if it does not renew the lease for `STALE` seconds
+while this process observes the lease. Clocks of two hosts are never compared. The file of the new lease is renamed over
+the old file. So if the old owner still lives, it renews a file that has no name any more. An owner reads the lease
+before each rename and removal, and stops if another process has the lease.
 
-This requires exclusive creation, atomic renames, and that a newly opened file shows all synced writes. NFS provides
-these since version 3. `flock` is not used. An owner that is suspended for more than `STALE` seconds between its check
-and the rename can still publish once.
+The file system must provide exclusive creation and atomic renames, and a newly opened file must show all synced writes.
+NFS meets these requirements since version 3. `flock` is not used. An owner that is suspended for more than `STALE`
+seconds between its check and the rename can still publish once.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ RENEWAL = 10.0
 """Seconds between renewals."""
 
 STALE = 60.0
-"""Seconds without a renewal after which a lease of another host may be taken over."""
+"""Seconds without a renewal after which a process of another host may take over the lease."""
 
 _POLL = 1.0
 """Seconds between two reads of an observed lease."""
 
 _RACE = 0.1
-"""Seconds after a takeover in which other processes may also take over. The last one gets the lease."""
+"""Seconds after a takeover in which other processes may also take over. The last of them gets the lease."""
 
 _NBYTES = 512
-"""Size of the file. It is constant, so that a renewal never truncates the file."""
+"""Size of the file in bytes. The size is constant, so that a renewal never truncates the file."""
 
 Content = dict[str, Any]
-"""Content of the file: `token`, `host`, `where`, `process`, `began`, `folder` and the number of renewals."""
+"""The content of the file, with the keys `token`, `host`, `where`, `process`, `began`, `folder` and `renewals`."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,8 @@ class Lease:
     """Descriptor of the open file; -1 if closed. After another process has taken the lease, writes have no effect."""
 
     holders: WeakSet[Any] = field(default_factory=WeakSet)
-    """Models that were saved here, and saves in progress. A renewal without any holder gives up the lease."""
+    """Models that were saved into this folder, and saves in progress. If no holder lives, a renewal gives up the lease.
+    """
 
     def is_mine(self) -> bool:
         """Return whether this process still has the lease."""
@@ -110,17 +111,17 @@ _held: dict[tuple[int, int], Lease] = {}
 """Leases of this process, by device and inode of the folder."""
 
 _lock = threading.Lock()
-"""Protects `_held`. It is free while a thread waits for a lease."""
+"""A lock that protects `_held`. No thread keeps it while it waits for a lease."""
 
 _acquiring = threading.Lock()
-"""Serializes the acquisition of leases."""
+"""A lock that lets only one thread at a time acquire leases."""
 
 _renewing: list[threading.Thread] = []
 _ended = threading.Event()
 
 
 def acquire(root: Path, holder: object) -> Lease:
-    """Acquire the lease on a folder for as long as `holder` lives. If this process has the lease, return it.
+    """Acquire the lease on a folder for as long as `holder` lives. If this process already has it, return it.
 
     Raises:
         CheckpointError: another running job has the lease.
@@ -155,11 +156,11 @@ def _take(root: Path) -> Lease:
             return _created(root, path, mine)
         content = _read(path)
         if content is None:
-            continue  # its owner has given it up meanwhile
+            continue  # the owner has given up the lease in the meantime
         _check_dead(root, path, content)
         temporary = root / f"{NAME}-{mine['token']}"
         lease = _created(root, temporary, mine)
-        if _read(path) != content:  # its owner has renewed it, or another process was faster
+        if _read(path) != content:  # the owner has renewed the lease, or another process has taken it over
             lease.close()
             temporary.unlink(missing_ok=True)
             continue
@@ -180,8 +181,8 @@ def _check_dead(root: Path, path: Path, content: Content) -> None:
         CheckpointError: the owner is alive.
     """
     if content.get("where") == _where():
-        copied = content.get("folder") != root.stat().st_ino  # together with the folder
-        lost = content.get("process") == os.getpid()  # earlier by this process
+        copied = content.get("folder") != root.stat().st_ino  # the lease is a copy, made together with the folder
+        lost = content.get("process") == os.getpid()  # this process had the lease earlier, and has lost it
         if not copied and not lost and _lives(content.get("process", 0), content.get("began")):
             raise _other_job(root, content)
         return
@@ -230,7 +231,7 @@ def _write(file: int, content: Content) -> None:
 
 
 def _read(path: Path) -> Content | None:
-    """Return the content of a lease: `{}` if the file is not readable, `None` if there is no file."""
+    """Return the content of a lease; `{}` if the file is not readable, or `None` if there is no file."""
     try:
         content = json.loads(path.read_bytes() or b"{}")
     except FileNotFoundError:
@@ -257,31 +258,31 @@ def _of_this_process(root: Path) -> Content:
 
 @cache
 def _where() -> str:
-    """Return an identifier of the boot and the PID namespace. Processes with equal values can see each other."""
+    """Return an identifier of the host's boot and the PID namespace. Processes with equal values can see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return secrets.token_hex(16)  # unlike that of any other process, so processes observe each other's leases
+        return secrets.token_hex(16)  # no other process has this value, so processes observe each other's leases
 
 
 def _lives(process: int, began: str | None) -> bool:
-    """Return whether a process of this host is alive and started at `began`.
+    """Return whether a process of this host is alive and was started at `began`.
 
-    If start times are hidden, any process with this ID counts.
+    If start times are hidden, a process with this ID counts, whenever it was started.
     """
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # the process of another user
+        pass  # the process belongs to another user
     now = _began(process)
     return now == began or now is None
 
 
 def _began(process: int) -> str | None:
-    """Return the start time of a process of this host, in ticks since boot; `None` if hidden."""
+    """Return the start time of a process of this host, in ticks since boot; `None` if the time is hidden."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -321,7 +322,7 @@ def _give_up_all() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's leases in a forked child."""
+    """Forget the leases of the parent process. A forked child calls this."""
     global _lock, _acquiring, _ended
     _lock, _acquiring, _ended = threading.Lock(), threading.Lock(), threading.Event()
     for lease in _held.values():

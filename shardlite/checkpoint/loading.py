@@ -4,8 +4,8 @@
                                 (nothing has changed so far)
 
 The newest state is a checkpoint or a snapshot in memory (`memory_copies.py`). A rank loads its snapshot unchanged.
-From a checkpoint it reads one tensor at a time from the file into the shard. If a weight or moment is kept in another
-format, it is read in full precision first, and encoded when all of its elements are read.
+From a checkpoint a rank reads one tensor at a time from the file into the shard. If the model keeps a weight or moment
+in another format, the rank reads it in full precision, and encodes it when all of its elements are read.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ log = logging.getLogger("shardlite")
 
 
 class Restored(dict[str, Any]):
-    """Result of `load`: the saved `extra`, with the step and source of the loaded state."""
+    """The result of `load`: the saved `extra`, with the step and source of the loaded state."""
 
     step: int | None
-    """Step of the checkpoint or snapshot; `None` for a checkpoint of another program."""
+    """Step of the loaded checkpoint or snapshot; `None` if another program has written the checkpoint."""
 
     source: str
-    """Folder of the checkpoint, or `"copies in memory"`; empty if nothing was loaded."""
+    """Folder of the checkpoint, or `"copies in memory"` for a snapshot; empty if nothing was loaded."""
 
     def __init__(self, extra: Mapping[str, Any], step: int | None, source: str) -> None:
         super().__init__(extra)
@@ -64,20 +64,20 @@ def load(
     """Load the newest checkpoint of a run, or one checkpoint, into a wrapped model and its optimizer. Collective.
 
     If copies of `save_in_memory` are complete on all ranks, and at least as new as the newest checkpoint, the copies
-    are loaded. If other copies are found, rank 0 logs a warning with the reason (logger `shardlite`).
+    are loaded. If copies are found that cannot be loaded, rank 0 logs a warning with the reason (logger `shardlite`).
 
     The number of ranks, stage, units and formats may differ from those of the save. If they are the same, the run
-    continues with the same bits. This also loads checkpoints that `torch.distributed.checkpoint` has written for an
-    FSDP2 or an unsharded program, and weights from a folder of Hugging Face's safetensors files. Loading executes no
-    code.
+    computes the same bits as without a restart. `load` also accepts checkpoints that `torch.distributed.checkpoint` has
+    written for an FSDP2 or an unsharded program, and weights in a folder of Hugging Face's safetensors files. Loading
+    executes no code.
 
     Args:
         path: folder of a run, as passed to `save`, or of one checkpoint.
         model: a wrapped model with the names and shapes of the saved model.
-        optimizer: the model's optimizer. Without it, a saved optimizer state is ignored.
+        optimizer: the model's optimizer. If it is `None`, a saved optimizer state is ignored.
         extra: objects with `load_state_dict()`, under the same keys as for `save`. Their states are loaded.
-        missing_ok: whether there may be nothing to load, as at the start of a run. Nothing is changed then. If the
-            newest checkpoint lacks a file, the newest complete one is loaded, with a warning.
+        missing_ok: whether there may be nothing to load, as at the start of a run. If there is nothing, nothing is
+            changed. If the newest checkpoint lacks a file, the newest complete checkpoint is loaded, with a warning.
 
     Returns:
         The saved `extra`, with the objects of this call's `extra` in their places. With the same number of ranks, each
@@ -86,8 +86,8 @@ def load(
         there was nothing to load, the result is empty and `step` is 0.
 
     Raises:
-        CheckpointError: on every rank, if there is no checkpoint, or if on any rank it is damaged or of a different
-            model. Nothing was changed.
+        CheckpointError: there is no checkpoint, or a rank finds that it is damaged or of a different model. Raised on
+            every rank; nothing was changed.
         CommError: a rank did not call `load`.
 
     Example:
@@ -111,10 +111,12 @@ def load(
 
 
 def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
-    """Return the folder to load, the step of a run's newest checkpoint (otherwise -1), and a list of skipped ones.
+    """Return the folder to load, the step of this checkpoint, and a list of skipped checkpoints with the reasons.
+
+    The step is -1 unless `path` is the folder of a run that has a checkpoint.
 
     Raises:
-        CheckpointError: the newest checkpoint lacks a file (with `missing_ok`: every checkpoint does), or `path` cannot
+        CheckpointError: the newest checkpoint (if `missing_ok` is set: every checkpoint) lacks a file, or `path` cannot
             be a folder.
     """
     folders = files.folders_in(path)
@@ -123,7 +125,7 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     if (path / files.METADATA).is_file() or (path / files.MANIFEST).is_file():
         return str(files.find(path)), -1, ""
     if not folders:
-        # Also with `missing_ok`: a run whose disk is not mounted must not start from the beginning.
+        # The check also applies if `missing_ok` is set: a run whose disk is not mounted must not start from scratch.
         files.check_folder(path)
         return None, -1, ""
     newest = max((files.checkpoints_in(path) if missing_ok else {}) or folders)
@@ -157,7 +159,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
 
 def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Replace the options of an optimizer, and drop its state. Collective."""
-    own = Optimizer.state_dict(optimizer)["param_groups"]  # `AdamW.state_dict` would check the state to drop
+    own = Optimizer.state_dict(optimizer)["param_groups"]  # `AdamW.state_dict` would check the state that is dropped
     groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
@@ -176,7 +178,7 @@ def _load_states(optimizer: Optimizer, states: Iterator[tuple[Tensor, dict[str, 
 
 
 class _StateOnDisk:
-    """The state of this rank in a checkpoint: the entries to read, and their targets. Making it changes nothing.
+    """The state of this rank in a checkpoint: the entries to read, and their targets. The constructor changes nothing.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of a different model or optimizer.
@@ -190,11 +192,11 @@ class _StateOnDisk:
         self._prefix = self._find_prefix(ours)
         named = {f"{self._prefix}{name}": value for name, value in ours.items()}
         found = {id(value) for name, value in named.items() if name in checkpoint.entries}
-        # Other programs save tied weights under one of their names only.
+        # Other programs save a tied weight under only one of its names.
         self._targets = {n: value for n, value in named.items() if n in checkpoint.entries or id(value) not in found}
         self._check_model()
         self._moments: dict[str, dict[str, str]] = {}
-        """Names of entries, by parameter and key of its state."""
+        """Names of entries, by the parameter's name and by the key in the parameter's state."""
         self.groups: list[dict[str, Any]] = []
         if optimizer is not None:
             names = names_of(model, optimizer)
@@ -215,7 +217,10 @@ class _StateOnDisk:
         return self._checkpoint.object(name) if name in self._checkpoint.entries else None
 
     def _find_prefix(self, ours: Mapping[str, Tensor]) -> str:
-        """Return the prefix of the model's names in the checkpoint: `model.` in ours, any prefix in others."""
+        """Return the prefix of the model's names in the checkpoint.
+
+        It is `model.` if ShardLite has written the checkpoint. Other programs may use any prefix.
+        """
         entries, first = self._checkpoint.entries, next(iter(ours))
         tensors = {id(value) for value in ours.values()}
 
@@ -289,7 +294,7 @@ class _StateOnDisk:
         self.groups = self.groups or [{} for _ in optimizer.param_groups]
 
     def _check_data(self, added: Sequence[str]) -> None:
-        """Check that all data to read is there and undamaged."""
+        """Check that all data to read exists and is undamaged."""
         checkpoint, targets, whole = self._checkpoint, dict(self._targets), [*added]
         for name, entries in self._moments.items():
             for key, entry in entries.items():
@@ -308,17 +313,17 @@ class _StateOnDisk:
         checkpoint.check(items)
 
     def _is_like(self, name: str, key: str, entry: str) -> bool:
-        """Return whether an entry of a state has one element for each element of its parameter."""
+        """Return whether an entry of a parameter's state has one element for each element of the parameter."""
         return key not in NUMBERS and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
 
     def _target(self, name: str, local: Tensor) -> Tensor:
-        """Return a tensor of a parameter's shape, of which this rank has the part `local`."""
+        """Return a tensor of the parameter's shape. This rank's part of the tensor is `local`."""
         mine = self._targets[self._prefix + name]
         return ShardTensor(local, mine.shape, mine.start) if isinstance(mine, ShardTensor) else local
 
     def load_weights(self, _: ShardLite) -> None:
         """Read weights and buffers."""
-        for name, target in {id(each): (name, each) for name, each in self._targets.items()}.values():  # tied: once
+        for name, target in {id(each): (name, each) for name, each in self._targets.items()}.values():  # tied ones once
             self._checkpoint.read(name, target)
             if isinstance(target, ShardTensor):
                 target.commit()

@@ -1,13 +1,14 @@
-"""`save_in_memory`: each rank copies its state into memory that outlives it, and sends a replica to the next host.
+"""`save_in_memory`: each rank copies its state into memory that outlives the rank, and replicates it on the next host.
 
     rank 0, host A    snapshot, held on A  ----->  replica, held on B, received by rank 2
     rank 1, host A    snapshot, held on A  ----->  replica, held on B, received by rank 3
     rank 2, host B    snapshot, held on B  ----->  replica, held on A, received by rank 0
     rank 3, host B    snapshot, held on B  ----->  replica, held on A, received by rank 1
 
-Processes that outlive the ranks hold the memory (`snapshot_holder.py`), so a run on a single host sends no replicas.
-Restarted ranks compare the snapshots on their hosts, and load the newest step that is complete on every rank. A host
-that has lost its snapshots receives them from the next host.
+A snapshot is one rank's copy of its state. Processes that outlive the ranks hold the memory of snapshots
+(`snapshot_holder.py`), so a run on a single host sends no replicas. Restarted ranks compare the snapshots on their
+hosts, and load the newest step that is complete on every rank. A host that has lost its snapshots receives them from
+the next host.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ T = TypeVar("T")
 log = logging.getLogger("shardlite")
 
 SOURCE = "copies in memory"
-"""`Restored.source` of a snapshot."""
+"""The value of `Restored.source` if a snapshot was loaded."""
 
 _WHAT = "save_in_memory"
 
@@ -56,13 +57,14 @@ def save_in_memory(
 ) -> bool:
     """Copy a run into memory that outlives its ranks, so that no step is lost if a rank dies.
 
-    This is for programs that `torchrun` restarts. After the restart, `load` takes the newest of these copies and the
-    checkpoints in `path`. A copy has the same contents as a checkpoint, in the formats in which each rank keeps them. A
-    process on each host holds the newest two copies of a rank. It ends with `torchrun`, and its memory is freed. With
-    several hosts, each rank also sends its copy to a rank of the next host. Ranks, stage, units and formats must be the
-    same after the restart; otherwise `load` takes a checkpoint.
+    This is for programs that `torchrun` restarts. After the restart, `load` takes the newest of the copies in memory
+    and the checkpoints in `path`. A copy has the same contents as a checkpoint, in the formats in which each rank keeps
+    them. For each rank, a process on its host holds the newest two copies. When `torchrun` ends, this process ends and
+    its memory is freed. With several hosts, each rank also sends its copy to a rank of the next host. Ranks, stage,
+    units and formats must be the same after the restart; otherwise `load` takes a checkpoint.
 
-    The first call is collective. With several hosts, all calls are. Other calls wait for no rank.
+    The first call is collective. With several hosts, all calls are collective. On a single host, later calls wait for
+    no other rank.
 
     Args:
         path: folder of the run's checkpoints, which identifies the run. It need not exist.
@@ -105,7 +107,7 @@ def save_in_memory(
 
 
 _copies: WeakKeyDictionary[ShardLite, tuple[str, Copies | None]] = WeakKeyDictionary()
-"""For each model the key of its run, and its copies. `None` after a warning that no copies can be made."""
+"""For each model the key of its run, and the copies of the run. The copies are `None` if no copies can be made."""
 
 
 def key_of(path: str | os.PathLike[str]) -> str:
@@ -118,10 +120,10 @@ def key_of(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of all ranks. A host is an agent of `torchrun` with its ranks."""
+    """The hosts of all ranks. Here a host is one agent of `torchrun` together with the ranks that it has started."""
 
     names: Sequence[str]
-    """Name of each rank's host."""
+    """The name of the host of each rank."""
 
     @property
     def several(self) -> bool:
@@ -133,9 +135,9 @@ class Hosts:
         return [rank for rank, each in enumerate(self.names) if each == name]
 
     def replica_of(self, rank: int) -> int:
-        """Return the rank that receives a replica of `rank`'s snapshot. It has the same position on the next host.
+        """Return the rank that receives a replica of `rank`'s snapshot: the rank in the same position on the next host.
 
-        Return `rank` if there is a single host.
+        Return `rank` itself if there is a single host.
         """
         if not self.several:
             return rank
@@ -150,7 +152,7 @@ class Hosts:
 
 
 Held = Mapping[str, Sequence[tuple[int, int]]]
-"""The complete snapshots on a host, by rank: the step of each, and the number of ranks of its run."""
+"""The complete snapshots on a host, by rank. For each snapshot, its step and the number of ranks of its run."""
 
 
 def newest(held: Sequence[Held]) -> tuple[int, str]:
@@ -181,7 +183,7 @@ class _Seen(NamedTuple):
     host: str
     held: Held
     why_not: str
-    """Why the host cannot hold snapshots; empty if it can."""
+    """The reason why the host cannot hold snapshots. Empty if it can."""
 
 
 def _look(key: str, peers: Peers) -> list[_Seen]:
@@ -215,7 +217,7 @@ class Copies:
     """The copies of one run that this rank makes, receives and loads. Making this object is collective.
 
     Raises:
-        CheckpointError: on every rank, if memory cannot be opened or allocated on any rank.
+        CheckpointError: memory cannot be opened or allocated on a rank. Raised on every rank.
     """
 
     def __init__(self, key: str, peers: Peers, seen: Sequence[_Seen]) -> None:
@@ -235,13 +237,13 @@ class Copies:
             self._transport = GlooTransport(backend, peers.timeout)
 
     def _open(self) -> None:
-        """Open the memory that is held for this rank and for replicas on this host, or allocate memory."""
+        """Open or allocate the memory for this rank's snapshots, and for the replicas that this rank receives."""
         self._agent = Agent.of_this_process()
         self._holder, self.own = self._held(self.peers.rank)
         self._replicas = {rank: self._held(rank)[1] for rank in self._hosts.replicas_on(self.peers.rank)}
 
     def _held(self, rank: int) -> tuple[Holder, SnapshotMemory]:
-        """Return the process that holds a rank's snapshots on this host, and its memory."""
+        """Return the process that holds a rank's snapshots on this host, and the memory of these snapshots."""
         name = f"{self.key}/{rank}"
         if (holder := self._agent.holders(name).get(name)) is not None:
             return holder, SnapshotMemory(holder.open())
@@ -249,12 +251,13 @@ class Copies:
         return self._agent.hold(name, memory.descriptor), memory
 
     def reset(self, step: int | None, nbytes: int = 0) -> None:
-        """Drop all snapshots except those of `step`, and allocate memory for new ones of `nbytes`. Collective.
+        """Drop all snapshots except those of `step`, and allocate memory for new snapshots of `nbytes`. Collective.
 
-        No rank starts a new snapshot before. So on all ranks, snapshots of the same step are of the same run.
+        No rank starts a new snapshot before all ranks have dropped the others. So on all ranks, snapshots of the same
+        step are of the same run.
 
         Raises:
-            CheckpointError: on every rank, if a rank does not have enough memory. All snapshots were dropped.
+            CheckpointError: a rank does not have enough memory. Raised on every rank; all snapshots were dropped.
         """
         members = self._hosts.members(self._hosts.names[self.peers.rank])
         held = {*members, *(each for member in members for each in self._hosts.replicas_on(member))}
@@ -273,7 +276,7 @@ class Copies:
         self._latest = -1 if step is None else step
 
     def drop(self, remaining: Collection[int] = ()) -> None:
-        """Free the memory of the run on this host, except that of `remaining` ranks."""
+        """Free the memory of the run on this host, except the memory for the ranks in `remaining`."""
         kept = {f"{self.key}/{rank}" for rank in remaining}
         for name, holder in self._agent.holders(f"{self.key}/").items():
             if name not in kept:
@@ -308,11 +311,11 @@ class Copies:
     # ---- between hosts ----------------------------------------------------------------------------------------------
 
     def _exchange(self, step: int) -> None:
-        """Send this rank's replica, and receive those of other ranks.
+        """Send a replica of this rank's snapshot, and receive the replicas of other ranks' snapshots.
 
         Raises:
             CommError: an exchange failed, now or earlier. The connections are closed, so that no other rank waits for
-                this one.
+                this rank.
         """
         if (transport := self._transport) is None:
             raise CommError(
@@ -356,13 +359,13 @@ class Copies:
 
 
 def _send(transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> list[Any]:
-    """Start to send a snapshot: its header and its bytes. Return the sends, to wait for."""
+    """Start to send a snapshot: its header and its bytes. Return the sends, for which the caller must wait."""
     header = torch.tensor(memory.complete()[step])
     return [transport.isend(each, rank, 0) for each in (header, memory.content(step))]
 
 
 def load_newest(key: str, run: Run, peers: Peers, least: int, restore: Callable[..., T]) -> T | None:
-    """Load the newest step that all ranks have copies of, if the step is at least `least`. Collective.
+    """Load the newest step of which all ranks have copies, if the step is at least `least`. Collective.
 
     If the load succeeds, `save_in_memory` writes the next copies into the same memory.
 
@@ -371,7 +374,8 @@ def load_newest(key: str, run: Run, peers: Peers, least: int, restore: Callable[
         run: the model, optimizer and `extra` to load the copies into.
         peers: the model's ranks.
         least: lowest step to load.
-        restore: function to load a snapshot, given a function that returns it, its source, `run` and `peers`.
+        restore: function that loads a snapshot. Its arguments are a function that returns the snapshot, the snapshot's
+            source, `run` and `peers`.
 
     Returns:
         The result of `restore`; `None` if there are no such copies. Rank 0 warns if other copies are found.

@@ -1,4 +1,4 @@
-"""Agreement of a model's ranks before and after each phase of a save or a load, through the store."""
+"""Agreement of a model's ranks before and after each phase of a save or a load, through the process group's store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Peers:
         self._thread = ""
 
     def on_thread(self, name: str) -> Peers:
-        """Return the same ranks, for calls from another thread. The thread has the same name on all ranks."""
+        """Return the same ranks, for calls from another thread. `name` must be the same on all ranks."""
         other = copy(self)
         other._thread = name
         return other
@@ -42,7 +42,7 @@ class Peers:
         """Call `act` on every rank and return this rank's result. Collective.
 
         Raises:
-            CheckpointError: on every rank, if `act` raised on any rank.
+            CheckpointError: `act` raised on a rank. Raised on every rank.
         """
         return self.share(act, what, lambda _: None)[0]
 
@@ -52,10 +52,10 @@ class Peers:
         Args:
             act: the action of each rank.
             what: name of the call, for errors.
-            facts: converts a result to facts for all ranks, in JSON types.
+            facts: function that converts a result to facts for all ranks, in JSON types.
 
         Raises:
-            CheckpointError: on every rank, if `act` raised on any rank.
+            CheckpointError: `act` raised on a rank. Raised on every rank.
         """
         error, gathered = None, list[list[Any]]()
         try:

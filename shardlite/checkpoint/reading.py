@@ -1,9 +1,9 @@
-"""A checkpoint folder, read without executing code.
+"""Read a checkpoint folder without executing code.
 
-DCP's own reader unpickles `.metadata`, and its planner unpickles objects, without restriction. So a file of unknown
-origin can execute any code. Here `.metadata` is unpickled with the few classes that it consists of, and objects are
-unpickled with `weights_only=True`. For calls of `torch.distributed.checkpoint`, `SafeReader` and `SafeLoadPlanner` do
-the same:
+The reader of `torch.distributed.checkpoint` (DCP) unpickles `.metadata` without restriction, and its planner unpickles
+objects without restriction. So a file of unknown origin can execute any code. This file unpickles `.metadata` with only
+the few classes that metadata consists of, and objects with `weights_only=True`. Programs that call DCP get the same
+protection with `SafeReader` and `SafeLoadPlanner`:
 
     dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
 """
@@ -50,7 +50,7 @@ _CLASSES |= {("collections", "OrderedDict"): dict, ("builtins", "set"): set}
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that finds only the classes of DCP's metadata, and dtypes."""
+    """An unpickler that accepts only dtypes and the classes of DCP's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -64,7 +64,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Return DCP's metadata of a checkpoint.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds something else.
+        CheckpointError: the file is missing or damaged, or is not the metadata of a checkpoint.
     """
     path = folder / files.METADATA
     files.check_size(path, 1, exact=False)
@@ -78,7 +78,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's `FileSystemReader`, which does not execute code of the checkpoint.
+    """A variant of DCP's `FileSystemReader` that does not execute code of the checkpoint.
 
     Args:
         path: folder of one checkpoint.
@@ -96,13 +96,13 @@ class SafeReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's `DefaultLoadPlanner`, for objects of plain values and tensors only."""
+    """A variant of DCP's `DefaultLoadPlanner` that loads only objects of plain values and tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle an object into the state dict.
 
         Raises:
-            CheckpointError: the object contains a value that is neither plain nor a tensor.
+            CheckpointError: the object contains something that is neither a plain value nor a tensor.
         """
         name = read_item.dest_index.fqn
         loaded = unpickled(name, value)
@@ -149,11 +149,11 @@ class Checkpoint:
         return found.size if isinstance(found, TensorStorageMetadata) else None
 
     def items(self, name: str, target: object) -> list[ReadItem]:
-        """Return the reads that fill `target` (a tensor or a `ShardTensor`), or that read an object."""
+        """Return the reads that fill `target` (a tensor or a `ShardTensor`). For an object, return one read."""
         return _create_read_items(name, self.entries[name], target)
 
     def object_items(self, names: Iterable[str]) -> Iterator[ReadItem]:
-        """Yield the reads by which `object` reads each of the named entries."""
+        """Yield the reads that the method `object` makes for each of the named entries."""
         for name in names:
             size = self.size_of(name)
             yield from self.items(name, None if size is None else torch.empty(size, device="meta"))
@@ -162,7 +162,7 @@ class Checkpoint:
         """Check the bytes that will be read.
 
         Raises:
-            CheckpointError: a file is missing, too short, or (if ShardLite has written it) damaged.
+            CheckpointError: a file is missing or too short or, in a checkpoint that ShardLite has written, damaged.
         """
         wanted: dict[str, list[tuple[int, int]]] = {}
         for item in items:
@@ -177,7 +177,7 @@ class Checkpoint:
             files.check_blocks(self.folder, self.manifest, wanted)
 
     def place_of(self, index: MetadataIndex) -> Any:
-        """Return the file, offset and length of a part of an entry."""
+        """Return the place of a part of an entry: its file, offset and length."""
         place = self._reader.storage_data.get(index)
         if place is None:
             raise CheckpointError(f"{self.folder / files.METADATA} has no location of {index.fqn!r}")
@@ -210,7 +210,7 @@ class Checkpoint:
 
 
 class _EntryPlanner(SafeLoadPlanner):
-    """A planner that loads one entry: fills a tensor, or unpickles an object."""
+    """A planner that loads one entry. It fills a tensor, or unpickles an object."""
 
     def __init__(self, name: str, target: Tensor | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

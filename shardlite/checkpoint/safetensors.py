@@ -1,4 +1,4 @@
-"""Weights in the files of Hugging Face's `save_pretrained`.
+"""Read and write weights in the files that Hugging Face's `save_pretrained` writes.
 
     model.safetensors                     all weights; or, for a large model,
     model-00001-of-00003.safetensors      a part of the weights, and
@@ -78,7 +78,7 @@ class SafetensorsFolder(Checkpoint):
         return (name,)
 
     def check(self, _: Iterable[Any]) -> None:
-        """Do nothing: sizes are checked when files are opened, and the format has no checksums."""
+        """Do nothing, because sizes are checked when files are opened, and the format has no checksums."""
 
 
 def _add_file(metadata: dcp.Metadata, path: Path) -> None:
@@ -112,8 +112,8 @@ def export_weights(
         path: folder of a run, whose newest checkpoint is read, or of one checkpoint.
         out: folder for the files.
         dtype: dtype to which floating-point weights are converted. Default: the saved dtype.
-        largest: maximum number of bytes of weights per file. A larger weight gets its own file. This much memory is
-            needed.
+        largest: maximum number of bytes of weights per file. A larger weight gets its own file. The function needs as
+            much memory as the largest file has bytes.
 
     Returns:
         The paths of the files.
@@ -145,7 +145,7 @@ def export_weights(
     for number, members in enumerate(parts, start=1):
         file = folder / (_ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors")
         tensors = {name.removeprefix("model."): checkpoint.object(name).to(dtypes[name]) for name in members}
-        file.touch()  # sets the permissions of new files, which the package does not
+        file.touch()  # gives the file the permissions of new files; the package would not
         mode = file.stat().st_mode
         package.torch.save_file(tensors, file, metadata={"format": "pt"})
         file.chmod(mode)
@@ -165,7 +165,7 @@ def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
 
     Args:
         path: folder with the files.
-        out: folder of a run. The new checkpoint becomes the newest one in it.
+        out: folder of a run. The new checkpoint becomes the newest checkpoint in this folder.
 
     Returns:
         The path of the checkpoint.

@@ -4,7 +4,8 @@
     rank 1    agree    write its file    agree                                         agree
 
 Ranks agree through the store of the process group. No tensor is sent or gathered. One tensor at a time is decoded or
-copied from a GPU. In a rank's file, tensors follow one another in the format of `torch.save`, which DCP reads.
+copied from a GPU. In a rank's file, tensors follow one another in the format of `torch.save`, which
+`torch.distributed.checkpoint` (DCP) reads.
 """
 
 from __future__ import annotations
@@ -57,17 +58,18 @@ def save(
         path: folder of the run's checkpoints. The new checkpoint is named `step-<step>`.
         model: the wrapped model.
         optimizer: the model's optimizer, of ShardLite or PyTorch.
-        extra: further values of this rank: tensors, numbers, strings, and dicts, lists and tuples of these. An object
-            with `state_dict()` and `load_state_dict()` (scheduler, sampler, `EMA`) is saved as its state.
+        extra: further values of this rank: tensors, numbers, strings, and dicts, lists and tuples of such values. An
+            object with `state_dict()` and `load_state_dict()` (scheduler, sampler, `EMA`) is saved as its state.
         step: number of the checkpoint. Default: the number of the newest checkpoint plus one.
-        keep: number of checkpoints to keep, including this one. Older ones are removed. `None` keeps all.
+        keep: number of checkpoints to keep, including the new checkpoint. Older checkpoints are removed. `None` keeps
+            all checkpoints.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if a rank cannot write its file, `extra` has a value whose loading could execute
-            code, or another running job saves into the folder. The earlier checkpoints are unchanged.
+        CheckpointError: a rank cannot write its file, `extra` has a value whose loading could execute code, or another
+            running job saves into the folder. Raised on every rank. The earlier checkpoints are unchanged.
         CommError: a rank did not call `save`.
         ValueError: `step` is negative, or `keep` is less than 1.
 
@@ -96,10 +98,10 @@ def async_save(
         path, model, optimizer, extra, step, keep: as for `save`.
 
     Returns:
-        A future of the path of the checkpoint. Its `result()` waits, and raises the errors of `save`.
+        A future of the path of the checkpoint. `result()` of the future waits, and raises the errors of `save`.
 
     Raises:
-        CheckpointError: on every rank, if a rank cannot copy its state, or the previous save failed.
+        CheckpointError: a rank cannot copy its state, or the previous save failed. Raised on every rank.
         CommError: a rank did not call `async_save`.
         ValueError: `step` is negative, or `keep` is less than 1.
 
@@ -139,9 +141,10 @@ def wait_for_save(model: ShardLite) -> None:
 
 
 class _Save:
-    """A save on which all ranks have agreed. It refers to no model, which may be trained further meanwhile.
+    """A save on which all ranks have agreed. The object does not refer to the model, whose training may continue.
 
-    The constructor agrees on the step, makes the temporary folder, and lists or copies the entries of this rank.
+    In the constructor, ranks agree on the step. Rank 0 makes the temporary folder, and each rank lists or copies its
+    entries.
     """
 
     @torch.no_grad()
@@ -219,7 +222,7 @@ def publish(
 
 
 def _metadata(parts: Sequence[dict[str, Any]]) -> dcp.Metadata:
-    """Return DCP's metadata for the files of all ranks."""
+    """Return the metadata, in DCP's format, of the files of all ranks."""
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, where, *data in _entries(parts):
@@ -239,7 +242,7 @@ def _metadata(parts: Sequence[dict[str, Any]]) -> dcp.Metadata:
 
 
 def _entries(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
-    """Yield the entries of all ranks. Entries of a tied tensor occur once under each of its names."""
+    """Yield the entries of all ranks. An entry of a tied tensor occurs once under each name of the tensor."""
     others: dict[str, list[str]] = {}
     for alias, name in parts[0]["aliases"].items():
         others.setdefault(name, []).append(alias)
@@ -259,13 +262,13 @@ class RankFile:
     """Tensors and objects by name, in the order of the file."""
 
     aliases: Mapping[str, str]
-    """For each further name of a tied tensor the name under which the tensor is written."""
+    """For each additional name of a tied tensor, the name under which the tensor is written."""
 
     paths: Paths
 
     def copied(self) -> RankFile:
         """Return a copy in host memory. Tensors have the formats in which this rank keeps them."""
-        copies: dict[int, tuple[Tensor, Tensor]] = {}  # both moments of a parameter may be decoded from one tensor
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # by `id`, because two moments may be decoded from one tensor
 
         def copy(tensor: Tensor) -> Tensor:
             if id(tensor) not in copies:
@@ -286,8 +289,8 @@ class RankFile:
 
         Returns:
             `entries`: for each part the name, [file, offset, bytes] and, for a tensor, dtype, shape, offsets and sizes.
-            `files`: size and checksums of the file, by its name.
-            `aliases`, `paths`: those of the entries that this rank describes.
+            `files`: size and checksums of the file, by the name of the file.
+            `aliases`: as in this object. `paths`: the paths of the entries that this rank describes.
 
         Raises:
             CheckpointError: the file cannot be written, or an object has a value whose loading could execute code.
@@ -335,9 +338,10 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 def _file_of(run: Run, peers: Peers) -> RankFile:
     """Return the entries that this rank writes.
 
-    Each rank of the first replica writes its shards. The rank with a parameter's first element writes its step count.
-    All ranks keep whole parameters of stage 0 and their states. These tensors are divided among the ranks by size. Rank
-    0 writes all other entries, which may differ between ranks.
+    Each rank of the first replica writes its shards. The step count of a parameter is written by the rank that has the
+    parameter's first element. At stage 0 every rank keeps whole parameters and their states. These tensors are divided
+    among the ranks by size, and each tensor is written once. Rank 0 writes all other entries, even if the values of
+    other ranks differ.
     """
     state = ModelState(run.model)
     sharded = state.shard is not None
@@ -370,7 +374,7 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
 
 
 def _key(value: Tensor) -> Hashable:
-    """Return a key that two entries have in common only if they are the same tied tensor."""
+    """Return a key of an entry. Two entries have the same key only if they are the same tied tensor."""
     if isinstance(value, ShardTensor) or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.dtype, value.shape, value.stride()

@@ -3,15 +3,16 @@
     snapshot       | tensor | tensor | ... | objects |
     objects        a record of each tensor, param groups, extra, generators
 
-Unlike a checkpoint, a snapshot has the complete state of a rank, in the formats in which the rank keeps it. The memory
-holds two snapshots: the latest complete snapshot, and a snapshot that is being written.
+Unlike a rank's file of a checkpoint, a snapshot has the complete state of a rank, in the formats in which the rank
+keeps it. The memory holds two snapshots: the latest complete snapshot, and a snapshot that is being written.
 
-    page 0          the header of each snapshot: step, bytes, number of ranks; empty while the snapshot is written
+    page 0          the header of each snapshot: step, bytes, number of ranks; a header is empty until its snapshot is
+                    complete
     from page 1     snapshot 0
     from the middle snapshot 1
 
-A new snapshot overwrites the older one and gets its header when it is complete. So a process that is killed while it
-writes leaves the other snapshot. Pages are allocated when they are first written, and never freed.
+A new snapshot overwrites the older of the two, and gets its header when it is complete. So if a process is killed while
+it writes a snapshot, the other snapshot remains. Pages are allocated when they are first written, and are never freed.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _ALIGN = 64
 """Alignment of tensors, in bytes."""
 
 Record = tuple[str, int, torch.dtype, Sequence[int], str]
-"""Name of a tensor, index of its first element in the whole tensor, dtype, shape, and device type."""
+"""The record of a tensor: its name, index of its first element in the whole tensor, dtype, shape, and device type."""
 
 
 # ---- state of a rank ------------------------------------------------------------------------------------------------
 
 
 class Snapshot:
-    """The state of this rank: tensors that are not copied yet, and pickled objects.
+    """A snapshot to be written. It refers to the tensors of this rank's state, and contains pickled objects.
 
     Raises:
         CheckpointError: `extra` or a param group has a value whose loading could execute code.
@@ -128,7 +129,7 @@ def _weights(model: ShardLite) -> Iterator[tuple[Record, Tensor]]:
 
 
 class SavedSnapshot:
-    """A snapshot in memory, to be loaded. Making this object changes nothing.
+    """A snapshot in memory, to be loaded. The constructor changes nothing.
 
     Args:
         memory: the memory of the snapshot.
@@ -136,7 +137,7 @@ class SavedSnapshot:
         run: the model, optimizer and `extra` to load the snapshot into.
 
     Raises:
-        CheckpointError: the snapshot is damaged, or is of a different part, model or optimizer.
+        CheckpointError: the snapshot is damaged, or is of another part of the model, another model or optimizer.
     """
 
     def __init__(self, memory: SnapshotMemory, step: int, run: Run) -> None:
@@ -146,10 +147,10 @@ class SavedSnapshot:
         objects = unpickled("the copy", io.BytesIO(self._memory[start:].numpy().tobytes()))
         self._records: list[Record] = objects["records"]
         self._state: dict[str, dict[str, Any]] = objects["state"]
-        """State of each parameter by name. Tensors are replaced by `None`."""
+        """The optimizer's state of each parameter, by the parameter's name. Tensors are replaced by `None`."""
 
         self.groups: list[dict[str, Any]] = objects["groups"]
-        """Param groups with names of parameters."""
+        """The param groups, with the names of parameters instead of parameters."""
         self.step: int | None = step
         self.extra: Any = objects["extra"]
         self.generators: dict[str, Any] | None = objects["generators"]
@@ -247,7 +248,7 @@ class SnapshotMemory:
         return self._view(place, nbytes)
 
     def mark_complete(self, header: Header) -> None:
-        """Write the header of a new snapshot, which has overwritten the older one."""
+        """Write the header of a new snapshot, which has overwritten the older snapshot."""
         checksum = crc32(_HEADER.pack(_MAGIC, *header, 0)[:-4])
         self._write(self._older(), _HEADER.pack(_MAGIC, *header, checksum))
 
@@ -268,7 +269,7 @@ class SnapshotMemory:
             self._reserve(place, nbytes)
 
     def _older(self) -> int:
-        """Return the place that has no complete snapshot or, if both have one, the older snapshot."""
+        """Return the place without a complete snapshot. If both places have one, return the place of the older one."""
         steps = [-1 if found is None else found.step for found in map(self._header, (0, 1))]
         return steps.index(min(steps))
 
@@ -286,7 +287,7 @@ class SnapshotMemory:
         return self._mapping.tensor(_PAGE + place * self._capacity, nbytes, torch.uint8)
 
     def _reserve(self, place: int, nbytes: int) -> None:
-        """Allocate pages before they are written. Without memory, Linux kills a process that writes to new pages."""
+        """Allocate pages before they are written. If memory ran out at a write, Linux would kill the process."""
         if nbytes <= self._reserved[place]:
             return
         start = _PAGE + place * self._capacity
@@ -303,7 +304,7 @@ class SnapshotMemory:
 
 
 def _capacity() -> int:
-    """Return the length of a snapshot's address range. Only its written pages take memory."""
+    """Return the length of the address range of a snapshot. Only the written pages of this range take memory."""
     return physical_memory() // _PAGE * _PAGE
 
 

@@ -1,11 +1,12 @@
 """Processes that hold the memory of snapshots while ranks end and are restarted.
 
-A process, the *snapshot holder*, holds the memory of one rank's snapshots. The rank starts it in a new session, so that
-it does not end with the ranks. It ends when the agent of `torchrun` has ended, even if the agent was killed. The memory
-has no name in a file system, so it is freed then. The process neither maps the memory nor answers requests.
+A process, the *snapshot holder*, holds the memory of one rank's snapshots. The rank starts the holder in a new session,
+so that the holder does not end with the ranks. The holder ends when the agent of `torchrun` has ended, even if the
+agent was killed. The memory has no name in a file system, so it is freed when the holder ends. The holder neither maps
+the memory nor answers requests.
 
-Ranks find a holder by its command line, which names the agent and the memory, and open the memory as
-`/proc/PROCESS/fd/DESCRIPTOR`. Linux allows this to processes of the same user only (`PTRACE_MODE_READ`).
+Ranks find a holder by its command line, which names the agent and the memory. They open the memory as
+`/proc/PROCESS/fd/DESCRIPTOR`. Linux allows only processes of the same user to open it (`PTRACE_MODE_READ`).
 
 This file is also executed as a script. It imports the standard library only, to start in about 20 ms.
 """
@@ -36,7 +37,7 @@ class Agent:
 
     pid: int
     start: int
-    """Its start time in ticks since boot, because another process may get the same `pid` later."""
+    """Start time of the process in ticks since boot. It is needed because a later process may get the same `pid`."""
 
     @classmethod
     def of_this_process(cls) -> Agent:
@@ -56,7 +57,7 @@ class Agent:
         return cls(pid, parent_and_start(pid)[1])
 
     def command(self, name: str, descriptor: int) -> list[str]:
-        """Return the command line of a holder. It has the PID namespace, because numbers differ between namespaces."""
+        """Return the command line of a holder. The PID namespace is part of it, because PIDs differ by namespace."""
         namespace = os.readlink("/proc/self/ns/pid")
         return ["-I", "-S", __file__, str(self.pid), str(self.start), namespace, name, str(descriptor)]
 
@@ -75,7 +76,7 @@ class Agent:
             start_new_session=True,
             check=False,
         )
-        reason = done.stderr.strip().rpartition("\n")[2]  # of a traceback
+        reason = done.stderr.strip().rpartition("\n")[2]  # the last line of a traceback
         found = self.holders(name).get(name)
         if found is None or reason:
             raise HolderError(f"the process that holds copies could not be started: {reason}")
@@ -86,7 +87,7 @@ class Agent:
         found: dict[str, Holder] = {}
         command = self.command("", 0)[:-2]
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # the process has ended, or is another user's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 words = _command_of(folder)
                 if words[:-2] == command and words[-2].startswith(prefix):
                     found[words[-2]] = Holder(folder, words)
@@ -126,7 +127,7 @@ class Holder:
         return not self._has_ended(0)
 
     def end(self) -> None:
-        """End the process. The memory is freed when no rank has it open."""
+        """End the process. The memory is freed as soon as no rank has it open."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
         self._has_ended(20_000)
@@ -149,7 +150,7 @@ def _command_of(folder: Path) -> list[str]:
 
 
 def _main(pid: str, start: str, *_: str) -> None:
-    """Continue in a child that belongs to no rank, and end when the agent has ended. Errors are printed to the rank."""
+    """Continue in a child that belongs to no rank, and end when the agent has ended. Print errors for the rank."""
     agent = os.pidfd_open(int(pid))
     if parent_and_start(int(pid))[1] != int(start):
         raise HolderError(f"process {pid} is not the agent")

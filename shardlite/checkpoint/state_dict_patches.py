@@ -1,8 +1,8 @@
 """Patches that let `torch.distributed.checkpoint.state_dict` handle wrapped models.
 
-That module looks for an optimizer's parameters in the model's submodules, whose parameters are placeholders here. It
-gathers and shards DTensors only. Its private functions are replaced, because programs may have imported the public
-functions by name.
+PyTorch's module looks for an optimizer's parameters in the model's submodules, but in a wrapped model these contain
+placeholders. Besides, PyTorch's module gathers and shards DTensors only. The patches replace private functions of that
+module, because programs may have imported its public functions by name.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -54,12 +54,14 @@ def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
 
 
 def _wrapped(model: nn.Module) -> ShardLite | None:
-    """Return `model` if it is wrapped, or its wrapped model if `torch.compile` has compiled it; otherwise `None`.
+    """Return `model` if it is wrapped. If `torch.compile` has compiled a wrapped model, return the wrapped model.
+
+    Otherwise return `None`.
 
     Raises:
-        LayoutError: `model` contains a wrapped model.
+        LayoutError: `model` is another module, and contains a wrapped model.
     """
-    if not isinstance(model, ShardLite):  # a wrapped model also has the attributes of a compiled module inside it
+    if not isinstance(model, ShardLite):  # a wrapped model forwards `_orig_mod` to a compiled module that it wraps
         model = getattr(model, "_orig_mod", model)
     if isinstance(model, ShardLite):
         return model
@@ -76,14 +78,14 @@ def _wrapped(model: nn.Module) -> ShardLite | None:
 
 
 def _verify_options(original: _Original, model: ShardLite, *args: Any, submodules: Any = None, **kwargs: Any) -> Any:
-    """Raise for the argument `submodules`, which PyTorch has deprecated."""
+    """Raise `LayoutError` for the argument `submodules`, which PyTorch has deprecated."""
     if submodules:
         raise LayoutError("submodules=: not supported for a ShardLite model: select from all names of its state dict")
     return original(model, *args, submodules=submodules, **kwargs)
 
 
 def _unflatten_model_state(original: _Original, model: ShardLite, state_dict: _State) -> Any:
-    """Raise for a state dict with modules as keys, which PyTorch has deprecated."""
+    """Raise `LayoutError` for a state dict with modules as keys, which PyTorch has deprecated."""
     if any(isinstance(key, nn.Module) for key in state_dict):
         raise LayoutError("a state dict by modules is not supported for a ShardLite model: pass it by names")
     return original(model, state_dict)
@@ -101,7 +103,10 @@ def _iterate_model_state(_: _Original, model: ShardLite, *__: Any, **___: Any) -
 def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
     @wraps(original)
     def init(optimizer: Optimizer) -> None:
-        """Initialize the state of an optimizer by a step with zero gradients, unless it steps in the backward."""
+        """Initialize an optimizer's state as PyTorch does, by a step with zero gradients.
+
+        An optimizer that steps in the backward initializes its state itself.
+        """
         if isinstance(optimizer, AdamW) and optimizer.in_backward:
             optimizer.init_state()
         else:
@@ -111,7 +116,7 @@ def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], 
 
 
 def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
-    """Return shards. With `full_state_dict`, gather whole tensors one after the other, and return copies."""
+    """Return shards. If `full_state_dict` is set, gather whole tensors one after the other, and return copies."""
     *others, info = args
     if not info.full_state_dict:
         state: _State = original(model, *args)
@@ -131,7 +136,7 @@ def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
 
 
 def _load_model(_: _Original, model: ShardLite, state_dict: Mapping[str, Tensor], info: Any) -> Any:
-    """Load shards or whole tensors. With `broadcast_from_rank0`, load the state dict of the model's first rank."""
+    """Load shards or whole tensors. If `broadcast_from_rank0` is set, load the state dict of the model's first rank."""
     if info.broadcast_from_rank0:
         return model.load_full_state_dict(state_dict, strict=info.strict)
     if not state_dict:  # as in PyTorch, a rank may pass an empty state dict
@@ -145,7 +150,8 @@ def _load_optimizers(
     """Load shards, or this rank's parts of whole tensors. Collective.
 
     Raises:
-        LayoutError: on every rank, if this is not the state of an optimizer, or it should be whole but has shards.
+        LayoutError: `state_dict` is not the state of an optimizer, or it has shards where `info` asks for whole
+            tensors. Raised on every rank.
     """
     state = ModelState(model)
     read = not info.broadcast_from_rank0 or state.context.rank == 0
@@ -158,7 +164,7 @@ def _load_optimizers(
 
 
 def _agree(state: ModelState, problem: Exception | None) -> None:
-    """Raise on every rank if any rank has a problem. Collective."""
+    """Raise an error on every rank if any rank has a problem. Collective."""
     agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=state.context.timeout)
 
 
@@ -179,9 +185,9 @@ def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
 
 
 def _shards_of(state_dict: _State, model: ShardLite, *, broadcast: bool) -> _State:
-    """Return an optimizer's state with this rank's part of each whole tensor that has the shape of its parameter.
+    """Return an optimizer's state in which this rank's part replaces each whole tensor of a parameter's shape.
 
-    With `broadcast` the model's first rank sends its state, one tensor after the other.
+    If `broadcast` is set, the model's first rank sends its state, one tensor after the other.
     """
     ours, shards, state = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)), ModelState(model)
 
@@ -204,7 +210,7 @@ def _shards_of(state_dict: _State, model: ShardLite, *, broadcast: bool) -> _Sta
 
 
 def _entry_of(path: Sequence[Any], names: Container[str]) -> tuple[str, str]:
-    """Return the name of the parameter and the key of a leaf at `state.NAME.KEY`, nested or flattened."""
+    """Return the parameter's name and the key of a leaf whose path is `state.NAME.KEY`, nested or flattened."""
     steps = [str(getattr(step, "key", getattr(step, "idx", ""))) for step in path]
     name, key = ".".join(steps).removeprefix("state."), ""
     while name and name not in names:
@@ -217,7 +223,8 @@ def _form(state: ModelState, state_dict: _State) -> _State:
     """Return the first rank's state, with a placeholder of the same shape and dtype for each tensor. Collective.
 
     Raises:
-        CheckpointError, LayoutError: on every rank, if the state contains a value that is neither plain nor a tensor.
+        CheckpointError, LayoutError: the state contains something that is neither a plain value nor a tensor. Raised on
+            every rank.
     """
     context, what = state.context, "the state of the optimizer"
     content, problem = b"", None
@@ -244,7 +251,7 @@ def _send(context: Context, tensor: Tensor) -> Tensor:
 
 
 def _is_sent(value: object) -> bool:
-    """Return whether a value is sent separately. Numbers are part of the form."""
+    """Return whether a value is sent separately from the result of `_form`, which contains all numbers."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

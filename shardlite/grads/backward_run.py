@@ -1,16 +1,16 @@
 """The state of one backward of a wrapped model, from its first event to its end.
 
-Gradients are copied to buckets, and units are reduced in the order of `ReductionOrder`. A reduction starts when it is
-its turn, and lands when it is complete and its bucket is free.
+Gradients are copied to buckets, and units are reduced in the order of `ReductionOrder`. A reduction starts when its
+unit is complete and all units before it have started. It lands when it is complete and its bucket is free.
 
-    HostRun     each gradient is copied to its bucket as it arrives. Before a bucket beyond the maximum number is
-                filled, the host waits for the earliest reductions.
-    StreamRun   (GPUs) a unit's gradients are copied together on the stream of reductions, which owns the bucket's
+    HostRun     Each gradient is copied to its bucket when it arrives. If the maximum number of buckets is in use, the
+                host waits for the earliest reductions before it fills another bucket.
+    StreamRun   (GPUs) A unit's gradients are copied together on the stream of reductions, which owns the bucket's
                 memory and reuses it in stream order. Before the gradients of the next unit arrive, the program's stream
                 waits for the copies, and so for the previous reduction, on all ranks.
 
-`docs/how-it-works.md` explains why these waits of streams do not deadlock. If ranks used different units in a forward,
-the host waits instead.
+`docs/how-it-works.md` explains why the waits of streams do not deadlock. If ranks used different units in a forward,
+the host waits instead of the stream.
 """
 
 from collections import Counter, deque
@@ -33,21 +33,22 @@ from shardlite.grads.reducer import Reducer
 from shardlite.params import Gradients, Unit
 
 BUCKETS = 2
-"""Maximum number of buckets on a CPU without the root's bucket: one is reduced while the other is filled.
+"""Maximum number of buckets on a CPU, not counting the root's bucket. One is reduced while the other is filled.
 
 The maximum is 1 if shards are stepped in the backward on CPUs: such a program aims at little memory, and reductions use
-the cores that would fill the next bucket. A backward waits for a reduction before it allocates another bucket. It does
-not wait if a peer starts this reduction only after a gather that needs this rank: see `comm/control/progress.py`.
+the cores that would fill the next bucket. If the maximum is reached, a backward waits for a reduction before it
+allocates another bucket. It does not wait if a peer will start this reduction only after a gather that needs this rank;
+see `comm/control/progress.py`.
 """
 
-_phase_of = attrgetter("phase")  # with `map` it reads all buckets without a Python call for each
+_phase_of = attrgetter("phase")  # `map` with this function makes no Python call per bucket
 
 
 class Mode(Enum):
     """The way in which a backward processes its gradients."""
 
-    STEP = "step"  # reduce the gradients, along with all accumulated ones; a step follows
-    SHARDED = "sharded"  # reduce the gradients and add them to the gradient shards; another backward follows
+    STEP = "step"  # reduce the gradients together with all accumulated gradients; a step follows
+    SHARDED = "sharded"  # reduce the gradients and add the means to the gradient shards; another backward follows
     LOCAL = "local"  # keep the unreduced gradients in the buckets of this rank
     PART = "part"  # keep the gradients of one part of a global batch, whose parts are added in a tree
 
@@ -65,7 +66,7 @@ class BackwardRun:
 
     has_gradients = False
     latest: tuple[nn.Parameter, Tensor] | None = None
-    """Latest gradient, kept for user hooks because its bucket may already be in flight."""
+    """The latest parameter and its gradient, kept for hooks of the program, because the bucket may be in reduction."""
 
     def __init__(self, reducer: Reducer, mode: Mode) -> None:
         self.mode = mode
@@ -76,13 +77,13 @@ class BackwardRun:
         """Number of forwards of each unit that this backward has recomputed."""
 
         self.arrivals: Counter[Unit] = Counter()
-        """Number of gradients of each unit that arrived. In a reentrant backward a parameter may have several."""
+        """Number of gradients that have arrived, by unit. In a reentrant backward a parameter may have several."""
 
         self.reduced: set[Unit] = set()
-        """Units whose gradients are reduced, or added to the sums over earlier parts."""
+        """Units whose gradients this backward has started to reduce, or has added to the sums over earlier parts."""
 
         self.started: list[Reduction] = []
-        """Reductions in the fixed order, so that their number is the index of the next unit."""
+        """The reductions that have started, in the fixed order of units. Their number is the index of the next unit."""
 
         self.landed = 0
         """Number of reductions that are complete and whose buckets are free."""
@@ -92,11 +93,11 @@ class BackwardRun:
         self._buckets = reducer.buckets
         self._queue = reducer.queue
         self._on_gpu = self._context.streams.on_gpu
-        self._ready: set[Unit] = set()  # units whose gradients are complete, before their turn
+        self._ready: set[Unit] = set()  # units whose gradients are complete, but whose reduction has not started
 
     @property
     def saves_memory(self) -> bool:
-        """Whether low memory has priority over overlap with reductions and over pages that are kept for later."""
+        """Whether to save memory rather than overlap computation with reductions and keep freed pages for later."""
         return self.stepping is not None and self._context.transport.blocking
 
     def on_first_gradient(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
@@ -104,7 +105,7 @@ class BackwardRun:
 
         Args:
             stepping: optimizer that steps by the means. `None`: means are stored.
-            in_step: returns whether all ranks have used the same units since the last step.
+            in_step: function that returns whether all ranks have used the same units since the previous step.
         """
         del in_step
         self.stepping = stepping
@@ -146,7 +147,7 @@ class BackwardRun:
         return self.arrivals[unit] == rounds * self._buckets[unit].expected
 
     def check_recomputation(self, unit: Unit) -> None:
-        """Check that this backward has not stepped the unit, whose forward is about to be recomputed.
+        """Check that this backward has not stepped `unit`. Called before the forward of `unit` is recomputed.
 
         Raises:
             PhaseError: the unit was stepped, so its weights differ from those of the first forward.
@@ -186,7 +187,7 @@ class BackwardRun:
         bucket.zero_the_rest()
 
     def finalize(self) -> None:
-        """Start the remaining reductions, wait for all, and store the gradients or end the steps.
+        """Start the remaining reductions, wait for all reductions, and store the gradients or end the steps.
 
         Raises:
             CommError: a peer failed, timed out or called a different operation.
@@ -203,12 +204,12 @@ class BackwardRun:
         self.started.clear()  # frees results that are not the `.grad` of a shard
         self._context.trim()
         if self.saves_memory:
-            self._context.trim(keep=0)  # including memory that peers still read, as soon as they have read it
+            self._context.trim(keep=0)  # memory that peers are still reading is freed when they have read it
 
     def abandon(self) -> None:
-        """Clean up after a backward that raised, and drop its gradients and all accumulated ones.
+        """Clean up after a backward that raised, and drop its gradients and all accumulated gradients.
 
-        Other ranks may have started further reductions, so all ranks start all reductions.
+        Other ranks may have started reductions that this rank has not, so this rank starts all remaining reductions.
         """
         reducing = self.has_gradients and self.mode.reduces
         while reducing and (turn := self._next_unit()) is not None:
@@ -238,11 +239,11 @@ class BackwardRun:
         raise NotImplementedError
 
     def _wait(self, work: Work, reduction: int) -> bool:
-        """Wait for work that is queued after a reduction, unless a peer needs this rank. Return whether it is over."""
+        """Wait for work that is queued after a reduction, unless a peer needs this rank. Return whether work ended."""
         return work.wait_unless(partial(self._context.progress.ends_wait, reduction, monotonic()))
 
     def _begin_reduction(self, bucket: Bucket) -> int | None:
-        """Close a bucket to further gradients. With `diagnose`, return the index of its first bad gradient."""
+        """Close a bucket to further gradients. With `diagnose`, return the index of its first nonfinite gradient."""
         bucket.begin_reduction()
         self.reduced.add(bucket.unit)
         self._context.trace.emit("reduce", bucket.unit.name)
@@ -253,7 +254,7 @@ class BackwardRun:
         self.started.append(reduction)
         self._ready.discard(reduction.bucket.unit)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
-            # The backward needs less memory than the forward and, from the root on, allocates nothing more.
+            # The backward needs less memory than the forward. Once only the root is left, it allocates no more memory.
             self._context.trim(keep=0)
 
     def _fill(self, bucket: Bucket) -> None:
@@ -278,15 +279,15 @@ class BackwardRun:
             reduction.bucket.clear()
             self.landed += 1
             if self._is_root_left():
-                self._context.trim(keep=0 if self.saves_memory else SPARE)  # the memory of a step may peak here
+                self._context.trim(keep=0 if self.saves_memory else SPARE)  # here the memory of a step may peak
 
     def _land_finished(self) -> None:
-        """Free the buckets whose reductions are complete. Do nothing on a GPU, where a CUDA graph may be captured."""
+        """Free the buckets whose reductions are complete. Do nothing on a GPU, because a CUDA graph may be captured."""
         while not self._on_gpu and self.landed < len(self.started) and self.started[self.landed].work.done():
             self._land(self.landed + 1)
 
     def _filled(self) -> int:
-        """Return the number of buckets in use, without the root's bucket."""
+        """Return the number of buckets in use, not counting the root's bucket."""
         buckets = self._reducer.buckets_without_root
         return len(buckets) - list(map(_phase_of, buckets)).count(Gradients.EMPTY)
 
@@ -299,7 +300,7 @@ class HostRun(BackwardRun):
     """A backward whose gradients are copied to buckets as they arrive."""
 
     def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
-        # The root's first gradients stay in autograd's tensors until its last one arrives.
+        # The root's gradients stay in autograd's tensors until the last of them arrives.
         can_stay = self.mode.reduces and bucket.unit.is_root and id(param) not in bucket.early
         if not bucket.full and not can_stay:
             self._land_finished()
@@ -317,7 +318,7 @@ class HostRun(BackwardRun):
 
 
 class _Copies(NamedTuple):
-    """Gradients that are being copied to a bucket, and must be kept alive until then."""
+    """Gradients that are being copied to a bucket, and must stay alive until the copies have ended."""
 
     gradients: Sequence[Tensor]
     work: Work
@@ -334,20 +335,21 @@ class StreamRun(BackwardRun):
         self._in_step: Callable[[], bool] = lambda: False
         self._began: Moment | None = None
         self._last: Unit | None = None  # the unit that received the latest gradient
-        self._moments: dict[Unit, Moment | None] = {}  # after the last gradient of each unit; without entry: now
+        # Moment after the latest gradient of each unit. A unit without a moment is reduced after all work so far.
+        self._moments: dict[Unit, Moment | None] = {}
 
     def on_first_gradient(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
         """Record the first gradient of the backward."""
         super().on_first_gradient(stepping, in_step)
         self._began = self._queue.operations.moment()
-        if not self._context.transport.blocking:  # with a blocking transport, the host would wait with the stream
+        if not self._context.transport.blocking:  # with a blocking transport, a wait of the stream would block the host
             self._in_step = in_step
 
     def enter(self, unit: Unit) -> None:
-        """Record the moment after the last unit's gradients so far, in case its other gradients never arrive.
+        """Record the moment after the gradients of the previous unit, in case its other gradients never arrive.
 
-        The unit is then reduced at the end of the backward, but stream-ordered after this moment only. Otherwise ranks
-        that wait for its reduction would wait for the whole rest of this backward.
+        If they do not, the unit is reduced at the end of the backward, but stream-ordered after this moment only.
+        Otherwise ranks that wait for this reduction would wait for the whole rest of this backward.
         """
         last = self._last
         if last is not None and last is not unit:
@@ -367,7 +369,8 @@ class StreamRun(BackwardRun):
             self.free_copied()
         self._last = bucket.unit
         self._moments.pop(bucket.unit, None)
-        # Gradients stay in autograd's tensors until the last one arrives, but accumulate in the bucket.
+        # Gradients stay in autograd's tensors until the unit's last gradient arrives. If a parameter has several
+        # gradients, or gradients are kept unreduced, they are summed in the bucket.
         if not bucket.full and (not self.mode.reduces or id(param) in bucket.early):
             self._fill(bucket)
 
@@ -403,8 +406,8 @@ class StreamRun(BackwardRun):
     def _copy_in(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
         """Start copying gradients into a bucket.
 
-        If only the queue uses the bucket's memory (`is_queues`), the memory belongs to the queue's stream. The bucket
-        can be released once the reduction is queued, and the next bucket uses the same memory.
+        If only the queue uses the bucket's memory (`is_queues`), the memory belongs to the queue's stream. Then the
+        bucket can be released when the reduction is queued, and the next bucket can use the same memory.
         """
         if not bucket.full:
             with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
@@ -423,11 +426,11 @@ def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory
     """Return whether the earliest reduction must end before a bucket is filled.
 
     Args:
-        filled: number of buckets in use, without the root's bucket.
+        filled: number of buckets in use, not counting the root's bucket.
         is_root: whether this is the root's bucket.
-        is_root_left: whether all other units have started their reductions. Then no computation is left that could
+        is_root_left: whether all other units have started their reductions. If so, no computation is left that could
             overlap a reduction.
-        saves_memory: whether low memory has priority over overlap.
+        saves_memory: whether to save memory rather than overlap computation with reductions.
     """
     return is_root_left if is_root else saves_memory or filled >= BUCKETS
 

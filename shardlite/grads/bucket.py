@@ -1,10 +1,10 @@
 """Buckets: the buffers that collect one unit's gradients until they are reduced.
 
-The root's gradients arrive first and last in a backward (for example the gradients of a head and of an embedding). So
-the root's bucket keeps autograd's tensors and allocates its memory only at the last gradient. On a GPU every bucket
-does so.
+Some of the root's gradients arrive first in a backward, and others last (for example those of a head and of an
+embedding). So the root's bucket keeps autograd's tensors, and allocates its own memory only when the last gradient
+arrives. On a GPU every bucket does so.
 
-With order="tree" a bucket also sums earlier parts of the global batch, like a binary counter:
+With order="tree" a bucket also sums the gradients of earlier parts of the global batch, like a binary counter:
 
     part   kept before        addition               kept after
     0                                                [0]
@@ -12,8 +12,8 @@ With order="tree" a bucket also sums earlier parts of the global batch, like a b
     2      [0+1]                                     [0+1] [2]
     3      [0+1] [2]          2 + 3, then with 0+1   [(0+1)+(2+3)]
 
-So a power of two of consecutive parts is summed as a balanced binary tree, which is a branch of the tree over all
-parts, whatever the first part of a rank is. For `n` parts at most `log2(n)` sums are kept between backwards.
+So the parts of a rank, whose number is a power of two, are summed as a balanced binary tree. This tree is a branch of
+the tree over all parts. For `n` parts at most `log2(n)` sums are kept between backwards.
 
 In: gradients of single parameters. Out: full buffers to reduce. A bucket starts no communication.
 
@@ -34,7 +34,7 @@ from shardlite.errors import PhaseError
 from shardlite.params import Flat, Gradients, Slot, Unit, check_move
 
 PURPOSE = "gradient buckets"
-"""Purpose in the ledger of buckets, and of gradients that are not yet copied to buckets."""
+"""The ledger's purpose for the memory of buckets, and of gradients that are not yet copied to buckets."""
 
 
 class PartSum(NamedTuple):
@@ -55,7 +55,7 @@ class Bucket:
     """Maximum number of parts in one of `sums`."""
 
     sums: list[PartSum] = field(default_factory=list)
-    """Sums over earlier parts of the global batch, in the order of the parts, so with decreasing numbers of parts."""
+    """Sums over earlier parts of the global batch, in the order of the parts. Each sum has more parts than the next."""
 
     used_earlier: set[int] = field(default_factory=set)
     """The ids of the parameters that an earlier part used."""
@@ -70,11 +70,11 @@ class Bucket:
     early: dict[int, Tensor] = field(default_factory=dict)
     """Autograd's tensors that arrived before `full` was allocated, by `id` of their parameters.
 
-    Lookups are by `id` because the hash of a tensor is computed in Python.
+    Keys are `id`s, because the hash of a tensor is computed in Python.
     """
 
     places: dict[int, Tensor] = field(default_factory=dict)
-    """Views of `full` for the gradient of each parameter, in its shape, by `id` of the parameter."""
+    """For each parameter, by `id`: the view of `full` for its gradient, in the parameter's shape."""
 
     used: set[int] = field(default_factory=set)
     """The ids of the parameters whose gradients the bucket holds."""
@@ -102,7 +102,7 @@ class Bucket:
             del early  # frees each gradient before the next is copied
 
     def allocate(self, carrier: Transport | None = None) -> None:
-        """Allocate the full buffers. If `carrier` is given, they are memory of this transport, which sends them."""
+        """Allocate the full buffers. If `carrier` is given, this transport allocates their memory and sends it."""
         for flat in self.flats:
             numel = flat.gradients.full_numel
             if carrier is None:
@@ -117,9 +117,10 @@ class Bucket:
             self.move(Gradients.FILLING)
 
     def copy_in(self) -> tuple[Callable[[], None], list[Tensor]]:
-        """Return a function that copies early gradients into the full buffers and zeroes the rest, and these gradients.
+        """Return a function that fills the full buffers, and the early gradients.
 
-        The function may run on another stream, because it reads no state of the bucket.
+        The function copies the early gradients into the full buffers, and zeroes all other elements. It may run on
+        another stream, because it reads no state of the bucket.
         """
         places, early = [self.places[key] for key in self.early], [*self.early.values()]
         self.early.clear()
@@ -171,7 +172,7 @@ class Bucket:
             self.early[key] = grad.to(self.flats[self._slots[key][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
-        """Drop the gradient of `param`, including that of earlier parts."""
+        """Drop the gradient of `param`, and its gradients of earlier parts."""
         if id(param) in self.used_earlier:
             i, slot = self._slots[id(param)]
             for each in self.sums:
@@ -188,7 +189,7 @@ class Bucket:
         return next(slot.name for each, slot in zip(flat.params, flat.layout.slots, strict=True) if each is param)
 
     def zero_the_rest(self) -> None:
-        """Zero the uninitialized elements: padding and missing gradients. A reduction leaves padding zero."""
+        """Zero the uninitialized elements: padding and missing gradients. Zero padding stays zero in a reduction."""
         if gaps := self._gaps():
             torch._foreach_zero_(gaps)
 
@@ -206,7 +207,10 @@ class Bucket:
         return [int(id(flat.params[index]) in self.used) for index in flat.trainable_slots]
 
     def first_bad(self) -> int | None:
-        """Return the index in `flags` of the first gradient with a NaN or infinity, or `None`. The host waits."""
+        """Return the index in `flags` of the first gradient with a NaN or infinity, or `None`.
+
+        The host waits for the device.
+        """
         for place, (key, (i, slot)) in enumerate(self._slots.items()):
             own = self.early.get(key)
             grads = [own.to(self.flats[i].reduce)] if own is not None else []
@@ -222,20 +226,26 @@ class Bucket:
         return self.phase is Gradients.FILLING or bool(self.sums)
 
     def keep_part(self) -> None:
-        """Move the gradients to the sums over earlier parts. All gaps must be filled."""
+        """Move the gradients to the sums over earlier parts. Missing gradients and padding must be zero."""
         self.sums.append(PartSum(self._add_sums(), self.full))
         self.used_earlier |= self.used
         self.full, self.places, self.used = [], {}, set()
         self.move(Gradients.EMPTY)
 
     def add_earlier_parts(self) -> int:
-        """Add the sums over earlier parts, except one that stays separate. Return the number of all parts."""
+        """Add the sums over earlier parts to the gradients. With one rank, the first sum stays separate.
+
+        Return the number of all parts.
+        """
         parts = self._add_sums()
         self.used |= self.used_earlier
         return parts + sum(each.parts for each in self.sums)
 
     def _add_sums(self) -> int:
-        """Add the last sum to the gradients, in place, while both have equal numbers of parts. Return this number."""
+        """Add the latest sum to the gradients in place, as long as both have the same number of parts.
+
+        Return the number of parts in the gradients.
+        """
         parts = 1
         while self.sums and self.sums[-1].parts == parts < self.most_parts:
             for own, earlier in zip(self.full, self.sums.pop().full, strict=True):
@@ -244,13 +254,13 @@ class Bucket:
         return parts
 
     def begin_reduction(self) -> None:
-        """Refuse gradients until `clear`. The bucket may be empty."""
+        """Refuse gradients until `clear` is called. The bucket may be empty."""
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         self.move(Gradients.REDUCING)
 
     def follow_requires_grad(self) -> None:
-        """Expect gradients of the parameters that now require them. Call this while the bucket is empty."""
+        """Expect gradients of the parameters that now require gradients. The bucket must be empty."""
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
@@ -262,7 +272,7 @@ class Bucket:
         self.expected = len(self._slots)
 
     def release(self) -> None:
-        """Drop the references to the full buffers, whose memory may now belong to gradients."""
+        """Drop the references to the full buffers, because their memory may now belong to the gradients of shards."""
         self.full, self.places = [], {}
 
     def clear(self) -> None:

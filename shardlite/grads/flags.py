@@ -14,14 +14,14 @@ _MOST_SENT = 64
 
 
 class SentNumbers:
-    """Cache of numbers on a device. Repeated calls copy nothing from the host."""
+    """A cache of tensors of numbers on a device. Calls with the same numbers copy nothing from the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """Return `numbers` as a tensor [n], int32, which must not be written to."""
+        """Return `numbers` as an int32 tensor [n] on the device. The caller must not write to the tensor."""
         key = tuple(numbers)
         if key not in self._sent:
             if len(self._sent) > _MOST_SENT:
@@ -31,7 +31,10 @@ class SentNumbers:
 
 
 class SoloGradientFlags:
-    """Gradient flag of a single rank, whose gradients are autograd's own tensors. The flag is computed at the step."""
+    """The flag for gradients with a NaN or infinity, if there is a single rank. It is computed at the optimizer's step.
+
+    The gradients of a single rank are autograd's own tensors.
+    """
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:
         self._device = device
@@ -40,12 +43,12 @@ class SoloGradientFlags:
             shard: slot.name for flat in flats for shard, slot in zip(flat.shards, flat.layout.slots, strict=True)
         }
         self._hooked: set[Tensor] = set()
-        # The flag, until a gradient arrives. Hooks reference only this list, because the garbage collector cannot
-        # traverse hooks.
+        # The list holds the flag until the next gradient arrives. Hooks reference only this list, because the garbage
+        # collector cannot traverse hooks.
         self._known: list[Tensor] = []
 
     def nonfinite(self) -> Tensor | None:
-        """Return [], 1 if a gradient has a NaN or infinity, else 0. Return `None` without gradients.
+        """Return a tensor [], which is 1 if a gradient has a NaN or infinity, else 0. Return `None` without gradients.
 
         Until the next backward, calls return the same tensor.
         """
@@ -79,7 +82,7 @@ def warn_of(found: Sequence[tuple[int, str]]) -> None:
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the largest magnitude of each tensor, [], or NaN if the tensor has a NaN. No tensor may be empty."""
-    with as_they_are():  # without the warning that tensors are parts of others, which is intended here
+    with as_they_are():  # otherwise the library would warn about computations on shards, which are intended here
         if tensors and tensors[0].is_cuda:
             return list(torch._foreach_norm(list(tensors), float("inf")))
         # On a CPU `_foreach_norm` is slow in torch 2.13.
@@ -87,7 +90,7 @@ def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def any_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return [], int32, 1 if any of the tensors has a NaN or infinity, else 0."""
+    """Return an int32 tensor [], which is 1 if any of the tensors has a NaN or infinity, else 0."""
     found = largest([tensor for tensor in tensors if tensor.numel()])
     if not found:
         return torch.zeros((), dtype=torch.int32, device=device)

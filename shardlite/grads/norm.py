@@ -1,16 +1,18 @@
 """Compute the global norm of sharded gradients, and clip gradients by it, without host synchronization.
 
-The norm combines one partial norm per rank, in the order of ranks. A rank's partial norm comes from the statistics of
-the reduction's last hop if the gradients are unchanged since then, otherwise from a pass over the rank's part of the
-gradients. These parts are the same at every stage, so all stages get the same bits.
+The norm combines one partial norm per rank, in the order of ranks. The last addition of a reduction also computes
+statistics. If the gradients have not changed since the reduction, a rank derives its partial norm from the statistics.
+Otherwise the rank reads its part of the gradients. The parts of ranks are the same at every stage, so all stages get
+the same bits.
 
-With order="tree" the norm combines the norms of blocks of `B` elements, which no cut divides. All ranks gather the
-norms of all blocks, and combine the same numbers in the same order for any `W`.
+With order="tree" the norm combines the norms of blocks of `B` elements, which no cut between shards divides. All ranks
+gather the norms of all blocks. For any `W`, they combine the same numbers in the same order.
 
 PyTorch counts writes to a tensor, so the same tensor at the same version has the same values. Writes through `.data`,
 by NumPy, and by collectives of `torch.distributed` are not counted.
 
-Legend: `W` ranks that share a model, `S` elements per shard, `B` elements of a block of statistics.
+Legend: `W` ranks that share a model, `S` elements per shard, `B` elements of a block of statistics. A flat (flat
+parameter) is the parameters of one kind in a unit.
 """
 
 import weakref
@@ -37,7 +39,7 @@ class Squares(NamedTuple):
     """Sum over the whole part, [] in fp64."""
 
     blocks: Tensor | None
-    """Sum over each block of statistics, [S/B], if norms combine blocks."""
+    """Sum over each block of statistics, [S/B]. `None` unless norms combine blocks."""
 
 
 class ReducedNorm:
@@ -51,7 +53,7 @@ class ReducedNorm:
             graded: pairs of a shard and its gradient, for all shards with a gradient from the reduction.
         """
         self._squares = squares
-        # By `id`, because the hash of a tensor is computed in Python.
+        # Keys are `id`s, because the hash of a tensor is computed in Python.
         self._marks = {id(shard): (weakref.ref(grad), grad._version) for shard, grad in graded}
         self._written = False
 
@@ -66,17 +68,17 @@ class ReducedNorm:
         return same and len(shards) == len(marks)
 
     def describes(self, shards: Collection[nn.Parameter]) -> bool:
-        """Return whether the sums are those of the current gradients of `shards`."""
+        """Return whether the recorded sums are the sums of squares of the current gradients of `shards`."""
         if self._written or not self.are_all(shards):
             return False
         return all((now := grad()) is not None and now._version == was for grad, was in self._marks.values())
 
     def squares(self, flats: Iterable[Flat]) -> Tensor:
-        """Return the sum of squares of this rank's parts of the flats, added in their order, [] in fp64."""
+        """Return the sum of squares of this rank's parts of `flats`, added in the order of `flats`, [] in fp64."""
         return torch.stack([self._squares[flat].total for flat in flats if flat in self._squares]).sum()
 
     def norm_of_blocks(self, flat: Flat) -> Tensor | None:
-        """Return the norm of each block of this rank's part of a flat, [S/B], or `None` if it has no gradients."""
+        """Return the norm of each block of this rank's part of `flat`, [S/B], or `None` if `flat` has no gradients."""
         if flat not in self._squares:
             return None
         blocks = self._squares[flat].blocks
@@ -92,9 +94,10 @@ class ReducedNorm:
 
 
 def _span(parts: Sequence[Tensor]) -> Tensor:
-    """Return the memory from the first to the last of some parts of a gradient shard. `parts` are in ascending order.
+    """Return the memory from the first to the last of some parts of a gradient shard.
 
-    Between the parts are zeros: padding, and parameters that no rank used.
+    The parts must be in ascending order. The memory between them is zero: it is padding, or belongs to parameters that
+    no rank used.
     """
     start = parts[0].storage_offset()
     stop = parts[-1].storage_offset() + round_up(parts[-1].numel(), ALIGN)
@@ -121,9 +124,9 @@ class Clipper:
         Args:
             flats: all flats of the model.
             context: the ranks.
-            reduced_norm: returns the record of the last reduction's gradients, or `None` if there is none.
-            by_blocks: whether norms combine the norms of blocks, so that they do not depend on the number of ranks.
-                Shards consist of whole blocks then.
+            reduced_norm: function that returns the record of the latest reduction's gradients, or `None`.
+            by_blocks: whether norms combine the norms of blocks, so that norms do not depend on the number of ranks. If
+                so, shards consist of whole blocks.
         """
         self._by_blocks = by_blocks
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
@@ -131,10 +134,10 @@ class Clipper:
         self._reduced_norm = reduced_norm
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
-        """Return the norm of the gradients of all ranks, [], optionally of the shards in `only`. Collective.
+        """Return the norm of the gradients of all ranks, []. If `only` is given, use its shards only. Collective.
 
         Raises:
-            LayoutError: the exponent is not positive.
+            LayoutError: the exponent `norm_type` is not positive.
         """
         if not norm_type > 0:
             raise LayoutError(f"norm_type must be a positive number or inf, got {norm_type!r}")
@@ -160,7 +163,7 @@ class Clipper:
         return _vector_norm(norms, norm_type).view(1)
 
     def _known(self, norm_type: float, only: Collection[Tensor] | None) -> ReducedNorm | None:
-        """Return the record of the last reduction if it describes the current gradients, else `None`."""
+        """Return the record of the latest reduction if it describes the current gradients, else `None`."""
         graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
         reduced_norm = self._reduced_norm()
         known = norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded)
@@ -182,9 +185,9 @@ class Clipper:
 
     @cached_property
     def _blocks_in_order(self) -> Tensor:
-        """Indices of the blocks with parameters among the blocks of all ranks: flat by flat, as in the full buffer.
+        """The indices that put the gathered blocks of all ranks into the order of flats and of their full buffers.
 
-        Blocks of padding are left out, because their number depends on the number of ranks.
+        Blocks without parameters are left out, because their number depends on the number of ranks.
         """
         counts = [flat.layout.shard_numel // flat.layout.grain for flat in self._flats]
         places, before = [], 0
@@ -197,7 +200,7 @@ class Clipper:
     def clip(self, shards: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
-        If the factor is 1, no gradient is read. On a GPU the kernel checks the factor, on the CPU the host does.
+        If the factor is 1, no gradient is read. The kernel checks this on a GPU, and the host on the CPU.
         """
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not use_triton(factor) and factor == 1:
@@ -213,7 +216,7 @@ class Clipper:
         torch.autograd.graph.increment_version(runs)  # kernels do not increment versions
 
     def gradients_written(self) -> None:
-        """Invalidate the record of the last reduction after writes that PyTorch does not count."""
+        """Invalidate the record of the latest reduction after writes that PyTorch does not count."""
         if (reduced_norm := self._reduced_norm()) is not None:
             reduced_norm.forget()
 
@@ -223,7 +226,7 @@ def _graded(shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
-    """Return the memory of a gradient, [n]. If `scale` does not support it, scale it here and return `None`."""
+    """Return the memory of a gradient, [n]. If `scale` does not support it, scale the gradient and return `None`."""
     if grad.layout is torch.strided and grad.is_contiguous() and grad.dtype in _SCALABLE:
         return grad.view(-1)
     grad.mul_(factor.to(grad.dtype))
@@ -233,12 +236,12 @@ def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
 def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
     if norm_type == inf:
         return largest(pieces)
-    with as_they_are():  # without the warning that pieces are parts of others, which is intended here
+    with as_they_are():  # otherwise the library would warn about computations on shards, which are intended here
         return torch._foreach_norm(list(pieces), norm_type)
 
 
 def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor | None:
-    """Return a copy of a rank's part of a flat's gradients, [S], with zeros between them, or `None` without any."""
+    """Return a copy of a rank's part of the gradients of `flat`, [S], with zeros in the gaps, or `None` without any."""
     own = None
     for first, piece in _pieces(flat, rank, only):
         own = piece.new_zeros(flat.layout.shard_numel) if own is None else own
@@ -256,8 +259,8 @@ def _norm_of_each_block(part: Tensor, norm_type: float) -> Tensor:
 
 
 _TOGETHER = 1024
-"""Number of norms that are combined in one row. Longer rows would be split among threads, and their number would change
-the bits of the sum."""
+"""Number of norms that are combined in one row. PyTorch would split longer rows among threads, and the bits of the sum
+would depend on the number of threads."""
 
 
 def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
@@ -267,7 +270,7 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
 
 
 def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield the gradients in a rank's part of the full buffer, 1-D and not empty, as pairs of start and gradient."""
+    """Yield the start and the values, 1-D and not empty, of each gradient in a rank's part of the full buffer."""
     start, stop = flat.layout.shard_range(rank)
     for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
         if shard.grad is not None and (only is None or shard in only):

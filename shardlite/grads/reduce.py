@@ -1,21 +1,22 @@
 """Average one flat's gradients over the ranks, and store the mean or step by it.
 
     stage 0     bucket [W*S]: this rank's segment is reduced in place, then all-gathered, so each rank has the mean
-    stage 1     bucket [W*S]: this rank's segment is reduced in place; the bucket's memory stays
+    stage 1     bucket [W*S]: this rank's segment is reduced in place, and the bucket's memory stays allocated
     stages 2, 3 a new shard [S]; the bucket is free after the reduction (with one rank the bucket is the shard)
 
 With replicas (hybrid sharding) each segment is summed over the ranks that share a model, then over the replicas of the
 segment. The sum is divided once, at the end, by the number of all ranks. If the dtypes of the sum and the weights
-differ, the last addition casts it.
+differ, the last addition casts its result.
 
-The last addition also computes the statistics of this rank's part, which norms and skipped steps need. If the mean is
-not completed by such an addition (one rank, or replicas), a separate pass computes the statistics.
+The last addition also computes the statistics of this rank's part, which norms and skipped steps need. If no such
+addition completes the mean (one rank, or replicas), a separate pass computes the statistics.
 
-After the backward, means become the `.grad` of shards. A parameter that no rank used keeps its `.grad`: each rank
-contributes one flag per parameter, and one all-reduce sums the flags. The host reads the sums, and so waits for the
-device, only if this rank has not used a parameter.
+After the backward, means become the `.grad` of shards. A parameter that no rank used keeps its former `.grad`. To find
+such parameters, each rank contributes one flag per parameter, and one all-reduce sums the flags. If this rank has used
+all parameters, the host does not read the sums. Otherwise it reads them, and so waits for the device.
 
-Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics.
+Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics. A flat (flat parameter) is the
+parameters of one kind in a unit.
 """
 
 import weakref
@@ -57,7 +58,7 @@ class Mean(NamedTuple):
 
     flat: Flat
     whole: Tensor
-    """This rank's part of the mean: its shard [S], or all of it [W*S] at stage 0."""
+    """This rank's part of the mean: its shard [S], or the whole mean [W*S] at stage 0."""
 
     own: Tensor
     """The part of `whole` that this rank sums, [S]."""
@@ -73,31 +74,33 @@ class Step(NamedTuple):
     """An optimizer's step of one flat inside the backward, by the mean of the flat's gradients."""
 
     activate: Callable[[Tensor], None]
-    """Selects the parameters to step. The argument is a tensor with a number above 0 for each of them, else 0 or less.
-    """
+    """Function that selects the parameters to step: those for which its argument has a number above 0."""
 
     update: Callable[[int, Tensor | None, Tensor | None, int, int | None], None]
-    """Steps elements from `start` on. Arguments: start, received, own, divisor, first (`shardlite.comm.LastHop`)."""
+    """Function that steps elements from `start` on. Its arguments are start, received, own, divisor and first, as in
+    `shardlite.comm.LastHop`."""
 
     fused: Callable[[int], FusedStep | None]
-    """Returns the arguments of a kernel that steps all elements at once, or `None` if a step takes several calls."""
+    """Function that returns the arguments of a kernel that steps all elements in one call. It returns `None` if a step
+    takes several calls."""
 
     bad: Tensor
-    """[], int32, not 0 if a mean had a NaN or infinity."""
+    """An int32 tensor [], which is not 0 if a mean had a NaN or infinity."""
 
 
 class Stepping(NamedTuple):
     """An optimizer that steps inside the backward."""
 
     prepare: Callable[[Flat], Step]
-    """Prepares the step of a flat."""
+    """Function that prepares the step of a flat."""
 
     end: Callable[[Tensor], None]
-    """Records that shards have changed. The argument [] is above 0 if any rank found a NaN or infinity."""
+    """Function that records a change of the shards. Its argument, a tensor [], is above 0 if any rank found a NaN or
+    infinity."""
 
 
 class FlatReduction(NamedTuple):
-    """The reduction of one flat. The mean is stored in `mean`. With `step` it is used for a step and dropped."""
+    """The reduction of one flat. Its mean is stored in `mean` or, if there is a `step`, used for the step only."""
 
     flat: Flat
     full: Tensor
@@ -107,15 +110,16 @@ class FlatReduction(NamedTuple):
     divisor: int
     operation: Operation
     half: Tensor | None
-    """On one rank, the sum over the first half of the parts, if there are two halves."""
+    """With one rank, the sum over the first half of the parts, if there are two halves. Otherwise `None`."""
 
     mean: Mean | None = None
     step: Step | None = None
     used: Sequence[int] = ()
-    """For a step, one number per parameter: 1 if this rank used it, else 0; `-W` or less if no rank may step it."""
+    """For a step, one number per parameter: 1 if this rank used the parameter, else 0. The number is `-W` or less if no
+    rank may step the parameter."""
 
     def last_hop(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
-        """Step by the last addition of a reduction."""
+        """Run the step inside the last addition of a reduction."""
         assert self.step is not None, "without a step, the reduction writes the mean itself"
         self.step.update(start, received, own, self.divisor, first)
 
@@ -129,19 +133,19 @@ class Reduction:
     """1 for each parameter that this rank used, else 0."""
 
     first_bad: int | None
-    """Index in `used` of this rank's first gradient that is not finite. Known with `diagnose` only."""
+    """Index in `used` of this rank's first gradient that is not finite. `None` without `diagnose`."""
 
     means: Sequence[Mean]
     steps: Sequence[Step]
-    """Steps that use the means. Then `means` is empty."""
+    """Steps that use the means. If there are any, `means` is empty."""
 
     inputs: deque[FlatReduction]
-    """Flats that are not reduced yet. Each is removed when its reduction runs, so that the bucket can be freed."""
+    """Flats that are not reduced yet. A flat is removed when its reduction runs, so that the bucket can be freed."""
 
     work: Work = field(init=False)
 
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
-        """Return each shard with a view of its part of the mean, and 1 if this rank used its parameter, else 0."""
+        """Return for each shard the shard, a view of its mean, and 1 if this rank used its parameter, else 0."""
         shards = [mean.flat.shards[index] for mean in self.means for index in mean.flat.trainable_slots]
         views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
         return zip(shards, views, self.used, strict=True)
@@ -154,7 +158,7 @@ class ReduceQueue:
         self._context = context
         self._stage = stage
         self.operations = context.queue("reduce")
-        """Runs reductions, and copies to buckets, in order."""
+        """The queue that runs reductions and copies to buckets, one after the other."""
 
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
@@ -169,7 +173,7 @@ class ReduceQueue:
         """Return the reduction of a bucket, with memory for its results. The caller must submit it.
 
         Args:
-            bucket: bucket that has a gradient or zeros for each parameter when the reduction runs.
+            bucket: bucket to reduce. When the reduction runs, it must have a gradient or zeros for each parameter.
             divisor: divisor of the sum: the number of ranks, or of parts, whose gradients count.
             stepping: optimizer that steps by the means. `None`: means are stored.
             first_bad: index of this rank's first gradient that is not finite, if known.
@@ -202,10 +206,10 @@ class ReduceQueue:
                 self.reduce_flat(inputs.popleft())
 
     def reduce_flat(self, given: FlatReduction) -> None:
-        """Average one flat's gradients, and step if there is a step.
+        """Average one flat's gradients, and run the step if there is one.
 
         A step is fused with the last addition of a ring. If an all-gather or another sum follows that addition (stage
-        0, replicas), the step runs at the end.
+        0, replicas), the step runs after it.
         """
         if given.step is not None:
             given.step.activate(self._count_users(given))
@@ -219,9 +223,9 @@ class ReduceQueue:
     def _before_step(self, unit: Unit, flat: Flat) -> None:
         """Wait until the weights of a flat may change, and mark them as changed.
 
-        A prefetch may still send the weights to other ranks. The nodes of this backward must not use the weights again.
-        If full weights have permanent memory, autograd refuses such a use by their version. Otherwise handles refuse
-        it.
+        A prefetch may still send the weights to other ranks, so this waits for its end. Nodes of the running backward
+        must not use the weights after the step. If full weights have permanent memory, autograd refuses such a use,
+        because the version of the weights has changed. Otherwise the handles of saved weights refuse the use.
         """
         if unit.work is not None:
             unit.work.wait(self._context.progress.publish)
@@ -231,7 +235,7 @@ class ReduceQueue:
             torch.autograd.graph.increment_version([flat.params[index] for index in flat.trainable_slots])
 
     def _place(self, flat: Flat, full: Tensor) -> Mean:
-        """Return memory for a mean, which stays allocated while a `.grad` views it."""
+        """Return memory for a mean. The memory stays allocated while a `.grad` is a view of it."""
         layout, dtype = flat.gradients, flat.master
         start, stop = layout.shard_range(self._context.transport.rank)
         if self._stage == 0:
@@ -273,10 +277,10 @@ class ReduceQueue:
         all_reduce(own, replicas, divisor=given.divisor, staging=staging, operation=operation)
 
     def _step_in_last_hop(self, given: FlatReduction, step: Step) -> bool:
-        """Step while the gradients are reduced, if the last addition completes the mean. Return whether it did.
+        """Reduce the gradients and step in the last addition, if that completes the mean. Return whether this was done.
 
-        If a kernel runs the whole ring, it steps only if one call can step the whole shard. Each rank decides this for
-        its own shard.
+        If a kernel runs the whole ring, the kernel steps only if one call can step the whole shard. Each rank decides
+        this for its own shard.
         """
         shard, replicas = self._context.reducing
         flat, full = given.flat, given.full
@@ -336,7 +340,7 @@ class GradientShards:
 
     _nonfinite: Tensor | None = None
     _judged: Sequence["weakref.ref[Tensor]"] = ()
-    """Gradients that `_nonfinite` describes."""
+    """The gradients to which the flag `_nonfinite` applies."""
 
     _reduced_norm: ReducedNorm | None = None
 
@@ -356,10 +360,10 @@ class GradientShards:
         self._diagnose = diagnose
 
     def store(self, reductions: Sequence[Reduction]) -> None:
-        """Store means in the `.grad` of shards whose parameters any rank used.
+        """Store means in the `.grad` of those shards whose parameters were used on any rank.
 
-        The statistics of new means are known. Sums with accumulated gradients, and gradients that this backward has not
-        changed, are checked by a pass over memory.
+        The reduction has computed the statistics of new means. Sums with accumulated gradients, and gradients that this
+        backward has not changed, have no statistics. A pass over their memory checks them for NaNs and infinities.
 
         Raises:
             CommError: a peer failed, timed out or called a different operation.
@@ -390,7 +394,7 @@ class GradientShards:
             self._name_bad(reductions)
 
     def after_steps(self, reductions: Sequence[Reduction]) -> Tensor:
-        """Clear the results, because shards were stepped. Return [], 1 if any rank found a NaN or infinity, else 0.
+        """Clear the results after a step. Return a tensor [], which is 1 if any rank found a NaN or infinity, else 0.
 
         Raises:
             CommError: a peer failed, timed out or called a different operation.
@@ -400,13 +404,13 @@ class GradientShards:
         return self._exchange([], bad)[1]
 
     def reduced_norm(self) -> ReducedNorm | None:
-        """Return the record of the last backward's gradients, or `None` if there were accumulated gradients before."""
+        """Return the record of the latest backward's gradients, or `None` if they were added to earlier gradients."""
         return self._reduced_norm
 
     def nonfinite(self) -> Tensor | None:
-        """Return [], 1 if a gradient of the last backward has a NaN or infinity on any rank, else 0.
+        """Return a tensor [], 1 if a gradient of the latest backward has a NaN or infinity on any rank, else 0.
 
-        Return `None` if none of these gradients is the `.grad` of a shard.
+        Return `None` if none of these gradients is still the `.grad` of a shard.
         """
         now = {id(grad) for _, grad in self._graded()}
         return self._nonfinite if any(id(each()) in now for each in self._judged) else None
@@ -419,14 +423,15 @@ class GradientShards:
 
         Args:
             used: 1 for each parameter that this rank used, else 0.
-            bad: for each mean of this rank a tensor [], above 0 if the mean has a NaN or infinity, else 0.
+            bad: for each mean of this rank a tensor [], which is above 0 if the mean has a NaN or infinity, else 0.
 
         Returns:
-            A number per parameter, above 0 if any rank used it, and a tensor [], 1 if any mean of any rank is bad,
-            else 0.
+            A number per parameter, which is above 0 if any rank used the parameter, and a tensor [], which is 1 if any
+            mean of any rank has a NaN or infinity, else 0.
 
         Raises:
-            PhaseError: this rank has not used a parameter while a CUDA graph is captured, so the host cannot wait.
+            PhaseError: this rank has not used a parameter, and the host cannot wait for the flags of other ranks,
+                because a CUDA graph is captured.
         """
         if not all(used) and self._context.streams.captures():
             raise PhaseError(
@@ -440,7 +445,7 @@ class GradientShards:
         return (used if all(used) else flags[:-1].tolist()), anything
 
     def _name_bad(self, reductions: Sequence[Reduction]) -> None:
-        """Warn about the first gradient on each rank that is not finite."""
+        """Warn about the first gradient that is not finite, for each rank that has one."""
         context = self._context
         flats = [mean.flat for each in reductions for mean in each.means]
         names = [flat.layout.slots[index].name for flat in flats for index in flat.trainable_slots]

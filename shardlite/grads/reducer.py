@@ -1,14 +1,14 @@
 """Reduce gradients: copy a unit's gradients to its bucket, and reduce the bucket into this rank's shard.
 
-    gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S], of which the shards' `.grad` are views
+    gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S]; the `.grad` of each shard is a view of it
 
 With replicas (hybrid sharding) the shard is then reduced over the replicas. At stage 0 all ranks all-gather the shards.
-So every stage makes the same additions in the same order. With order="tree" the gradients of a rank's parts are first
-summed in its buckets, and the backward of the last part reduces the sums.
+So every stage makes the same additions in the same order. With order="tree", a global batch is divided into parts. A
+rank sums the gradients of its parts in its buckets, and the backward of its last part reduces the sums.
 
 Units are reduced in one fixed order. Every rank reduces every unit once per backward, even if its forward skipped the
-unit; a missing gradient counts as zero. At the end the ranks exchange gradient flags, so that a parameter that no rank
-used keeps its `.grad`, and all ranks know whether any gradient has a NaN or infinity.
+unit; a missing gradient counts as zero. At the end the ranks exchange gradient flags. The flags tell all ranks which
+parameters no rank used, so that these keep their `.grad`, and whether any gradient has a NaN or infinity.
 
 This file has the state that outlives a backward. `backward_run.py` has the state of one backward.
 
@@ -29,10 +29,10 @@ from shardlite.params import Gradients, Unit
 
 
 class ReductionOrder:
-    """The order in which units are reduced, which is equal on all ranks even if their forwards took different branches.
+    """The order in which units are reduced. It is equal on all ranks, even if their forwards took different branches.
 
-    The initial order is the reverse of the registration order. In the first backward, ranks record the order in which
-    gradients become complete. At its end all ranks adopt the order that rank 0 has observed.
+    The initial order is the reverse of the registration order. In the first backward, each rank records the order in
+    which the gradients of units become complete. At the end of this backward, all ranks adopt rank 0's order.
     """
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
@@ -43,7 +43,7 @@ class ReductionOrder:
 
     def follow_requires_grad(self) -> None:
         """Leave out units without gradients, and observe the next backward."""
-        self._observed: list[Unit] | None = []  # in the order of completion; `None` after the ranks have agreed
+        self._observed: list[Unit] | None = []  # units in the order of completion; `None` once the ranks have agreed
         self._update()
 
     def observe(self, unit: Unit) -> None:
@@ -73,7 +73,7 @@ class ReductionOrder:
         """Units that have gradients, in the order of their reductions."""
 
         self.before_root = max((place for place, unit in enumerate(self.units, 1) if not unit.is_root), default=0)
-        """Number of reductions after which only roots are left."""
+        """Number of reductions after which only the root is left to reduce."""
 
 
 class Reducer:
@@ -89,18 +89,18 @@ class Reducer:
             context: the ranks.
             stage: stage of ZeRO.
             diagnose: whether to report the names of gradients that are not finite.
-            parts: number of parts of a global batch, which are summed in a tree. `None`: one gradient per rank is
-                summed.
+            parts: number of parts of a global batch, whose gradients are summed in a tree. `None`: one gradient per
+                rank is summed.
         """
         self.units = units
         self.context = context
         self.diagnose = diagnose
         self._own_parts = None if parts is None else parts // context.world_size
-        # On one rank the last two sums stay separate. As with two ranks, they are added and divided in one operation,
-        # without rounding in between.
+        # With one rank, the sums of the two halves of the parts stay separate. The reduction adds and divides these
+        # sums in one operation without rounding in between, as two ranks do with their sums.
         most_parts = (self._own_parts or 1) // (2 if context.world_size == 1 else 1)
         self.divisor = parts or context.world_size
-        """Divisor of sums."""
+        """The number by which sums are divided."""
 
         self.counts = True
         """Whether this rank's gradients count in means."""
@@ -113,7 +113,7 @@ class Reducer:
         self.buckets_without_root = [bucket for unit, bucket in self.buckets.items() if not unit.is_root]
         self.order = ReductionOrder(units, context)
         self.results = GradientShards(units, context, by_blocks=parts is not None, diagnose=diagnose)
-        """Results of the last backward."""
+        """Results of the latest backward."""
 
         self._backwards = 0
 
@@ -170,7 +170,7 @@ class Reducer:
         """Add the gradients of earlier parts to a bucket, if a rank has several parts.
 
         Raises:
-            PhaseError: gradients of some parts are missing, and `check` is set.
+            PhaseError: `check` is set, and gradients of some parts are missing.
         """
         if self._own_parts is None:
             return

@@ -1,8 +1,8 @@
-"""Skip a step if a gradient has a NaN or infinity on any rank.
+"""Skip an optimizer's step if a gradient has a NaN or infinity on any rank. A flag on the device says so.
 
-On the CPU the gradients are hidden from any optimizer. On a GPU the host must not wait for the flag, so the flag is
-passed to the optimizer as `found_inf`, PyTorch's protocol for fused optimizers, whose kernels then change nothing.
-Other optimizers on a GPU step as in plain PyTorch, and skipped steps are not counted.
+On the CPU the gradients are hidden from any optimizer. On a GPU the host must not wait for the flag. So a fused
+optimizer gets the flag as `found_inf`, as PyTorch's gradient scalers pass it, and its kernels change nothing if the
+flag is set. Other optimizers on a GPU step as in plain PyTorch, and skipped steps are not counted.
 """
 
 import warnings
@@ -17,11 +17,11 @@ from shardlite.errors import NonFiniteError, NonFiniteWarning
 from shardlite.telemetry import LaggedNumbers
 
 LIMIT = 20
-"""Number of successively skipped steps that raises an error."""
+"""Number of steps skipped in a row at which an error is raised."""
 
 
 class Skips:
-    """Skips steps of one wrapped model, counts them, and warns about the first."""
+    """Skips steps of one wrapped model, counts the skipped steps, and warns about the first."""
 
     def __init__(
         self, flag: Callable[[], Tensor | None], device: torch.device, rank: int, *, warns: bool = True
@@ -29,7 +29,8 @@ class Skips:
         """Initialize the counts with zeros.
 
         Args:
-            flag: returns [], 1 if a gradient has a NaN or infinity, else 0, or `None` without gradients.
+            flag: function that returns a tensor [], which is 1 if a gradient has a NaN or infinity, else 0. It returns
+                `None` if there are no gradients.
             device: device of the flag.
             rank: rank that the warning mentions.
             warns: whether to warn about the first skipped step.
@@ -37,17 +38,17 @@ class Skips:
         self.flag = flag
         self._rank = rank
         self._warns = warns
-        self._seen_until = 0  # the last step whose counts the host has seen
+        self._seen_until = 0  # the latest step whose counts the host has seen
         self._counts = torch.zeros(
             3, device=device
-        )  # number of skipped steps, of the latest steps skipped in a row, and of all steps
+        )  # the numbers of skipped steps, of steps skipped in a row until now, and of all steps
         self._lagged: LaggedNumbers | None = None
         self._counted: Tensor | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._lent: Optimizer | None = None
 
     def total(self) -> int:
-        """Return the number of skipped steps. The host waits."""
+        """Return the number of skipped steps. The host waits for the device."""
         return int(self._counts[0].item())
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -57,10 +58,10 @@ class Skips:
             NonFiniteError: too many successive steps were skipped.
         """
         if getattr(optimizer, "in_backward", False):
-            return  # it has stepped already
+            return  # this optimizer has stepped already, in the backward
         flag = self.flag()
         if flag is not self._counted:
-            self._hidden = []  # an exception in a step has left these gradients, and another backward has replaced them
+            self._hidden = []  # gradients of a step that raised. Another backward has replaced them
         self.after_step()
         if flag is None or getattr(optimizer, "found_inf", None) is not None:
             return  # a gradient scaler has checked the gradients, and counts skipped steps itself
@@ -88,8 +89,8 @@ class Skips:
     def _count(self, flag: Tensor) -> None:
         """Count the step. Count once per backward, even if several optimizers step.
 
-        On a GPU the counts of an earlier step are checked. The host waits for the current counts only after many
-        successive steps were skipped, so that all ranks reach the limit in the same step.
+        On a GPU the counts of an earlier step are checked. The host waits for the current counts only after many steps
+        in a row were skipped, so that all ranks reach the limit in the same step.
         """
         if flag is self._counted:
             return
@@ -109,7 +110,7 @@ class Skips:
             self._lagged.send()
 
     def _check(self, counts: Sequence[float]) -> None:
-        """Warn about the first skipped step, and raise after too many."""
+        """Warn about the first skipped step, and raise after too many steps skipped in a row."""
         total, in_a_row, step = map(int, counts)
         first, self._seen_until = self._seen_until + 1, step
         if total and self._warns:

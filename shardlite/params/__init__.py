@@ -1,6 +1,7 @@
 """Units: parameters that are gathered together, and the place of each parameter in a flat buffer.
 
-In: a module. Out: `Unit`s of `Flat`s, whose layouts are equal on all ranks. Read `layout.py` first.
+A `Flat` is what FSDP calls a flat parameter. In: a module. Out: `Unit`s of `Flat`s, whose layouts are equal on all
+ranks. Read `layout.py` first.
 """
 
 from shardlite.params.flat import Flat

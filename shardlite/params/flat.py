@@ -1,8 +1,9 @@
-"""A flat: the parameters of one kind in a unit, one after the other in one buffer.
+"""A flat (flat parameter): the parameters of one kind in a unit, one after the other in one buffer.
 
-Three objects represent one parameter. Forward and autograd use the module's own `nn.Parameter`, which is a view of the
-full buffer or, while there is none, a placeholder. The optimizer uses the shard, a view of the arena under the original
-name. The slot records the place of both.
+Three objects represent one parameter. Forward and autograd use the module's own `nn.Parameter`. It is a view of the
+full buffer or, while there is no full buffer, a placeholder. The optimizer uses the shard, a view of the arena (the
+contiguous buffer of this rank's shards) under the original name. The slot records the place of the parameter and of its
+shard.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original shape if this rank
 keeps the whole parameter, else `[k, 1, ...]`.
@@ -23,12 +24,12 @@ from shardlite.params.layout import Layout, Place, Slot, mark_padded, views
 from shardlite.params.parameters import as_they_are, to_placeholders
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
 
-_requires_grad_of = attrgetter("requires_grad")  # with `map` it reads many tensors without a Python call for each
+_requires_grad_of = attrgetter("requires_grad")  # `map` with this function makes no Python call per tensor
 
 
 @dataclass(eq=False, kw_only=True)
 class Flat:
-    """The parameters of one kind (dtypes, trainable) in a unit."""
+    """The parameters of one kind in a unit. They have the same dtypes, and either all or none are trainable."""
 
     layout: Layout
     """Layout of the weights, with the dtype in which this rank keeps them."""
@@ -49,13 +50,13 @@ class Flat:
     """Rank whose shard is kept here, or `None` if all shards are kept."""
 
     local: Tensor
-    """Weights that this rank keeps: its shard [S] in the arena, or all [W*S]."""
+    """Weights that this rank keeps: its shard [S] in the arena, or all weights [W*S]."""
 
     low: Tensor | None = None
-    """Lower part of split weights, laid out like `local`. `local` is then the upper part."""
+    """Lower part of split weights, laid out like `local`, which is the upper part. `None` if weights are not split."""
 
     full: Tensor | None = None
-    """Permanent memory of the full weights [W*S], if any. `local` may be a part of it."""
+    """Permanent memory of the full weights [W*S], if any. `local` may be a view of a part of this memory."""
 
     shards: Sequence[nn.Parameter] = ()
     """The parameters that the optimizer steps, one per slot: views of `local`."""
@@ -67,7 +68,7 @@ class Flat:
     """Indices of the slots that have gradients."""
 
     gradients: Layout = field(init=False)
-    """Layout of the gradients, which has the trainable slots only."""
+    """Layout of the gradients. It contains the trainable slots only."""
 
     _own_gradients: Sequence[Place] = field(init=False)
     """Place of each gradient's elements in this rank's gradient shard."""
@@ -84,7 +85,7 @@ class Flat:
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
-        """Update which slots have gradients from the `requires_grad` of their parameters."""
+        """Read `requires_grad` of the parameters, and update the slots that have gradients."""
         self.trainable_slots = self.trainable_now()
         self.gradients = self.layout.only(self.trainable_slots, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
@@ -110,10 +111,10 @@ class Flat:
             self.local[part].copy_(weights)
         else:
             split(self.local[part], self.low[part], weights.to(self.local.device, torch.float32).contiguous())
-            torch.autograd.graph.increment_version(self.local)  # kernels do not increment it
+            torch.autograd.graph.increment_version(self.local)  # kernels do not increment the version
 
     def write_param(self, index: int, weights: Tensor) -> None:
-        """Overwrite this rank's elements of slot `index` with `weights` (same numel, any float dtype)."""
+        """Overwrite this rank's elements of slot `index` with `weights` (as many elements, any float dtype)."""
         self.write(weights.reshape(-1), self.layout.slots[index].within(*self.own_range(self.layout))[0])
 
     def shard_tensor(self, index: int, gather: Gather) -> Tensor:
@@ -158,11 +159,11 @@ class Flat:
         return (0, layout.full_numel) if self.rank is None else layout.shard_range(self.rank)
 
     def own_part(self, full: Tensor) -> Tensor:
-        """Return the part of the full weights [W*S] that this rank keeps: its shard [S], or all [W*S]."""
+        """Return the part of the full weights [W*S] that this rank keeps: its shard [S], or all weights [W*S]."""
         return full[slice(*self.own_range(self.layout))]
 
     def unbind(self) -> None:
-        """Turn the module's parameters into placeholders, which have their shapes over the memory of one NaN."""
+        """Turn the module's parameters into placeholders: one NaN, expanded to the shape of each parameter."""
         if self.placeholder is None:
             nan = float("nan") if self.compute.is_floating_point else 0
             self.placeholder = torch.full((), nan, dtype=self.compute, device=self.local.device)
@@ -170,11 +171,11 @@ class Flat:
         to_placeholders(zip(self.params, self._hidden, strict=True))
 
     def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Return pairs of a module's parameter and its view of a full buffer [W*S]."""
+        """Return pairs of a parameter of the module and the view of the full buffer [W*S] for this parameter."""
         return zip(self.params, self.layout.views(full), strict=True)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
-        """Return the part of each shard in a tensor that is laid out like `local`."""
+        """Return a view for each shard of its part of a tensor that is laid out like `local`."""
         return views(local, _places(self.layout, self.own_range(self.layout)))
 
     def part_of(self, index: int, tensor: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class Flat:
         return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
 
     def cuts_of(self, index: int) -> list[int]:
-        """Return the cuts between ranks in elements of slot `index`, [W + 1]."""
+        """Return the `W + 1` cuts between ranks, as indices of elements of slot `index`."""
         slot = self.layout.slots[index]
         return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
 
@@ -206,8 +207,8 @@ def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
 def _place(slot: Slot, first: int, stop: int) -> Place:
     """Return the place of elements `[first, stop)` of a slot.
 
-    The shape is the original one if the range is the whole slot, else `[k, 1, ...]`. The number of dimensions stays the
-    same, so that rules like "no weight decay where `ndim < 2`" still work.
+    If the range is the whole slot, the shape is the parameter's. Otherwise the shape is `[k, 1, ...]`, with the same
+    number of dimensions, so that rules like "no weight decay where `ndim < 2`" still work.
     """
     if stop - first == slot.numel:
         return slot.shape, slot.stride, first

@@ -1,4 +1,4 @@
-"""A buffer for one unit's full weights. It detects whether tensors outside the library still view its memory."""
+"""A buffer for one unit's full weights, which detects whether tensors outside the library still view its memory."""
 
 from collections.abc import Callable
 
@@ -22,8 +22,7 @@ class Buffer:
     def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Return the views of the memory that `make` creates for `owner`, cached after the first call.
 
-        Inside a dispatch mode or a `torch.func` transform views may have a different type, so they are not cached
-        there.
+        Inside a dispatch mode or a `torch.func` transform, views may have a different type. Such views are not cached.
         """
         cached = self._views.get(owner)
         if cached is not None:
@@ -45,6 +44,6 @@ class Buffer:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of `tensor`: equal for all views of one storage."""
+    """Return a number that identifies the storage of `tensor`. All views of one storage have the same number."""
     key: int = tensor.untyped_storage()._cdata
     return key

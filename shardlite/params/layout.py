@@ -6,12 +6,14 @@ The buffer is cut into `W` shards, which have equal lengths for weights. A cut m
     W=2   full    | embed............ norm. |. head.......... pad |
           shard   |-------- rank 0 ---------|-------- rank 1 ------|
 
-An arena is one contiguous buffer per (dtype, trainable) with this rank's shards of all units. So a step over the whole
-model reads few long buffers, a checkpoint is a sequential write, and the optimizer state uses the same layout.
+An arena is one contiguous buffer per (dtype, trainable) with this rank's shards of all units. So an optimizer's
+step over the whole model reads few long buffers, and a checkpoint is a sequential write. The optimizer state uses the
+same layout.
 
-In: names, shapes, dtypes and the world size. Out: `Layout`s and memory. Knows nothing of modules, units or transports.
+In: names, shapes, dtypes and the world size. Out: `Layout`s and memory. This file does not use modules, units or
+transports.
 
-Legend: `W` ranks, `r` this rank, `S` elements per shard of one unit.
+Legend: `W` ranks, `S` elements per shard of one unit.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from shardlite.comm import lazy_zeros
 ALIGN = 32
 """Alignment of parameters and shards, in elements.
 
-Vector loops of the optimizer step round a tail of up to 16 elements differently, and low-bit formats keep one scale per
-32 elements. If all cuts are multiples of 32, neither depends on where the cuts are, so no result depends on `W`.
+The vector loops of the optimizer's step round a tail of up to 16 elements differently, and low-bit formats keep one
+scale per 32 elements. If all cuts are multiples of 32, neither tails nor scales depend on the places of the cuts, so no
+result depends on `W`.
 
 Weights in bf16 therefore start at multiples of 64 bytes. On an H200, matrix products of 2,048 to 8,192 rows took the
 same time within 2 % when the weight started 0, 64, 128 or 192 bytes after a multiple of 256 bytes.
@@ -45,7 +48,7 @@ ARENA_ALIGN = 1024
 
 
 _CODES_ALIGN = 16
-"""Alignment of each rank's codes in bytes, which allows vectorized memory accesses."""
+"""Alignment of each rank's 8-bit codes, in bytes. It allows vectorized memory accesses."""
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -113,7 +116,8 @@ class Layout:
     """`W + 1` offsets in elements, multiples of `grain`. Shard `k` is `[cuts[k], cuts[k + 1])`."""
 
     grain: int = ALIGN
-    """Size of the blocks that no cut divides, in elements. Statistics of blocks above `ALIGN` do not depend on `W`."""
+    """Number of elements in a block that no cut divides. If it is above `ALIGN`, statistics of a block do not depend on
+    `W`."""
 
     @property
     def world_size(self) -> int:
@@ -140,7 +144,7 @@ class Layout:
 
     @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
-        """The argument `cuts` of collectives: `None` if all shards are equal, so that calls hash no `W` numbers."""
+        """The argument `cuts` of collectives. `None` if all shards are equal, which avoids hashing `W` numbers."""
         return None if self.full_numel == self.world_size * self.shard_numel else self.cuts
 
     @property
@@ -154,7 +158,7 @@ class Layout:
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Ranges `[start, stop)` of the full buffer that belong to no parameter."""
+        """The ranges `[start, stop)` of the full buffer that belong to no parameter."""
         return tuple(self.gaps(range(len(self.slots))))
 
     def gaps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
@@ -174,8 +178,8 @@ class Layout:
             full    | embed..... norm. |. head...... pad |
             only    | embed...|head...... |                  `norm` has no gradient
 
-        If all slots are kept, the padding is kept too, so that shards stay equal in length. With a `grain` above
-        `ALIGN` all kept slots stay in place, and the other slots become gaps.
+        If all slots are kept, the padding is kept too, so that shards stay equal in length. If `grain` is above
+        `ALIGN`, all kept slots stay in place, and the other slots become gaps.
         """
         if len(kept) == len(self.slots) or self.grain > ALIGN:
             return replace(self, dtype=dtype, slots=tuple(self.slots[i] for i in sorted(kept)))
@@ -198,7 +202,7 @@ def lay_out(
     grain: int = ALIGN,
     matrix_align: int = ALIGN,
 ) -> Layout:
-    """Return the layout of named shapes, one after the other, cut for `world_size` ranks at multiples of `grain`.
+    """Lay out tensors one after the other, and cut the buffer for `world_size` ranks at multiples of `grain`.
 
     Each shape starts at a multiple of `ALIGN`, and shapes with two or more dimensions at a multiple of `matrix_align`.
     """
@@ -216,7 +220,7 @@ def allocate_arenas(
 ) -> list[Tensor]:
     """Allocate one arena per kind `(dtype, trainable)`. Return one zeroed view per length.
 
-    Nothing is written to an arena, so on a CPU its pages are allocated when weights are copied into it.
+    This function writes nothing to an arena. So on a CPU, pages are allocated when weights are copied into the arena.
     """
     parts: list[Tensor] = [torch.empty(0)] * len(kinds)
     for dtype, trainable in dict.fromkeys(kinds):
@@ -233,7 +237,7 @@ def allocate_arenas(
 
 
 def mark_padded(grads: list[Tensor]) -> list[Tensor]:
-    """Mark gradients that are followed in memory by zero padding, up to a multiple of 32 elements.
+    """Mark gradients. A mark says that zero padding follows the gradient in memory, up to a multiple of 32 elements.
 
     Without the mark, an optimizer must assume that the memory after a gradient belongs to another tensor.
     """
@@ -248,17 +252,17 @@ def is_padded(grad: Tensor) -> bool:
 
 
 class ShardInfo(NamedTuple):
-    """Facts about a shard that an optimizer needs besides its values. Ordinary parameters have no such record."""
+    """Facts that an optimizer needs about a shard besides its values. Ordinary parameters have no such record."""
 
     offset: int = 0
     """Number of elements of the whole parameter that precede the shard."""
 
     low: Tensor | None = None
-    """Lower part of split weights, as long as the shard. The shard itself is then the upper part."""
+    """Lower part of split weights, as long as the shard, which is the upper part. `None` if weights are not split."""
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:
-        """Return the record of `param`, or the record of a whole parameter if it has none."""
+        """Return the record of `param`. If `param` has no record, return that of a whole parameter."""
         info: ShardInfo = _infos.get(param, ShardInfo())
         return info
 
@@ -269,7 +273,7 @@ class ShardInfo(NamedTuple):
 
     @staticmethod
     def forget(param: Tensor) -> None:
-        """Drop the record of `param`, if it has one, because its model is unwrapped."""
+        """Drop the record of `param`, if it has one. This is called when its model is unwrapped."""
         _infos.pop(param, None)
 
     def mark(self, param: Tensor) -> None:
@@ -277,4 +281,4 @@ class ShardInfo(NamedTuple):
         _infos[param] = self
 
 
-_infos: Any = WeakTensorKeyDictionary()  # not attributes, which would be copied and pickled with parameters
+_infos: Any = WeakTensorKeyDictionary()  # attributes instead would be copied and pickled with parameters

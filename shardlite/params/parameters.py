@@ -1,14 +1,14 @@
 """Parameters of a wrapped model: placeholders without values, full parameters, and shards.
 
-While its unit is sharded, a parameter is a `Placeholder` with the parameter's shape, dtype and attributes. An operation
-that needs the values first asks the wrapped model to unshard the unit. Outside of a forward or a backward the model
-raises. So no computation reads the memory of a placeholder, which is NaN.
+While a unit is sharded, each of its parameters is a `Placeholder`, which keeps its shape, dtype and attributes. An
+operation that needs the values first asks the wrapped model to unshard the unit. Outside of a forward or a backward the
+model refuses with an error. So no computation reads the memory of a placeholder, which is NaN.
 
 Assignment to `__class__` turns a parameter into a placeholder and back, as in
-`torch.nn.parameter.UninitializedParameter`. The parameter stays the same object and keeps its hooks. While it is full,
-its operations run as usual.
+`torch.nn.parameter.UninitializedParameter`. The parameter stays the same object and keeps its hooks. While the
+parameter is full, its operations run as usual.
 
-Each parameter has an owner, a record of `engine/local_shards.py`, which is called when the parameter is used.
+Each parameter has an owner, a record of `engine/local_shards.py`. The owner is called when the parameter is used.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ OTHER_SHAPES = (
     "load `full_state_dict()` into a new, unwrapped model, change its shapes (`resize_token_embeddings(...)`), wrap "
     "it, and create a new optimizer"
 )
-"""Advice of errors that refuse to change the shape of a wrapped model's parameter."""
+"""The remedy in errors that refuse to change the shape of a wrapped model's parameter."""
 
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "requires_grad", "grad"),
@@ -57,22 +57,22 @@ _harmless: frozenset[Any] = frozenset(
         torch.autograd.grad,
     ]
 )
-"""Functions that need no values of their arguments."""
+"""Functions that do not read the values of their arguments."""
 
 
 _homes: Any = WeakTensorKeyDictionary()
-"""Owner of each parameter of a wrapped model. It unshards the unit, and returns or drops the gradient."""
+"""Owner of each parameter of a wrapped model. The owner unshards the unit, and returns or drops the gradient."""
 
 
 _handed_out: Any = WeakTensorKeyDictionary()
 """Weak references to the living `.data` tensors of each parameter.
 
-(Not an attribute of the parameter: attributes are pickled with it.)
+They are not an attribute of the parameter, because attributes are pickled with the parameter.
 """
 
 
 class Sharded:
-    """Mixin class of a wrapped model's parameters. The optimizer steps their shards instead."""
+    """Mixin class of a wrapped model's parameters. The optimizer does not step these, but their shards."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -83,7 +83,7 @@ class Sharded:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         home = _homes.get(self)
-        if home is None:  # a single rank: the parameter is its own shard
+        if home is None:  # with a single rank, the parameter is its own shard
             _own_grad.__set__(self, value)
             return
         if value is not None:
@@ -95,7 +95,7 @@ class Sharded:
 
     @property
     def data(self) -> Tensor:
-        """Detached values. Writes are detected at the end of the forward that makes them."""
+        """Detached values. A write to them is detected at the end of the forward in which it is made."""
         home = _homes.get(self)
         if home is not None:
             home.touch()
@@ -120,7 +120,7 @@ class Placeholder(Sharded):
         kwargs = kwargs or {}
         harmless = func in _harmless
         used = [] if harmless else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder)]
-        if harmless or not all(each in _homes for each in used):  # without homes the model is being wrapped
+        if harmless or not all(each in _homes for each in used):  # without an owner: being wrapped
             with as_they_are():
                 return func(*args, **kwargs)
         for each in used:
@@ -134,7 +134,7 @@ class Placeholder(Sharded):
 
 
 as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Context manager in which placeholders are not unsharded. It is PyTorch's own class, because it is entered often."""
+"""Context manager in which operations do not unshard placeholders. PyTorch's own class is used because it is fast."""
 
 
 def attach(param: nn.Parameter, home: Any) -> None:
@@ -146,7 +146,7 @@ def attach(param: nn.Parameter, home: Any) -> None:
 
 
 def to_placeholders(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Turn parameters into placeholders, given pairs of a parameter and its memory."""
+    """Turn parameters into placeholders, given pairs of a parameter and the memory of its placeholder."""
     _become(Placeholder, pairs)
 
 
@@ -166,9 +166,9 @@ def _become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def detach(param: nn.Parameter, values: Tensor) -> None:
-    """Undo `attach`: turn a wrapped model's parameter into an ordinary one with `values` and its former class.
+    """Undo `attach`: restore the former class of a wrapped model's parameter, and set its `values`.
 
-    The library's hooks and attributes are removed from the parameter. The program's own stay.
+    The library's hooks and attributes are removed from the parameter. Those of the program stay.
     """
     _homes.pop(param, None)
     _handed_out.pop(param, None)
@@ -188,13 +188,13 @@ def _is_ours(hook: Any) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's class is `Tensor` or `nn.Parameter`, or was so before its model was wrapped."""
+    """Return whether a tensor's class is, or was before its model was wrapped, `Tensor` or `nn.Parameter`."""
     kind = type(tensor)
     return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
 
 
 def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
-    """Remove the gradient that autograd has accumulated. Return it, and whether `param` has several gradient hooks."""
+    """Remove the accumulated gradient of `param`. Return it, and whether `param` has several gradient hooks."""
     with as_they_are():
         grad: Tensor | None = _own_grad.__get__(param)
         _own_grad.__set__(param, None)
@@ -214,8 +214,8 @@ def _mixed(what: type, kind: type) -> type:
 class Shard(nn.Parameter):
     """A parameter that an optimizer steps: this rank's part of a module's parameter.
 
-    Unlike with an ordinary parameter, writes through `.data` increment the version counter, so that the next forward
-    gathers the weights again.
+    Writes through `.data` increment the version counter of a shard, but not that of an ordinary parameter. So after
+    such a write, the next forward gathers the weights again.
     """
 
     @property
@@ -229,7 +229,7 @@ class Shard(nn.Parameter):
 
 
 def _hand_out(param: Any, view: Tensor) -> Tensor:
-    """Record `view` as a `.data` tensor of `param` that may be alive, and return it."""
+    """Record that the program has `view` as a `.data` tensor of `param`, and return `view`."""
     _handed_out[param] = [*(each for each in _handed_out.get(param, ()) if each() is not None), ref(view)]
     return view
 
@@ -237,11 +237,11 @@ def _hand_out(param: Any, view: Tensor) -> Tensor:
 def _copy_into(param: Any, value: Tensor) -> None:
     """Implement `param.data = value` with a copy, because the memory of `param` is a part of a larger buffer.
 
-    A former `.data` tensor that is alive gets its own memory and keeps its values, as with an ordinary parameter. So
-    does a `value` that is a view of `param` (`param.data.T`).
+    A former `.data` tensor that is alive gets its own memory and keeps its values, as with an ordinary parameter. If
+    `value` is a view of `param` (`param.data.T`), it also gets its own memory.
 
     Raises:
-        LayoutError: the shape differs, or views of a former `.data` are alive and would change as well.
+        LayoutError: the shape differs, or views of a former `.data` tensor are alive and would change too.
     """
     if value.shape != param.shape:
         raise LayoutError(
@@ -253,7 +253,7 @@ def _copy_into(param: Any, value: Tensor) -> None:
         if value.data_ptr() == there.data_ptr() and value.stride() == there.stride():
             return
         held = [each for former in _handed_out[param] if (each := former()) is not None and each is not there]
-        held = [each for each in held if each.data_ptr() == there.data_ptr()]  # others view a former buffer
+        held = [each for each in held if each.data_ptr() == there.data_ptr()]  # drops those that view a former buffer
         for each in held:
             _check_unviewed(each, value)
         is_view = there.data_ptr() <= value.data_ptr() < there.data_ptr() + there.nbytes
@@ -263,9 +263,9 @@ def _copy_into(param: Any, value: Tensor) -> None:
 
 
 def _check_unviewed(former: Tensor, value: Tensor) -> None:
-    """Raise if views of a former `.data` may be alive, unless `value` was computed from it.
+    """Raise if views of `former` may be alive, unless `value` was computed from `former`.
 
-    A graph that saved it counts as a view, because PyTorch cannot distinguish the two.
+    An autograd graph that saved `former` counts as a view, because PyTorch cannot distinguish graphs and views.
     """
     if former._use_count() > 1 and value.grad_fn is None and value._base is not former:  # type: ignore[attr-defined]
         raise LayoutError(

@@ -1,7 +1,7 @@
 """`ShardTensor`: a sharded tensor in a state dict, which `torch.distributed.checkpoint` saves and loads.
 
-A shard is a range of elements of the whole tensor in row-major order. DCP describes the elements of a rank by boxes, so
-a range is cut into at most `2 * ndim - 1` boxes:
+A shard is a range of elements of the whole tensor in row-major order. `torch.distributed.checkpoint` (DCP) describes
+the elements of a rank by boxes, so a range is cut into at most `2 * ndim - 1` boxes:
 
     shape [4, 5], elements [3, 17)      . . . # #       box at (0, 3) of [1, 2]
                                         # # # # #       box at (1, 0) of [2, 5]
@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # importing DCP is slow, and most programs do not need it
     from torch.distributed.checkpoint.planner import WriteItem
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, one per dimension."""
+"""The offsets and the sizes of a box, one of each per dimension."""
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
-"""Gathers the whole tensor. The argument is this rank's elements, 1-D."""
+"""A function that gathers and returns the whole tensor. Its argument is this rank's elements, 1-D."""
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -58,8 +58,8 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 def apart(view: Tensor) -> Tensor:
     """Return a view of the same memory with a separate storage object.
 
-    Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) would treat tensors that share
-    a storage as tied, and write only one of them.
+    Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) treat tensors that share a
+    storage as tied, and would write only one of them.
     """
     return torch.from_dlpack(view.detach()) if view.numel() else view.detach()
 
@@ -68,15 +68,15 @@ class ShardTensor(Tensor):
     """Elements `[start, stop)` of a tensor that is sharded over ranks. Its `shape` is the shape of the whole tensor.
 
     `state_dict()` of a wrapped model and of its optimizer contains such tensors. DCP saves and loads them at any world
-    size, also into plain tensors and DTensors, and from them. `to_local()` returns this rank's elements and
-    `full_tensor()` gathers the elements of all ranks, as in `torch.distributed.tensor.DTensor`. Other computations
-    raise, because they would see only a shard.
+    size. A saved `ShardTensor` can be loaded as a plain tensor or a DTensor, and the other way round. `to_local()`
+    returns this rank's elements and `full_tensor()` gathers the elements of all ranks, as in
+    `torch.distributed.tensor.DTensor`. Computations on a `ShardTensor` raise, because they would see only a shard.
 
     Pickling writes this rank's elements as a plain tensor.
 
     Args:
-        local: this rank's elements, in the shape that `to_local()` returns. For elements that are stored in another
-            form (8-bit moments, split weights), a function that decodes `sources`.
+        local: this rank's elements, in the shape that `to_local()` returns. If the elements are stored in another form
+            (8-bit moments, split weights), `local` is a function that decodes them from `sources`.
         shape: shape of the whole tensor.
         start: index of the first element of this rank, in row-major order.
         sources: tensors that `local` decodes, if it is a function.
@@ -121,7 +121,7 @@ class ShardTensor(Tensor):
         return self
 
     def to_local(self) -> Tensor:
-        """Return this rank's elements: a view, or a decoded copy that is kept until `commit()`."""
+        """Return this rank's elements: a view, or a decoded copy, which this tensor keeps until `commit()`."""
         if self._local is None:
             self._local = self._value()
         return self._local
@@ -142,7 +142,7 @@ class ShardTensor(Tensor):
         return self._gather(self.read())
 
     def commit(self) -> None:
-        """Store writes to the decoded copy that `to_local()` returned, if there is one, and drop the copy."""
+        """Encode and store the decoded copy that `to_local()` has returned, if there is one, and drop the copy."""
         if self._decode is not None and self._local is not None:
             if self._encode is not None:
                 self._encode(self._local)
@@ -150,11 +150,11 @@ class ShardTensor(Tensor):
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        """Tensors that store this rank's elements: one, or the sources that are decoded."""
+        """The tensors that store this rank's elements: one tensor, or the sources that are decoded."""
         return [self.to_local().detach()] if self._decode is None else self._sources
 
     def snapshot(self, copy: Callable[[Tensor], Tensor]) -> ShardTensor:
-        """Return a tensor of the current elements. `copy` copies each tensor that stores them."""
+        """Return a copy of this tensor, made by calling `copy` with each tensor that stores its elements."""
         copies = [*map(copy, self.kept)]
         if self._decode is None:
             return ShardTensor(copies[0], self.shape, self.start)

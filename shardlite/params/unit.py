@@ -1,6 +1,6 @@
 """A unit: parameters that are gathered together, and the state of their full weights.
 
-The unit checks and records each transition of its state. Other rooms decide when a transition happens.
+The unit checks and records each transition of its state. Other packages decide when a transition happens.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -26,9 +26,9 @@ ROOT = "(root)"
 """Name of the root unit, which holds the parameters of no other unit."""
 
 _FLAT_ALIGN = 256
-"""Alignment of flats in a buffer, in bytes, which allows vectorized memory accesses."""
+"""Alignment in bytes of each flat (flat parameter) in a buffer. It allows vectorized memory accesses."""
 
-_version_of = attrgetter("_version")  # with `map` it reads many tensors without a Python call for each
+_version_of = attrgetter("_version")  # `map` with this function makes no Python call per tensor
 _local_version_of = attrgetter("local._version")
 
 
@@ -37,18 +37,18 @@ class Weights(Enum):
 
     SHARDED = "sharded"  # only this rank's shard is valid; the module's parameters are placeholders
     GATHERING = "gathering"  # all-gather in flight: the full weights must not be read
-    FULL = "full"  # the full weights are in use. The parameters are views of them, or still placeholders if only
-    # handles in a graph use them
-    IDLE = "idle"  # the full weights are valid and not in use. Stage 3: parameters are placeholders, the buffer may be
-    # evicted. Stages 1, 2: parameters stay views of the full weights, which have permanent memory
+    FULL = "full"  # the full weights are in use. The parameters are views of the full weights. If only handles in a
+    # graph use the full weights, the parameters may still be placeholders
+    IDLE = "idle"  # the full weights are valid and not in use. At stage 3 the parameters are placeholders, and the
+    # buffer may be evicted. At stages 1 and 2 the parameters stay views of the full weights, whose memory is permanent
 
 
 class Gradients(Enum):
     """State of a unit's gradient bucket."""
 
-    EMPTY = "empty"  # nothing since the last reduction
-    FILLING = "filling"  # this rank's own gradients, of one or more backwards
-    REDUCING = "reducing"  # reduce-scatter in flight: bucket and gradient shard must not be touched
+    EMPTY = "empty"  # no gradient has arrived since the latest reduction
+    FILLING = "filling"  # the bucket holds this rank's own gradients, of one or more backwards
+    REDUCING = "reducing"  # a reduce-scatter is in flight: bucket and gradient shard must not be touched
 
 
 _LEGAL: tuple[tuple[Enum, Enum], ...] = (  # a tuple, because a dictionary lookup by an `Enum` calls Python code
@@ -73,7 +73,7 @@ def check_move(unit: str, now: Enum, to: Enum) -> None:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered together, and the state of their full weights. Only the methods change this state.
+    """Parameters that are gathered together, and the state of their full weights. Only methods change the state.
 
     begin_gather -> landed -> use -> end_use -> hide (stage 3) -> evict
                                              -> rest (stages 1, 2) -> expire
@@ -83,7 +83,7 @@ class Unit:
     name: str
     flats: Sequence[Flat]
     is_root: bool = False
-    """Whether this is the root unit, whose gradients arrive first and last."""
+    """Whether this is the root unit, whose gradients are both the first and the last to arrive in a backward."""
 
     keep_unsharded: bool = False
     """Whether no other unit may take the buffer. True for the root, which is used throughout a pass, and for units that
@@ -97,7 +97,7 @@ class Unit:
     """Buffer of the full weights at stage 3."""
 
     overwritten: set[Flat] = field(init=False, default_factory=set)
-    """Flats that were stepped in the running backward, and whose weights from before the step are lost."""
+    """Flats that the running backward has stepped, and whose weights from before the step no buffer holds."""
 
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(init=False, default_factory=list)
     """Buffers of this unit that tensors outside the library still view."""
@@ -112,10 +112,10 @@ class Unit:
     """Whether some full weights do not share the memory of the shards."""
 
     _stepped: set[Flat] = field(init=False, default_factory=set)
-    """Flats that were stepped in the running backward. Only a buffer that was gathered before has their old weights."""
+    """Flats that the running backward has stepped. Only a buffer that was gathered before has their old weights."""
 
     _touched: bool = field(init=False, default=False)
-    """Whether `.data` of a full weight was returned to the program. The version counter misses writes through it."""
+    """Whether the program has read `.data` of a full weight. Writes through `.data` do not change the version."""
 
     gathered_version: int = field(init=False, default=-1)
     """Version of the shards from which the full weights were gathered."""
@@ -166,7 +166,7 @@ class Unit:
         self.users += 1
 
     def end_use(self) -> bool:
-        """End a use. Return whether it was the last use."""
+        """End a use. Return whether no other use is left."""
         self.users -= 1
         return self.users == 0
 
@@ -185,11 +185,11 @@ class Unit:
             to_full(flat.views(full))
 
     def rest(self) -> None:
-        """Become idle. The parameters stay views of the full weights."""
+        """Make the unit idle. The parameters stay views of the full weights."""
         self._move(Weights.IDLE)
 
     def hide(self) -> None:
-        """Become idle and turn the parameters into placeholders. The buffer keeps the full weights."""
+        """Make the unit idle, and turn the parameters into placeholders. The buffer keeps the full weights."""
         assert self.buffer is not None
         was_bound = self.bound
         if was_bound:
@@ -204,7 +204,7 @@ class Unit:
         """Drop the full weights and return their buffer."""
         assert self.buffer is not None
         buffer, self.buffer = self.buffer, None
-        if self.phase is not Weights.SHARDED:  # it is SHARDED if an exception prevented the gather
+        if self.phase is not Weights.SHARDED:  # the phase is SHARDED if an exception prevented the gather
             self._move(Weights.SHARDED)
         return buffer
 
@@ -238,7 +238,7 @@ class Unit:
         self._touched = True
 
     def was_touched(self) -> bool:
-        """Return whether `touch` was called since the last `was_touched`."""
+        """Return whether `touch` was called since the previous call of `was_touched`."""
         touched, self._touched = self._touched, False
         return touched
 
@@ -316,7 +316,7 @@ class Unit:
         ]
 
     def escaped(self) -> bool:
-        """Return whether other tensors than the module's parameters view the full weights of a unit in use."""
+        """Return whether tensors other than the module's parameters view the full weights. The unit must be in use."""
         assert self.buffer is not None, "a unit in use has a buffer"
         return self.buffer.escaped(len(self._params) if self.bound else 0)
 
@@ -324,7 +324,7 @@ class Unit:
         """Check that the full weights at byte `offset` of the buffer were gathered before the backward stepped them.
 
         Raises:
-            RuntimeError: they were gathered afterwards. The message begins like PyTorch's own.
+            RuntimeError: the weights were gathered after the step. The message begins like PyTorch's own.
         """
         for flat, start in zip(self.flats, self._starts, strict=True):
             if flat in self.overwritten and start <= offset < start + flat.full_nbytes:
