@@ -35,7 +35,7 @@ Peer = Literal["gloo", "nccl"]
 
 GLOO: Peer = "gloo"
 NCCL: Peer = "nccl"
-"""Peers of ShardLite on CPUs and on GPUs."""
+"""The peers of ShardLite: gloo on CPUs, NCCL on GPUs."""
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -43,7 +43,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class System:
-    """A transport of ShardLite with an algorithm, or a peer."""
+    """A transport of ShardLite with an algorithm, or a peer (gloo or NCCL)."""
 
     transport: TransportName | Peer
     algorithm: Algorithm | Literal[""] = ""

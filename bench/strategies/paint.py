@@ -1,4 +1,4 @@
-"""Plot the rows of `bench.strategies`: `python -m bench.strategies.paint` writes the plots of the page."""
+"""Plot the rows of `bench.strategies`: `python -m bench.strategies.paint` writes the plots of its page."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def cpu_master(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
 
 def parameter_server(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Send gradients to the server and receive new weights. Only the server has an optimizer. It also trains."""
+    """Send gradients to the server and receive new weights. Only the server, which also trains, has an optimizer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     workers = range(1, ranks)
     optimizer = adamw(model.parameters()) if rank == MASTER else None

@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and its batches. Every system shards the children of its `blocks` as units."""
+    """A model and its batches. Every system shards the children of the module `blocks` as units."""
 
     name: str
     """Name on the command line."""
@@ -306,5 +306,6 @@ WORKLOADS = {
 
 `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory. `gpt2-xl` and Llama's blocks are for
 GPUs. `pieces` is for checkpoints, `small` for many settings in little time, and `tiny` for tests. `many` measures the
-host's work around blocks that take almost no time to compute. Models of transformers require this package.
+host's work around blocks that take almost no time to compute. Models of transformers require the package
+`transformers`.
 """
