@@ -69,7 +69,7 @@ def measure(
         setting: precision, accumulation and clipping.
 
     Raises:
-        ResultError: If a result differs from DDP's. Nothing is measured then.
+        ResultError: If a result differs from DDP's. In this case, nothing is measured.
     """
     whole = setting.workload(workload)
     checked = verify(whole, systems, group, setting)

@@ -96,7 +96,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Run:
-    """Objects that do not change during the run."""
+    """The objects that all steps of a run share."""
 
     model: ShardLite
     optimizer: AdamW

@@ -100,7 +100,7 @@ class Verdict(NamedTuple):
 
     moved: int
     held: int
-    """Bytes, as in `Run`."""
+    """Bytes in tensors, as in `Run`."""
 
 
 def verify(work: Work, device: torch.device) -> Verdict:

@@ -211,7 +211,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[System]:
-    """Return the systems of a device, the peer first. Collectives of the process group add in ring order."""
+    """Return the systems of a device, the peer first. `collectives` always adds in ring order."""
     peer, transports = (GLOO, TRANSPORTS) if device.type == "cpu" else (NCCL, ("p2p",))
     return [System(peer), *(System(*pair) for pair in product(transports, algorithms)), System("collectives", "ring")]
 

@@ -73,7 +73,7 @@ class Case:
     operation: Operation
     group: dist.ProcessGroup
     brought: Sequence[Tensor]
-    """Each rank's input of a reduction, [n]; its segment `k` is rank `k`'s input of a gather."""
+    """Each rank's input of a reduction, [n]. Segment `k` of rank `k`'s input is also its input of a gather."""
 
     full: Tensor
     """Buffer [n] to reduce or to fill."""
@@ -104,7 +104,7 @@ class Case:
         Bits must be equal if the system adds in ring order.
 
         Raises:
-            ResultError: On every rank, if the result is wrong on any rank.
+            ResultError: If the result is wrong on any rank. Raised on every rank.
         """
         self.fill()
         self.call()

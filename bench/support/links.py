@@ -68,7 +68,7 @@ def inside_only(nodes: int, node: int) -> Sent:
 
 
 def over_replicas(nodes: int, node: int) -> Sent:
-    """Return the fractions for replicas: `(L-1)/L` inside, and twice `(N-1)/N` of `1/L` across for the all-reduce."""
+    """Return the fractions for replicas: `(L-1)/L` inside, and across, for an all-reduce, twice `(N-1)/N` of `1/L`."""
     return Sent(Fraction(node - 1, node), 2 * Fraction(nodes - 1, nodes * node))
 
 

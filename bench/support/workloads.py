@@ -34,7 +34,7 @@ class Workload:
     """Function that builds the model on the default device, with the same weights in each call."""
 
     draw: Callable[[int, int], Batch]
-    """`draw(rank, step)` returns a batch on the CPU, the same in each call."""
+    """Function of rank and step that returns a batch on the CPU. Calls with the same arguments return equal batches."""
 
     terms: int
     """Number of terms over which the loss averages."""
@@ -61,7 +61,7 @@ class Workload:
             return self.make()
 
     def batch(self, rank: int, step: int) -> Batch:
-        """Return a batch on the device, the same in each call."""
+        """Return the batch of a rank and step on the device, with the same values in each call."""
         x, y = self.draw(rank, step)
         return x.to(self.device), y.to(self.device)
 
