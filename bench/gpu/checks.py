@@ -134,7 +134,7 @@ def _cut(full: Tensor, transport: GroupCollectives) -> Cut:
 
 
 def _check(report: Report, connection: str, name: str, call: Collective) -> None:
-    """Check values and order, and report the time of a call."""
+    """Check that a call gives the right values in stream order, and report the time of a call."""
     device, n = report.device, 1 << 20
     source, target, read = torch.randn(n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device)
     expected = source + 1

@@ -1,4 +1,4 @@
-"""Strategies in which each rank has the whole model, with a master or with averaged weights.
+"""Strategies in which each rank has the whole model. Gradients go to a master, or weights are averaged.
 
 A strategy takes the model and this rank's part of each global batch, and yields this rank's loss after each step. The
 process group is already initialized.

@@ -6,11 +6,11 @@ few steps. In the Euclidean norm, the error of any system may be twice that of D
     |got - exact| <= 2 |ddp - exact| + slack
 
 Systems round differently, and no rounding is preferred. An error in scale, order, averaging or weight decay is larger
-by orders of magnitude. DDP may be exact by chance, so `slack` is the error of rounding the exact result once to the
-dtype of computation. For a loss, the mean of `n` terms, `slack` is the error of pairwise summation. Weights are always
-fp32. Adam divides by the size of the gradient, so in a small tensor a few weights with tiny gradients have most of the
-error. If DDP's error in a weight tensor is below DDP's average over all weights, the average is used. Formats other
-than fp32 are compared only by their losses, within `FORMAT_ERROR`.
+by orders of magnitude. DDP may be exact by chance. Then `slack` alone is the limit: it is the error of rounding the
+exact result once to the dtype of computation. For a loss, the mean of `n` terms, `slack` is the error of pairwise
+summation. Weights are always fp32. Adam divides by the size of the gradient, so in a small tensor a few weights with
+tiny gradients have most of the error. If DDP's error in a weight tensor is below DDP's average over all weights, the
+average is used. Formats other than fp32 are compared only by their losses, within `FORMAT_ERROR`.
 """
 
 from __future__ import annotations
