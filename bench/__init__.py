@@ -1,1 +1,1 @@
-"""Benches. Each verifies results before it measures time, and writes rows that name the machine to `bench/results/`."""
+"""Benchmarks of ShardLite. Each one verifies results, then measures. Its rows in `bench/results/` name the machine."""

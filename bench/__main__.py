@@ -1,12 +1,12 @@
 """Run all benches that this machine supports, write their rows to one file, and regenerate the tables of the pages.
 
-    python -m bench                     all: under 20 minutes on two cores, nine more with a GPU
-    python -m bench --only step-mlp ring
-    python -m bench --regenerate        only the tables and pictures, from existing rows
-    python -m bench --dry --out FOLDER  each bench at toy size; changes no page
+    python -m bench                     run all: under 20 minutes on two cores, 9 more with a GPU
+    python -m bench --only step-mlp ring   run some of the benches
+    python -m bench --regenerate        only regenerate tables and pictures, from existing rows
+    python -m bench --dry --out FOLDER  run each bench at toy size, and change no page
 
-Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench fails or does not start within the
-budget.
+Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench fails, or if the time budget is used up
+before a bench starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.regenerate:
         return regenerate()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running bench also ends
+    # `sys.exit` raises an exception, so that the running bench is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = [part for part in suite.parts() if part.name in (options.only or [part.name])]
     file = options.out / suite.file_name()
     ended = suite.run(chosen, file, options.budget, dry=options.dry)
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 def regenerate() -> int:
     """Regenerate the pictures and tables of the pages from the rows. Return 1 if a command fails."""
     paths = os.pathsep.join(filter(None, (str(suite.ROOT / "kernels"), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths}  # so that no package must be installed
+    environment = {**os.environ, "PYTHONPATH": paths}  # so that `shardlite_kernels` need not be installed
     statuses = [
         subprocess.run([sys.executable, *command], cwd=suite.ROOT, env=environment, check=False).returncode
         for command in _PAGES
@@ -61,13 +62,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parts = suite.parts()
     names = [part.name for part in parts]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of: {', '.join(names)}")
-    parser.add_argument("--dry", action="store_true", help="run each at toy size; change no page")
+    parser.add_argument("--dry", action="store_true", help="run each bench at toy size, and change no page")
     parser.add_argument(
         "--regenerate", action="store_true", help="only regenerate the tables and pictures of the pages"
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="limit for all parts (the sum of their needs)")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder for the rows (bench/results; with --dry a new one)"
+        "--budget", type=float, metavar="SECONDS", help="limit for all parts together (default: 19 min, 28 with a GPU)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for the rows (bench/results, or with --dry a new folder)"
     )
     options = parser.parse_args(arguments)
     if options.budget is None:

@@ -1,4 +1,4 @@
-"""Measure the host's work per unit and step: the step time of a model of many tiny blocks, and Python calls.
+"""Measure the work of the host in a training step: wall time, CPU time, launches and Python calls, per block.
 
     python -m bench.host --ranks 2
 
@@ -6,25 +6,25 @@ starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object 
 
     python -m bench.host --fake 8 64 512
 
-measures rank 0 of fake groups of these sizes instead (`bench.support.fake_group`), in which only the host works. It
-also reduces the gradients of a block of Llama 3 8B in slices. Each slice has as few elements as possible, because
-moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`.
+instead simulates rank 0 of 8, 64 and 512 ranks (`bench.support.fake_group`). No data is sent, so only the host works.
+The command also measures reductions, in slices, of the gradients of a block of Llama 3 8B. Each slice has as few
+elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`.
 
 | key | meaning |
 |---|---|
-| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of a step per block, on the slowest rank, including waits |
+| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of a step's wall time per block, on the slowest rank, with waits |
 | `main_us_per_unit_p50` | microseconds of CPU time of the main thread in a step, per block |
 | `calls_per_step` | number of Python functions that the main thread enters in a step |
-| `us_vs_fsdp2` | `us_per_unit_p50` divided by FSDP2's |
-| `cpu_us_per_unit_p20`, `_p50`, `_p80` | microseconds of CPU time of a step per block, on a fake group |
-| `launches_per_unit` | kernels, copies and collectives of a step per block, including those of model and optimizer |
-| `cpu_vs_fsdp2` | `cpu_us_per_unit_p50` divided by FSDP2's |
+| `us_vs_fsdp2` | `us_per_unit_p50` divided by that of FSDP2 |
+| `cpu_us_per_unit_p20`, `_p50`, `_p80` | microseconds of CPU time of a step, per block, on a simulated rank |
+| `launches_per_unit` | number of kernels, copies and collectives per block that a step launches, in total |
+| `cpu_vs_fsdp2` | `cpu_us_per_unit_p50` divided by that of FSDP2 |
 | `cpu_us_p20`, `_p50`, `_p80` | microseconds of CPU time of one reduction of the block |
-| `launches` | kernels, copies and collectives of one reduction of the block |
-| `staging_bytes` | size of the reduction's staging buffer on a GPU |
+| `launches` | number of kernels, copies and collectives that one reduction of the block launches |
+| `staging_bytes` | bytes of the temporary buffer that the reduction needs on a GPU |
 
-`many` has 48 blocks that take almost no time to compute, so a step consists of the library's work around them. Systems
-take steps in turn, and their results are compared first (`bench.support.check`).
+The model `many` has 48 blocks that take almost no time to compute, so a step is mostly the library's work around the
+blocks. On real ranks, the results of all systems are first compared (`bench.support.check`). Systems take turns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COUNTED = 5
 """Number of steps over which Python calls are averaged."""
 
 _FP32 = 4  # bytes
-_GRAIN = 1024  # elements of a block of statistics on a GPU
+_GRAIN = 1024  # elements for which a GPU kernel writes one entry of statistics
 
 _REAL: Columns = {
     "model": lambda row: row["model"],
@@ -152,7 +152,7 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
         for reduce in ("exact", "fast"):
             transport = connect_as_over_nccl(group, Route(transport="collectives", reduce=reduce))
             assert isinstance(transport, NcclCollectives)
-            transport.slice_nbytes = 1  # the real number of slices, each with as few elements as possible
+            transport.slice_nbytes = 1  # keeps the real number of slices, and makes each as short as possible
             full, out = torch.zeros(world_size * len(slices) * SHORTEST), torch.zeros(len(slices) * SHORTEST)
             staging = torch.zeros(staging_numel(len(full), transport, full.dtype))
             call = partial(reduce_scatter, full, transport, last=StoreMean(out, world_size), staging=staging)
@@ -218,7 +218,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.host", "what the host does per unit and step")
+    parser = options_of_ranks("bench.host", "work of the host in a training step, per block")
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["many", "mlp"], help="(many mlp)")
     parser.add_argument(
         "--fake", type=int, nargs="+", metavar="RANKS", help="measure `many` on fake groups of these sizes"
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.fake:
         torch.set_num_threads(1)
-        torch.set_flush_denormal(True)  # values of weights are meaningless on a fake group
+        torch.set_flush_denormal(True)  # on a fake group, weights have meaningless values
         every = [row for ranks in options.fake for row in measure_on_fake(WORKLOADS["many"], options.steps, ranks)]
         every += [row for ranks in options.fake for row in measure_block_on_fake(10 * options.steps, ranks)]
         report(every, options.out / "host-fake.jsonl", render)

@@ -1,25 +1,25 @@
-"""Step time, throughput and peak memory of data-parallel systems on the same work, on CPUs or GPUs.
+"""Measure step time, throughput and peak memory of data-parallel systems on the same work, on CPUs or GPUs.
 
     python -m bench.step --ranks 1 2 4 --model all
     python -m bench.step --model small --precision fp32 bf16 --accumulation 1 4 --clip none 1.0
 
-starts two ranks, or one rank per GPU. It measures all combinations of precision, accumulation and clipping, each with
-all systems that support it (`bench.support.matrix`), or with the systems that `--systems` names. Results are compared
-before the measurement (`bench.support.check`). Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`. The
-name has the suffix `-transports` if `p2p` or `collectives` is among the systems, `-tree` if `tree` is, and `-cuda` on
-GPUs. There is one JSON object per system and combination:
+Without `--ranks`, the bench starts two ranks, or one rank per GPU. It measures all combinations of precision,
+accumulation and clipping, each with all systems that support it (`bench.support.matrix`), or with the systems that
+`--systems` names. Results are compared before the measurement (`bench.support.check`). Each model's rows go to
+`bench/results/step-MODEL-Nranks.jsonl`. The name has the suffix `-transports` if `p2p` or `collectives` is among the
+systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON object per system and combination:
 
 | key | meaning |
 |---|---|
 | `precision`, `accumulation`, `clip` | dtype of computation; micro-batches per step; norm for clipping |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank; on GPUs measured with events |
 | `per_second`, `item` | tokens or samples of all ranks per second, at `ms_p50` |
-| `cpu_ms_p50` | milliseconds of CPU time of all threads of a process; other programs hardly affect it |
-| `ms_above_floor` | `ms_p50` minus the floor's: the time of communication and sharding |
+| `cpu_ms_p50` | CPU milliseconds of all threads of a process; other programs hardly affect them |
+| `ms_above_floor` | `ms_p50` minus that of the system `floor`: the time of communication and sharding |
 | `above_floor_vs_fsdp2`, `ms_vs_ddp` | `ms_above_floor` divided by FSDP2's; `ms_p50` divided by DDP's |
 | `peak_bytes` | peak of bytes in tensors during a step, on the rank with the highest peak; meaningless for the floor |
-| `activation_bytes` | bytes that the forward of the plain model saves for its backward, for a micro-batch |
-| `held_vs_fsdp2` | `peak_bytes - activation_bytes` divided by FSDP2's |
+| `activation_bytes` | bytes that the forward of the plain model saves for its backward, in one micro-batch |
+| `held_vs_fsdp2` | `peak_bytes - activation_bytes`, divided by the same difference of FSDP2 |
 | `tolerance_used` | largest difference found by `bench.support.check`, divided by the allowed one |
 """
 
@@ -69,7 +69,7 @@ def measure(
         setting: precision, accumulation and clipping.
 
     Raises:
-        ResultError: If a result differs from DDP's. Nothing is measured then.
+        ResultError: If a result differs from DDP's. In this case, nothing is measured.
     """
     whole = setting.workload(workload)
     checked = verify(whole, systems, group, setting)
@@ -123,7 +123,7 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def _held(row: Row) -> int:
-    """Return the peak minus activations."""
+    """Return `peak_bytes` minus `activation_bytes`."""
     held: int = row["peak_bytes"] - row["activation_bytes"]
     return held
 
@@ -156,7 +156,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
                 left_out = [each for each in options.systems if each not in systems]
                 _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
             rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
-            if group.rank() == 0:  # after each setting, because a long run may be stopped early
+            if group.rank() == 0:  # not only at the end, because a long run may be stopped early
                 file = _file(rows, options.out, device)
                 write_rows(rows, file)
         if group.rank() == 0:
@@ -177,12 +177,21 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = options_of_ranks("bench.step", "step time and peak memory, side by side", [default_ranks()])
     parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
     parser.add_argument(
-        "--systems", nargs="+", choices=NAMES, default=DEFAULT, help="(all except transports and orders)"
+        "--systems",
+        nargs="+",
+        choices=NAMES,
+        default=DEFAULT,
+        help="systems to measure (all except transports and orders)",
     )
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(%(default)s)")
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1], help="micro-batches per step (%(default)s)")
     parser.add_argument(
-        "--clip", type=_norm, nargs="+", default=[None], metavar="NORM", help="norms of gradients, or none (none)"
+        "--clip",
+        type=_norm,
+        nargs="+",
+        default=[None],
+        metavar="NORM",
+        help="limits for the norm of gradients, or none (none)",
     )
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
     options = parser.parse_args(arguments)

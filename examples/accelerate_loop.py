@@ -47,7 +47,7 @@ def main() -> None:
                 optimizer.zero_grad()
         accelerator.print(f"epoch {epoch + 1}  validation {validate(accelerator, model, validation):.4f}", flush=True)
 
-    weights = model.full_state_dict(rank=0)  # replaces get_state_dict and save_model; every rank calls it
+    weights = model.full_state_dict(rank=0)  # instead of get_state_dict or save_model, on every rank
     if accelerator.is_main_process:
         options.out.mkdir(parents=True, exist_ok=True)
         torch.save(weights, options.out / "model.pt")
@@ -56,7 +56,7 @@ def main() -> None:
 
 @torch.no_grad()
 def validate(accelerator: Accelerator, model: ShardLite, batches: DataLoader[tuple[Tensor, ...]]) -> float:
-    """Return the mean loss over all ranks. Every rank must call this, because each forward gathers weights."""
+    """Return the mean loss over all ranks. Every rank must call this function, because each forward gathers weights."""
     model.eval()
     losses = torch.stack([model(x, y) for x, y in batches])
     model.train()

@@ -32,7 +32,7 @@ def main() -> None:
 def finetune(options: argparse.Namespace, train: Bytes, validation: Bytes, device: torch.device) -> None:
     """Load, train, validate, generate and save."""
     rank = dist.get_rank()
-    torch.manual_seed(options.seed + rank)  # dropout differs between ranks; the weights are rank 0's
+    torch.manual_seed(options.seed + rank)  # gives each rank different dropout; the weights come from rank 0
     net = make_model(options.model, reads=rank == 0)
     if options.checkpointing:
         enable = getattr(net, "activation_checkpointing_enable", None)  # older versions have a different name
@@ -61,7 +61,7 @@ def finetune(options: argparse.Namespace, train: Bytes, validation: Bytes, devic
     # ranks have finished: every forward gathers weights, so all ranks must run the same number of forwards.
     written = model.generate(x[:1, :16].to(device), max_new_tokens=48, do_sample=True, synced_gpus=True)
 
-    weights = model.full_state_dict(rank=0)  # every rank calls it, rank 0 gets the result
+    weights = model.full_state_dict(rank=0)  # every rank calls this method, rank 0 gets the result
     if rank == 0:
         model.save_pretrained(options.out, state_dict=weights)
         print(f"validation {total.item() / dist.get_world_size():.4f}, saved in {options.out}")

@@ -1,4 +1,4 @@
-"""FSDP2 over ShardLite's rings: `install(model)` after `fully_shard`.
+"""Let FSDP2 communicate over ShardLite's rings: call `install(model)` after `fully_shard`.
 
     torchrun --nproc-per-node 2 examples/fsdp2_rings.py
 
@@ -47,7 +47,7 @@ def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timed
     Args:
         model: a module on which `fully_shard` was called, or a module that contains such modules.
         route: transport and algorithm. Algorithms other than `"ring"` and `"direct"` add in other orders.
-        timeout: maximum time to wait for a message. Over NCCL the timeout of the group applies.
+        timeout: maximum time to wait for a message. Over NCCL the timeout of the process group applies.
 
     Returns:
         The names of the modules, in their order in the model.
@@ -59,7 +59,7 @@ def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timed
     found: dict[int, tuple[str, FSDPModule, Any]] = {}
     for name, module in model.named_modules():
         for params in _parameter_group(name or "(root)", module):
-            found.setdefault(id(params), (name or "(root)", module, params))  # a group may have several modules
+            found.setdefault(id(params), (name or "(root)", module, params))  # several modules may share a group
     if not found:
         raise LayoutError(
             f"{type(model).__name__} has no parameters that fully_shard has sharded: call "
@@ -77,7 +77,7 @@ def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timed
 
 
 class Connections:
-    """A transport per process group, because FSDP2 passes the group in each call, and a queue per device."""
+    """Holder of a transport per process group, because FSDP2 passes a group in each call, and of a queue per device."""
 
     def __init__(self, route: Route, timeout: timedelta, *, reduces: bool = False) -> None:
         self._route, self._timeout, self._reduces = route, timeout, reduces
@@ -94,7 +94,7 @@ class Connections:
     def run(
         self, operation: Callable[[], None], transport: Transport, device: torch.device, *, async_op: bool
     ) -> "RingWork | None":
-        """Run an operation on the current stream, or start it on a separate stream and return its work."""
+        """Run an operation on the current stream, or start it on a separate stream and return its handle."""
         if not async_op:
             operation()
             return None
@@ -169,7 +169,7 @@ class RingReduceScatter(_RingCollective):
     ) -> dist.Work | None:
         """Write this rank's shard of the sum of `input_tensor` [W*S] to `output_tensor` [S].
 
-        `input_tensor` is overwritten with partial sums. FSDP2 keeps it only until the stream has finished with it.
+        `input_tensor` is overwritten with partial sums. FSDP2 keeps this tensor only until the stream has read it.
 
         Raises:
             LayoutError: If a ring cannot compute `op`.
@@ -190,8 +190,8 @@ def _scales(op: Any, world_size: int) -> tuple[float, int]:
     """Return the factor for each rank's summand, and the divisor of the sum.
 
     FSDP2 requests a mean, or a sum if FSDP2 itself divides. With a user's divisor, FSDP2 requests a sum of terms that
-    are multiplied by a factor. If this factor is 1/n for an integer n, the sum is divided by n instead, so that it is
-    rounded once and correctly.
+    are multiplied by a factor. If this factor is 1/n for an integer n, the sum is divided by n instead, so that the
+    result is rounded only once.
     """
     kinds: Any = dist.ReduceOp.RedOpType
     asked: Any = dist.ReduceOp(op) if isinstance(op, kinds) else op
@@ -210,7 +210,7 @@ def _parameter_group(name: str, module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter group of a module, or an empty list, after checking that a ring supports it."""
     if not isinstance(module, FSDPModule):
         return []
-    state: Any = module._get_fsdp_state()  # PyTorch versions have one group per module, or a list
+    state: Any = module._get_fsdp_state()  # one group or a list of groups, by PyTorch version
     groups = getattr(state, "_fsdp_param_groups", None) or list(filter(None, [getattr(state, "_fsdp_param_group", 0)]))
     if len(groups) > 1:
         raise LayoutError(

@@ -73,7 +73,7 @@ def run_rank(trial: Trial, folder: Path) -> None:
         unfinished.write_text(json.dumps(asdict(outcome)))
         unfinished.rename(unfinished.with_suffix(".json"))
         if not outcome.fits:
-            os._exit(1)  # at once, because peers may wait for messages from this rank
+            os._exit(1)  # without cleanup, because peers may wait for messages from this rank
 
 
 def attempt(trial: Trial, device: torch.device) -> Outcome:
@@ -88,7 +88,7 @@ def attempt(trial: Trial, device: torch.device) -> Outcome:
 
 def train(trial: Trial, device: torch.device) -> list[float]:
     """Build the model and take `STEPS` steps on one batch. Return the loss before each step."""
-    torch.manual_seed(dist.get_rank())  # each FSDP2 rank draws its own shards
+    torch.manual_seed(dist.get_rank())  # each FSDP2 rank draws the initial values of its own shards
     model, optimizer = SYSTEMS[trial.system](Shape.near(trial.size).on_meta(), device)
     chance = torch.Generator().manual_seed(1 + dist.get_rank())
     text = torch.randint(BYTE_VALUES, (BATCH, CONTEXT + 1), generator=chance).to(device)
@@ -103,7 +103,7 @@ def train(trial: Trial, device: torch.device) -> list[float]:
 
 
 def on_gpu(trial: Trial, device: torch.device) -> tuple[list[float], int]:
-    """Return the losses and the peak of bytes that PyTorch allocated, with the budget as PyTorch's limit."""
+    """Return the losses and the peak of bytes that PyTorch allocated. PyTorch may allocate at most the budget."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, trial.budget / total), device)
     return train(trial, device), torch.cuda.max_memory_allocated(device)
@@ -129,7 +129,7 @@ def judged(losses: Sequence[float], peak: int) -> Outcome:
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Return whether the error, or one of its causes, is that memory ran out. NCCL has a separate exception."""
+    """Return whether the error, or one of its causes, is that memory ran out. NCCL has its own exception for this."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | TooMuch) or "out of memory" in str(error):
             return True
@@ -303,7 +303,7 @@ def machine() -> str:
 
 
 def card(ranks: int) -> tuple[str, int]:
-    """Return the name of the GPUs and the smallest number of free bytes, from a process that leaves no CUDA context.
+    """Return the name of the GPUs and the smallest number of free bytes, found by a process that then ends.
 
     Raises:
         ValueError: If ranks would share a GPU.
@@ -325,7 +325,7 @@ def main() -> None:
     if options.gigabytes is not None:
         budget = int(options.gigabytes * 1e9)
     if budget is None:
-        raise SystemExit("without a GPU it must be said what the budget is: --gigabytes 1")
+        raise SystemExit("without a GPU, give the budget per rank: --gigabytes 1")
     shared = common(options, budget, device)
     rows = [shared | largest(system, budget, options.ranks, options.within, told) for system in SYSTEMS]
     print(f"\n{render(rows)}", flush=True)

@@ -39,7 +39,7 @@ TRAINING = f"bf16 gathered, fp32 reduced, blocks checkpointed, AdamW with lr {OP
 
 @dataclass(frozen=True)
 class Shape:
-    """A member of the family."""
+    """The shape of one model of the family."""
 
     depth: int
     hidden: int
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. Embedding and head are small compared with the blocks."""
+    """A model that predicts the next byte. Its embedding and head are small compared with its blocks."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def in_backward(model: GPT, device: torch.device) -> Trainer:
 
 
 def compact(model: GPT, device: torch.device) -> Trainer:
-    """Also step in the backward, with 24-bit weights and 8-bit optimizer state."""
+    """Step each unit in the backward like `in_backward`, but with 24-bit weights and 8-bit optimizer state."""
     sharded = _shard(model, device, Precision(compute=torch.bfloat16, master="split24"))
     return sharded, AdamW(sharded.parameters(), **OPTIONS, in_backward=True, state="int8")
 

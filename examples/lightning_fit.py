@@ -78,10 +78,10 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    train = DataLoader(Windows(text.train, 640), BATCH, shuffle=True)  # Lightning adds a sampler for each rank's part
+    train = DataLoader(Windows(text.train, 640), BATCH, shuffle=True)  # Lightning gives each rank its part
     validation = DataLoader(Windows(text.validation, 64), BATCH)
     trainer.fit(Writer(), train, validation, ckpt_path=options.resume)
-    trainer.save_checkpoint(options.out / "last.ckpt")  # every rank calls it, rank 0 writes
+    trainer.save_checkpoint(options.out / "last.ckpt")  # every rank calls this method, rank 0 writes
     if trainer.is_global_zero:
         print(f"validation {trainer.callback_metrics['validation']:.4f}, saved in {options.out}", flush=True)
     dist.destroy_process_group()
@@ -91,7 +91,10 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--epochs", type=int, default=3, help="last epoch, also with --resume; 20 steps each on 2 ranks"
+        "--epochs",
+        type=int,
+        default=3,
+        help="total number of epochs, also with --resume; an epoch has 20 steps on 2 ranks",
     )
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--seed", type=int, default=0)

@@ -37,7 +37,7 @@ class ShardLiteStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)  # before wrapping, so from the module's own parameters
+            self.setup_optimizers(trainer)  # before the module is wrapped, so optimizers get its full parameters
         if self._sharded is None or self._sharded.module is not module:
             if not any(param.is_meta for param in module.parameters()):
                 self.model_to_device()
@@ -76,7 +76,7 @@ class ShardLiteStrategy(DDPStrategy):
         """Load this rank's optimizer states."""
         for optimizer, states in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if len(states) != self.world_size:
-                raise ValueError(f"the checkpoint is of {len(states)} ranks, these are {self.world_size}")
+                raise ValueError(f"the checkpoint was saved by {len(states)} ranks, but this run has {self.world_size}")
             optimizer.load_state_dict(states[self.global_rank])
 
     def teardown(self) -> None:

@@ -57,7 +57,7 @@ def train_adapters(options: argparse.Namespace, train: Bytes, validation: Bytes,
         total = model(input_ids=x.to(device), labels=x.to(device)).loss
     dist.all_reduce(total)
 
-    weights = model.full_state_dict(rank=0)  # every rank calls it, rank 0 gets the result
+    weights = model.full_state_dict(rank=0)  # every rank calls this method, rank 0 gets the result
     if rank == 0:
         model.save_pretrained(options.out, state_dict=weights)  # PEFT saves only the adapters
         print(f"validation {total.item() / dist.get_world_size():.4f}, adapters saved in {options.out}", flush=True)

@@ -96,7 +96,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Run:
-    """Objects that do not change during the run."""
+    """The objects that all steps of a run share."""
 
     model: ShardLite
     optimizer: AdamW
@@ -176,7 +176,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and forward (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=2, help="forwards per step (%(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of a step of 16 samples (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=160, help="samples until the full learning rate (%(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=160, help="samples in the warm-up of the learning rate (%(default)s)"
+    )
     parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/template"), help="folder of the checkpoints")

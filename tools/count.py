@@ -1,4 +1,4 @@
-"""Count lines of code per room: `python tools/count.py`. Blank lines, comments and docstrings do not count."""
+"""Count lines of code per room (folder of a package), without blanks, comments and docstrings: `tools/count.py`."""
 
 import ast
 import io
@@ -33,7 +33,7 @@ def code_lines(source: str) -> int:
 
 
 def rooms(root: Path = ROOT) -> Counter[str]:
-    """Return the lines of code of each room, and of the files outside of rooms."""
+    """Return the number of lines of code of each room, and of a package's files outside of rooms."""
     counts: Counter[str] = Counter()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):

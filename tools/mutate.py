@@ -1,18 +1,18 @@
-"""Seed bugs into the library, one by one, and report bugs that their test does not detect.
+"""Seed bugs (mutants) into the library, one at a time, and report each bug that its test does not detect.
 
     python tools/mutate.py --check          # report the mutants that do not fit the sources
     python tools/mutate.py                  # run all mutants
-    python tools/mutate.py --only 7 12-20   # run some of them, by number
+    python tools/mutate.py --only 7 12-20   # run some mutants, by number
 
 `tools/mutants.txt` lists the mutants. Each mutant has a file, a piece of its text, the replacement, and the test that
-must fail. The text must occur exactly once in the file; any white space matches any other. If the file does not have
+must fail. The text must occur exactly once in the file; all kinds of white space are equal. If the file does not have
 the text, the script searches all sources, because code moves between files. A test is `"test_file"` or
 `"test_file::test_name"`, without the folder of the file.
 
 For each mutant the checkout is copied to a temporary folder (tracked and untracked files, but none that git ignores),
-the text is replaced, and pytest runs the test there. The mutant is killed if pytest fails or times out. Before the
-mutants, all their tests run without a mutant; if one of them fails, the exit status is 2. If a mutant survives, the
-exit status is 1.
+the text is replaced, and pytest runs the test in the copy. The mutant is killed if pytest fails or times out. First of
+all, the tests of all mutants run without a mutant; if one of them fails, the exit status is 2. If a mutant survives,
+the exit status is 1.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tools" / "mutants.txt"
 PACKAGES = ("shardlite", "kernels/shardlite_kernels")
 TIMEOUT = 900.0  # seconds per mutant
-_MARK = "SHARDLITE_MUTANT"  # environment variable of all processes of a run
+_MARK = "SHARDLITE_MUTANT"  # name of an environment variable that all processes of a run have
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Mutant:
     """Effect of the bug."""
 
     def source(self, root: Path) -> tuple[Path, str]:
-        """Return the file at `root` that has the text, and its mutated source.
+        """Return the file under `root` that has the text, and the mutated source of this file.
 
         Raises:
-            ValueError: If the text occurs exactly once neither in the file nor in all sources.
+            ValueError: If neither the file nor all sources together have exactly one occurrence of the text.
         """
         pattern = re.compile(r"\s+".join(map(re.escape, self.text.split())))
         named = [root / self.path] if (root / self.path).is_file() else []
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, mutants: Sequence
 
 
 def _killed(number: int, mutant: Mutant, original: Path, timeout: float) -> bool:
-    """Run the test of a mutant on a copy, print a line, and return whether it failed."""
+    """Run the test of a mutant on a copy of the checkout, print a line, and return whether the test failed."""
     copy = original.with_name(f"mutant-{number}")
     shutil.copytree(original, copy, symlinks=True)
     file, source = mutant.source(copy)
@@ -149,7 +149,7 @@ def run(copy: Path, tests: Sequence[str], timeout: float) -> tuple[bool, str]:
     """Run tests in a copy of the checkout. Return whether they failed or timed out, and the output."""
     mark = uuid.uuid4().hex
     path = os.pathsep.join([str(copy), str(copy / "kernels")])
-    with tempfile.TemporaryFile() as output:  # a process that outlives pytest would keep a pipe open
+    with tempfile.TemporaryFile() as output:  # no pipe, because a process that outlives pytest would keep it open
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
             cwd=copy,
@@ -223,5 +223,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `finally` ends the commands
+    # On SIGTERM, this handler raises KeyboardInterrupt, so that `finally` ends the commands.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Measure checkpoints: the time that a step waits, and the rate at which bytes reach the disk.
+"""Measure saving of checkpoints: how long training waits, and the rate at which bytes reach the disk.
 
     python -m bench.faults.checkpoint --ranks 2
 
@@ -6,23 +6,23 @@ starts two ranks. Rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one 
 
 | system | each rank |
 |---|---|
-| `raw` | writes the same number of bytes as its shard and moments have, from memory to a separate file |
-| `raw, early` | the same, but lets the system flush each block while the next block is written, as `save` does |
-| `torch.save` | writes its shards and moments with `torch.save`; other numbers of ranks cannot load them |
+| `raw` | writes as many bytes as its shard and moments have, from memory to a file of its own |
+| `raw, early` | writes like `raw`, but starts to flush each block before the next one, as `save` does |
+| `torch.save` | writes its shards and moments with `torch.save`; only the same number of ranks can load them |
 | `fsdp2` | calls `torch.distributed.checkpoint.save` with an FSDP2 model and its optimizer |
 | `save` | calls `shardlite.save` |
 | `async_save` | calls `shardlite.async_save`, and waits for its result |
-| `save_in_memory` | calls `shardlite.save_in_memory`, which writes no file; only if `torchrun` started the ranks |
+| `save_in_memory` | calls `shardlite.save_in_memory`, which writes no file; requires ranks that `torchrun` started |
 
-Every file is new. A system has finished when its files are on the disk (`fsync`). Before the measurement, a checkpoint
-of `save` is loaded into another model and compared. Systems take turns.
+Each save writes new files, and is finished when these files are on the disk (`fsync`). Before the measurement, a
+checkpoint that `save` wrote is loaded into a second model, and both models are compared. Systems take turns.
 
 | key | meaning |
 |---|---|
 | `bytes` | bytes of weights and moments of all ranks |
 | `seconds_p20`, `_p50`, `_p80` | seconds until the checkpoint is on the disk, on the slowest rank |
 | `stall_p50` | seconds until the call returns, on the slowest rank |
-| `load_p50` | seconds to load the checkpoint again, on the slowest rank; for `fsdp2` and `save` |
+| `load_p50` | seconds to load the checkpoint, on the slowest rank; only for `fsdp2` and `save` |
 | `mb_per_s` | `bytes` divided by `seconds_p50`, in 1e6 bytes per second of all ranks together |
 | `vs_raw` | `mb_per_s` divided by that of `raw` |
 """

@@ -1,17 +1,19 @@
-"""Measure the cost of the negotiation between ranks: alternate steps at stage 3 with and without it.
+"""Measure the cost of the negotiation: the small messages by which ranks check that they make the same calls.
 
     python -m bench.faults.detection --ranks 2 --model mlp
 
-starts two ranks and writes `bench/results/detection-MODEL-Nranks.jsonl`, one JSON object:
+starts two ranks, which take steps at stage 3 with and without negotiation in turn. The bench writes one JSON object to
+`bench/results/detection-MODEL-Nranks.jsonl`:
 
 | key | meaning |
 |---|---|
 | `ms_p50`, `ms_p50_without` | milliseconds of a step with and without negotiation, on the slowest rank |
-| `cpu_ms_p50`, `cpu_ms_p50_without` | CPU time of all threads of a process; other programs hardly affect it |
-| `talks_cpu_ms` | CPU time of the negotiation per step |
+| `cpu_ms_p50`, `cpu_ms_p50_without` | CPU milliseconds of all threads of a process; other programs hardly affect them |
+| `talks_cpu_ms` | milliseconds of CPU time of the negotiation per step |
 | `talks_share` | `talks_cpu_ms` divided by `cpu_ms_p50_without` |
 
-Checking names and numbers of operations takes no additional time, because they are the tags of messages.
+Ranks also check the names and numbers of operations. These checks take no additional time, because the tag of each
+message contains the name and number.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from shardlite.weights.negotiation import END, Negotiation, Round
 
 
 class Clocked:
-    """A negotiation that counts the CPU time of its thread."""
+    """A wrapper of a negotiation that adds up the CPU time of the negotiation's thread."""
 
     def __init__(self, negotiation: Negotiation) -> None:
         self.seconds = 0.0
@@ -50,7 +52,7 @@ class Clocked:
 
 
 class Silent(Trainer):
-    """A trainer without negotiation after the warm-up, when all ranks make the same calls."""
+    """A trainer that does not negotiate after the warm-up. By then, all ranks are known to make the same calls."""
 
     steps = 0
 

@@ -6,12 +6,12 @@ starts new ranks for each kill. Rows go to `bench/results/notice-MODEL-Nranks.js
 
 | key | meaning |
 |---|---|
-| `seconds_p20`, `_p50`, `_p80` | seconds from the kill of the last rank to a `CommError` on the slowest other rank |
+| `seconds_p20`, `_p50`, `_p80` | seconds from the kill of a rank until the slowest other rank raises `CommError` |
 | `kills` | number of killed ranks, each in a separate run |
 
 `torchrun` detects the end of a rank within its `--monitor-interval`, 0.1 s by default, and sends SIGTERM to the other
-ranks of its host. In this measurement the ranks ignore SIGTERM, like ranks of other hosts, which do not get it and are
-informed only by the library.
+ranks of its host. In this measurement the ranks ignore SIGTERM. So they are like ranks on other hosts, which get no
+SIGTERM and are informed only by the library.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bench.support.workloads import WORKLOADS
 from shardlite import CommError
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
-"""Transports of `Route`."""
+"""Values of `Route.transport` that are measured."""
 
 
 def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
-    """Train as a rank until the last rank kills itself, and write the time of the error to `folder`."""
+    """Train until the rank with the highest number kills itself. The others write the time of their error to a file."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with one_of_them() as group:
         rank, workload = group.rank(), WORKLOADS[options.model]
@@ -52,11 +52,11 @@ def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
                 trainer.step(workload.batch(rank, 0))
         except CommError:
             (folder / f"noticed-{rank}").write_text(str(time.time()))
-        os._exit(0)  # the connections of the group cannot be used again
+        os._exit(0)  # without cleanup, because the connections of the group are broken
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Kill a rank `options.kills` times over each transport, and return a row for each transport."""
+    """Train `options.kills` times over each transport, each time until a rank is killed. Return a row per transport."""
     rows: list[Row] = []
     for transport in TRANSPORTS:
         seconds = []
@@ -75,14 +75,15 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namespace) -> float:
-    """Start ranks, end the last one, and return the seconds until the slowest other rank raises.
+    """Start ranks, one of which kills itself. Return the seconds until the slowest of the other ranks raises.
 
     Raises:
         RuntimeError: If a rank does not raise within 30 seconds, after which `torchrun` kills it.
     """
     folder.mkdir()
     settings = ["--model", options.model, "--way", transport, "--folder", str(folder)]
-    start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)  # one of the ranks fails
+    # A rank is killed, so the exit status is always that of a failure.
+    start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)
     noticed = [float(each.read_text()) for each in folder.glob("noticed-*")]
     if len(noticed) != options.ranks - 1:
         raise RuntimeError(f"{transport}: {len(noticed)} of {options.ranks - 1} ranks noticed the death of their peer")

@@ -9,16 +9,16 @@ starts two ranks with `torchrun --max-restarts 1`. Rows go to `bench/results/res
 | `memory` | `shardlite.save_in_memory` after each step |
 | `disk` | `shardlite.save` after every `--save-every` steps |
 
-The last rank kills itself in step `--fatal`, so the restart from disk repeats `--fatal` modulo `--save-every` steps.
-After the last step, the weights of all runs are compared with those of an uninterrupted run.
+The rank with the highest number kills itself in step `--fatal`. So the run that resumes from disk repeats `--fatal`
+modulo `--save-every` steps. At the end, the weights of both runs are compared with those of an uninterrupted run.
 
 | key | meaning |
 |---|---|
-| `resumed` | last step before the resumed run continues |
+| `resumed` | number of steps that are contained in the loaded checkpoint |
 | `lost` | number of repeated steps |
 | `seconds` | seconds from the kill to the end of the first new step |
-| `started` | part of `seconds` before `load`, until all ranks have restarted |
-| `loaded` | part of `seconds` in `load` |
+| `started` | the part of `seconds` before the call of `load`, in which the ranks restart |
+| `loaded` | the part of `seconds` that `load` takes |
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AFTER = 2
 
 
 def train(way: str, folder: Path, options: argparse.Namespace) -> None:
-    """Train and save as a rank, die in the fatal step of the first attempt, and record the times."""
+    """Train as one of the ranks, save, and record the times. In the fatal step of the first attempt, kill one rank."""
     with one_of_them() as group:
         workload, rank = WORKLOADS[options.model], group.rank()
         trainer = SYSTEMS["stage3"](workload, group)
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")
     parser.add_argument("--save-every", type=int, default=20, help="steps between saves to disk (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="folder on the disk to write to (that of temporary files)")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to write to (the folder of temporary files)")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.way:

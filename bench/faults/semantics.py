@@ -1,4 +1,4 @@
-"""Try cases in which FSDP2's behaviour is not documented. `docs/compared.md` marks these cells with *tried*.
+"""Try cases in which FSDP2's behaviour is not documented. `docs/compared.md` marks their results with *tried*.
 
     python -m bench.faults.semantics
 
@@ -135,7 +135,7 @@ def blocks(layer: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> 
 
 
 def wrapped(module: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """Shard each child, then the other parameters."""
+    """Apply `fully_shard` to each child, then to the module itself, whose unit has the other parameters."""
     for child in module:
         fully_shard(child, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -166,7 +166,7 @@ def preference(module: nn.Module) -> Tensor:
 
 
 def offloaded(module: nn.Module) -> Tensor:
-    """Run with `save_on_cpu`."""
+    """Return the loss of a forward under `save_on_cpu`, []."""
     with save_on_cpu():
         return square(module)
 
@@ -183,7 +183,7 @@ def gradients(ours: nn.Module, plain: nn.Module) -> str:
 
 
 def compared(make: Callable[[], nn.Sequential], loss: Callable[[nn.Module], Tensor] = square) -> Callable[..., str]:
-    """Return a case that compares the gradients of a loss."""
+    """Return a case, which compares the gradients of `loss` with those of a plain copy of the model."""
 
     def case(mesh: DeviceMesh) -> str:
         plain = make()
@@ -207,7 +207,7 @@ def retained(mesh: DeviceMesh) -> str:
 
 
 def stepped_between(mesh: DeviceMesh) -> str:
-    """Step between a forward and its backward, which raises in plain PyTorch. Compare with gradients without a step."""
+    """Take a step between a forward and its backward, where plain PyTorch would raise. The plain copy takes no step."""
     plain = blocks()
     ours = wrapped(copy.deepcopy(plain), mesh)
     for each in (plain, ours):

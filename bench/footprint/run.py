@@ -7,8 +7,8 @@ each model, number of ranks and system. Rows go to `bench/results/footprint-MODE
 system; `shardlite/apps/memory/measure.py` describes their keys.
 
 By default `malloc` returns large blocks to the system as soon as they are freed (`MALLOC_MMAP_THRESHOLD_`), so that
-results do not depend on fragmentation by `malloc`. `--malloc default` does not change `malloc`. `--busy N` runs N
-endless loops at the same time.
+results do not depend on fragmentation by `malloc`. `--malloc default` leaves `malloc` unchanged. `--busy N` runs N
+endless loops in other processes during the measurement.
 
 DeepSpeed is optional, and skipped if it is not installed. DeepSpeed 0.19.8 runs ZeRO-1 to 3 on CPU ranks over gloo
 with PyTorch 2.13. It requires a C++ compiler, because it builds its shared-memory communication on first use.
@@ -62,7 +62,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["gpt2"], help="(gpt2)")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), help="(all)")
     parser.add_argument("--malloc", choices=["returns", "default"], default="returns", help="(%(default)s)")
-    parser.add_argument("--busy", type=int, default=0, help="endless loops that run at the same time (%(default)s)")
+    parser.add_argument(
+        "--busy", type=int, default=0, help="endless loops that run beside the measurement (%(default)s)"
+    )
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the tables of these rows")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also plot the rows; requires matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")

@@ -10,10 +10,10 @@ noise of a loss. Two of these start from weights with a relative difference of 2
 |---|---|
 | `train_loss` | loss of each run: the mean over the last tenth of the steps and over the ranks, in nats per byte |
 | `validation_loss` | loss of each run at the end, on validation text |
-| `difference` | difference between quantized and plain gathers in both losses |
+| `difference` | difference of the run with quantized gathers from the plain run, in both losses |
 | `noise` | the larger difference of the two perturbed runs from the plain run, in both losses |
 | `chance` | difference of the run on other batches from the plain run, in both losses |
-| `gather_bytes_per_step`, `bytes_per_step` | bytes that a rank sends for gathers, and in total, in a training step |
+| `gather_bytes_per_step`, `bytes_per_step` | bytes that a rank sends in a training step: for gathers, and in total |
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PERTURBED = ("perturbed", "perturbed again")
 RUNS = ("plain", "quantized", *PERTURBED, "other batches")
 LOSSES = ("train_loss", "validation_loss")
 
-_TRAIN, _VALIDATION, _OTHER = 0, 1, 2  # part of the key of a batch
+_TRAIN, _VALIDATION, _OTHER = 0, 1, 2  # the part of a batch's random key that tells the kinds of batches apart
 _VALIDATION_BATCHES = 16
 
 
@@ -58,7 +58,7 @@ class Task:
     group: dist.ProcessGroup
 
     def draw(self, text: Bytes, part: int, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's inputs and targets of a turn, each [BATCH, context]."""
+        """Return this rank's inputs and targets of batch number `turn`, each [BATCH, context]."""
         key = (self.seed, part, self.group.rank(), turn)
         return draw_batch(text, shape=(BATCH, self.config.context), key=key)
 
@@ -114,7 +114,7 @@ def measure(task: Task) -> Row:
 
 
 def _differences(runs: dict[str, Row], *names: str) -> Row:
-    """Return the difference of the losses of a run from those of the plain run, or the largest of several runs."""
+    """Return the difference of each loss from the plain run. If `names` are several runs, return the largest."""
     plain = runs["plain"]
     found = {loss: [runs[name][loss] - plain[loss] for name in names] for loss in LOSSES}
     return {loss: round(max(differences, key=abs), 6) for loss, differences in found.items()}
@@ -166,7 +166,9 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 def main(arguments: list[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.formats.quantized", "what quantized gathers change")
+    parser = options_of_ranks(
+        "bench.formats.quantized", "effect of quantized gathers on the loss and on the bytes sent"
+    )
     parser.add_argument("--steps", type=int, default=400, help="steps of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds (%(default)s)")
     options = parser.parse_args(arguments)

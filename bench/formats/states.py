@@ -3,16 +3,16 @@
     python -m bench.formats.states
 
 writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs have the same batches and use
-`ShardLite` on one rank. Exact runs measure the noise of a loss: some start from weights with a relative difference of
-2^-22, others from weights of another seed.
+`ShardLite` on one rank. Runs whose state is in fp32 are called exact, and measure the noise of a loss: some start from
+weights with a relative difference of 2^-22, others from weights of another seed.
 
 A format passes if its loss differs by at most `chance` from the loss of the exact run with the same initial weights.
 `chance` is the standard deviation of the losses of exact runs with different seeds. The root mean square difference of
-two such runs is `sqrt(2)` standard deviations, and half of them differ by more than `chance`. So detecting such a
-difference between two formats takes 16 runs of each (two-sided, 5 %, power 80 %: `2 * (1.96 + 0.84)^2`).
+two such runs is `sqrt(2)` standard deviations, and half of all pairs differ by more than `chance`. To detect such a
+difference between two formats, 16 runs of each would be needed (two-sided, 5 %, power 80 %: `2 * (1.96 + 0.84)^2`).
 
-The difference of 2^-22 is not a suitable measure. Training is so stable that the difference vanishes (`rounding`),
-whereas a format with fewer bits changes each step by a thousandth or more.
+The effect of a difference of 2^-22 (`rounding`) would not be a suitable limit. Training is so stable that such a
+difference of the initial weights vanishes. But a format with fewer bits changes each step by a thousandth or more.
 
 To show that the test detects errors, the run `bf16 weights` rounds the master weights to the nearest bf16 number after
 each step. Its loss must differ by more than `chance`.
@@ -21,11 +21,11 @@ The number in the name of a run is the seed of its initial weights.
 
 | key | meaning |
 |---|---|
-| `loss` | the mean over the last tenth of the steps, in nats per byte |
+| `loss` | mean loss over the last tenth of the steps, in nats per byte |
 | `difference` | difference from the exact run with the same initial weights |
-| `chance` | as above |
+| `chance` | standard deviation of the losses of exact runs with different seeds |
 | `of_chance` | magnitude of `difference` divided by `chance` |
-| `rounding` | largest difference of an exact run whose initial weights differ by 2^-22 |
+| `rounding` | largest difference from the exact run, among exact runs whose initial weights differ by 2^-22 |
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from shardlite.apps.memory.machine import machine
 CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
 BATCH = 8
 STEPS = 1000
-LR = 2e-3  # stable: at 1e-2, runs whose weights differ by 2^-22 end with losses that differ by 1e-2, as formats do
+LR = 2e-3  # at 1e-2, training is unstable: losses differ by 1e-2 if initial weights differ by 2^-22
 BETAS = (0.9, 0.999)
 PERTURBATION = 2.0**-22
 _WARM_UP = 50
@@ -60,7 +60,7 @@ _WARM_UP = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One run."""
+    """Settings of one run."""
 
     state: str = "fp32"
     """Format of the moments."""
@@ -85,7 +85,7 @@ FORMATS = {
     "split24 weights, int8 moments, in the backward": Training(state="int8", split=True),
 }
 EXACT = {f"exact {seed}": Training(seed=seed) for seed in range(SEEDS)}
-"""Number of runs that measure `chance`."""
+"""Runs that measure `chance`, one for each seed."""
 
 PERTURBED = {f"exact 0 * (1 +- 2^-22), {n}": Training(perturbed=n) for n in (1, 2, 3)}
 CONTROL = {"bf16 weights 0": Training(rounds_weights=True)}
@@ -136,7 +136,7 @@ def measure(group: dist.ProcessGroup, trainings: Mapping[str, Training], steps: 
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return the summary of the rows in `kernels/README.md`."""
+    """Return the paragraph of `kernels/README.md` that summarizes the rows."""
     first, weights = rows[0], len(EXACT)
     worst = max((row for row in rows if row["run"] in formats(weights)), key=lambda row: row["of_chance"])
     control = next(row for row in rows if row["run"] in CONTROL)

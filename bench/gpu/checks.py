@@ -63,10 +63,10 @@ def _driver() -> str | None:
 
 
 def nccl(report: Report) -> None:
-    """Call each collective directly at one rank, over the program's connection and over one of the library's.
+    """Call each collective on one rank, over the program's process group and over a communicator of the library.
 
     The collective runs on a busy side stream. The call must return while the stream is still busy, and later work on
-    the stream must see the result. At one rank no data is sent, so times are those of the call.
+    the stream must see the result. With one rank no data is sent, so times are those of the call alone.
     """
     with only_rank(report.device) as group:
         for connection in ("group", "own"):
@@ -89,7 +89,7 @@ Collective = Callable[[Tensor, Tensor], None]
 
 
 def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
-    """Return functions of a source [n] and a target [n]. After a call, the target has the source's values."""
+    """Return for each collective a function of a source [n] and a target [n], which copies the source to the target."""
 
     def gather(source: Tensor, target: Tensor) -> None:
         target.copy_(source)  # the gather is in place, so the target must have this rank's segment
@@ -134,12 +134,12 @@ def _cut(full: Tensor, transport: GroupCollectives) -> Cut:
 
 
 def _check(report: Report, connection: str, name: str, call: Collective) -> None:
-    """Check values and order, and report the time of a call."""
+    """Check that a call gives the right values in stream order, and report the time of a call."""
     device, n = report.device, 1 << 20
     source, target, read = torch.randn(n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device)
     expected = source + 1
     call(source, target)  # creates the communicator
-    source.add_(0)  # load the kernels now: loading may synchronize the device
+    source.add_(0)  # loads the kernel of an addition now, because loading may synchronize the device
     read.copy_(target)
     synchronize(device)
     target.zero_()

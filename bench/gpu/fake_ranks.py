@@ -1,10 +1,10 @@
-"""One GPU as rank 0 of eight: kernels, streams and memory are real, and each collective is a sleep on its stream.
+"""Simulate rank 0 of 8 on one GPU: kernels, streams and memory are real, each collective is a sleep.
 
-For both ShardLite and FSDP2, a collective of `n` bytes over `W` ranks sleeps for `(W - 1) / W * n / bandwidth` and a
-latency, on the stream on which NCCL would run it. Bandwidth and latency are those of a DGX H100 in `shardlite plan`,
-which names their source. During the sleep, the other ranks' parts of the target are filled with this rank's part, so
-that numbers are finite and memory is written. Losses are meaningless. The simulation does not include multiprocessors
-used by NCCL's kernels, waits for other ranks, and all-reduces (norms and flags), which take no time.
+For both ShardLite and FSDP2, a collective of `n` bytes over `W` ranks sleeps for `(W - 1) / W * n / bandwidth` plus a
+latency, on the stream on which NCCL would run the collective. Bandwidth and latency are those of a DGX H100 in
+`shardlite plan`, which names their source. During the sleep, the other ranks' parts of the target are filled with this
+rank's part, so that numbers are finite and memory is written. Losses are meaningless. The simulation leaves out the
+multiprocessors that NCCL's kernels use, waits for other ranks, and the time of all-reduces (of norms and flags).
 
 Legend: `W` ranks.
 """
@@ -55,8 +55,8 @@ SYSTEMS: Mapping[str, Build] = {
     "in_backward": partial(build_format, precision=_BF16, in_backward=True, transport="collectives"),
     "quantized": partial(_SHARDLITE, quantized_gather=True),
 }
-"""Systems of the probes. All compute in bf16, reduce in fp32, and clip to 1.0, except `in_backward`, which cannot clip.
-FSDP2 is first, because the other systems are compared with it."""
+"""Systems of the probes. All compute in bf16 and reduce in fp32. All except `in_backward`, which cannot clip, clip to
+1.0. FSDP2 is first, because the other systems are compared with it."""
 
 CAPTURED = "exact, captured"
 """Name of the system `exact` with its whole step in a CUDA graph."""
@@ -73,14 +73,14 @@ _ON_A_CPU: Mapping[str, Workload] = {
     "llama-1k": llama_blocks("llama-1k", layers=1, context=8),
     "llama-4k": llama_blocks("llama-4k", layers=1, context=16),
 }
-"""The same models with one layer."""
+"""The workloads of the probes, with one layer each, for a dry run on a CPU."""
 
 
 class Sleeps:
-    """Replacement of collectives by sleeps."""
+    """A function that replaces every collective: it sleeps for as long as the collective would take."""
 
     def __init__(self, world_size: int, device: torch.device, cycles: float | None = None) -> None:
-        """Create the replacement. `cycles` is the number of cycles per second of the GPU's sleep, or `None`."""
+        """Create the replacement. `cycles` is the rate of the GPU's sleep in cycles per second; `None` measures it."""
         self.world_size = world_size
         self.awake = False
         """If true, collectives do not sleep. A target is still filled when it is seen for the first time."""
@@ -94,12 +94,12 @@ class Sleeps:
         self._seen: set[tuple[int, int]] = set()
         self._on_gpu = on_gpu
         self._beside: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
-        """For each stream, a stream on which targets are filled, so that streams remain independent of each other."""
+        """For each stream of collectives, a second one that fills their targets, so that streams stay independent."""
 
         self._exchanges: torch.cuda.Stream | None = None
 
     def __call__(self, name: str, target: Tensor, source: Tensor, *rest: Any) -> Any:
-        """Sleep on the current stream, or for an asynchronous exchange on a stream like NCCL's."""
+        """Sleep on the current stream. An asynchronous exchange sleeps on a separate stream, as with NCCL."""
         if not (self._on_gpu and name == "alltoall_base" and rest[-1].asyncOp):
             return self._sleep(name, target, source)
         self._exchanges = self._exchanges or _stream_of_nccl()
@@ -136,7 +136,7 @@ class Sleeps:
         self._seen.clear()
 
     def _fill(self, target: Tensor, source: Tensor) -> None:
-        """Write this rank's part to each rank's part of the target [n]. If all parts are equal, this is one kernel."""
+        """Copy this rank's part to every rank's part of the target [n], with one kernel if the parts are equal."""
         with torch.no_grad():
             out, own = _in_wide_elements(target.detach().view(-1), source.detach().reshape(-1))
             if len(out) == self.world_size * len(own):
@@ -147,7 +147,7 @@ class Sleeps:
 
 
 class _Asleep(NamedTuple):
-    """An exchange in flight."""
+    """The handle of a simulated asynchronous exchange."""
 
     end: torch.cuda.Event
 
@@ -173,7 +173,7 @@ def _stream_of_nccl() -> torch.cuda.Stream:
 
 
 def cycles_per_second() -> float:
-    """Return the cycles per second of the GPU's sleep, measured over about 10 ms at the clock of matrix products."""
+    """Return the cycles per second of the GPU's sleep, measured for 10 ms at the clock rate of matrix products."""
     factor = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(50):
         factor @ factor
@@ -189,7 +189,7 @@ def cycles_per_second() -> float:
 
 @contextmanager
 def one_of(world_size: int, device: torch.device) -> Iterator[tuple[dist.ProcessGroup, Sleeps]]:
-    """Initialize a fake process group, as rank 0, whose collectives are sleeps."""
+    """Initialize a fake process group whose collectives are sleeps. This process is rank 0."""
     sleeps = Sleeps(world_size, device)
     make_queue: Callable[..., object] = streams.make_queue if device.type == "cuda" else launching_queue
     with fake_group(world_size, sleeps) as group, as_one_rank(connect_as_over_nccl, make_queue):
@@ -223,7 +223,7 @@ def fake8(report: Report) -> None:
 def _step(
     workload: Workload, build: Build, group: dist.ProcessGroup, sleeps: Sleeps, *, clip: bool, report: Report
 ) -> dict[str, Any]:
-    """Return the times of a step, and its peak of memory above the memory before the step."""
+    """Return the times of a step, and by how much its peak of memory exceeds the memory before the step."""
     device, before, rounds = report.device, _allocated(report.device), 1 if report.dry else _ROUNDS
     trainer, step = _prepared(workload, build, group, sleeps, clip=clip, report=report)
     if device.type == "cuda":
@@ -258,7 +258,7 @@ def _captured(workload: Workload, group: dist.ProcessGroup, sleeps: Sleeps, repo
 
 @contextmanager
 def _any_numbers() -> Iterator[None]:
-    """Allow steps whose loss is NaN, because awake collectives do not fill memory."""
+    """Allow steps whose loss is NaN. They may occur, because `awake` collectives fill each target only once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NonFiniteWarning)
         yield
@@ -281,7 +281,7 @@ def _prepared(
 
 
 def _check_loss(step: Step) -> None:
-    """Raise if the loss of a step is NaN, because the optimizer may have skipped such steps."""
+    """Take a step, and raise if the loss is NaN. The optimizer may then have skipped steps that were timed."""
     loss = float(step())
     assert loss == loss, "the loss is not a number"
 
@@ -315,7 +315,7 @@ _BLOCKING_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"
 
 
 class Waits:
-    """Counts and times the host's queries of events and its sleeps, by which the library waits."""
+    """Counter and timer of the calls by which the library waits on the host: queries of events, and sleeps."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -323,7 +323,7 @@ class Waits:
 
     @contextmanager
     def counted(self, event: Any = torch.cuda.Event) -> Iterator[None]:
-        """Count calls of methods of `event`, and sleeps in the library's streams, within the block."""
+        """Within the block, count calls of methods of `event`, and sleeps in `shardlite.comm.streams`."""
         with ExitStack() as stack:
             for owner, name in ((event, "query"), (event, "synchronize"), (streams, "sleep")):
                 timed = self._timed(name, getattr(owner, name))
@@ -343,7 +343,7 @@ class Waits:
 
 
 def host(report: Report) -> None:
-    """Report host time per unit when communication takes no time, waits of the host, and idle time of the GPU."""
+    """Report the host's time per unit, the host's waits and the GPU's idle time, if communication takes no time."""
     with one_of(RANKS, report.device) as (group, sleeps):
         workload = _workload("gpt2-xl-2k", report)
         for system in ("fsdp2", "exact", "in_backward", "fast"):
@@ -375,7 +375,7 @@ def _host(trainer: Trainer, step: Step, workload: Workload, report: Report) -> d
 
 
 def _worked(call: Callable[[], object]) -> float:
-    """Return the CPU time of all threads in a call, including autograd's thread for a backward on a GPU."""
+    """Return the CPU time of all threads in a call, including the thread on which autograd runs a backward on a GPU."""
     begin = time.process_time()
     call()
     return time.process_time() - begin
@@ -415,7 +415,7 @@ def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) 
 
 
 def idle(busy: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Return the time not covered by spans, from `begin` to the first span that starts at or after `end`."""
+    """Return the time that no span in `busy` covers, from `begin` to the first span that starts at or after `end`."""
     ahead = [start for start, _ in busy if start >= end]
     end = min(ahead, default=end)
     free_since, found = begin, 0.0

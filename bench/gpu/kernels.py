@@ -1,4 +1,4 @@
-"""Probes of the bits that every kernel promises, and of the bandwidth that it reaches.
+"""Probes of every kernel: whether its results have the promised bits, and which bandwidth it reaches.
 
 Legend: `S` elements, `W` ranks.
 """
@@ -60,11 +60,11 @@ _ROWS = (
     ("add 8 rows and adamw", "fp32 weights, fp32 moments, fp32 gradient"),
     ("add 8 rows and adamw", "split24 weights, int8 moments, fp32 gradient"),
 )
-"""Kernels that are timed on the segment of a Llama-8B block with 8 ranks."""
+"""Kernels that are timed on the segment that each of 8 ranks has of a Llama-8B block."""
 
 
 def bits(report: Report) -> None:
-    """Compare the results of each kernel with its reference."""
+    """Compare the results of each kernel with those of its reference."""
     for work in [raw_fused(), *works(report.device)]:
         with report.guarded(kernel=work.operation, format=work.format):
             verdict = verify(work, report.device)
@@ -85,10 +85,10 @@ def bits(report: Report) -> None:
 
 
 def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 20) -> dict[str, Any]:
-    """Run the ring kernel of `RANKS` virtual ranks concurrently, on streams of one GPU, and compare the results [S].
+    """Run the ring kernel of `RANKS` virtual ranks concurrently, on streams of one GPU, and compare each result [S].
 
     Raises:
-        AssertionError: If a rank fails, or its bits differ from its reference.
+        AssertionError: If a rank fails, or if the bits of its result differ from the reference.
     """
     programs = 8  # programs of all ranks must be resident at the same time
     fulls = [torch.randn(RANKS * numel, device=device).to(dtype) for _ in range(RANKS)]
@@ -135,7 +135,7 @@ def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 
 class _NotCooperative:
     """The ring kernel without a cooperative launch, because a GPU runs cooperative launches one after the other.
 
-    All programs are resident at the same time without it, because there are few of them.
+    Even without a cooperative launch, all programs are resident at the same time, because there are few of them.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ def _addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def bandwidth(report: Report) -> None:
-    """Time kernels and a copy at sizes of training. The cache of the GPU is emptied before each run."""
+    """Time kernels and a copy, at sizes that occur in training. The cache of the GPU is emptied before each run."""
     device, dry = report.device, report.dry
     clock: Clock = HostClock() if dry else DeviceClock(device)
     copy = bandwidth_run(1 << 16 if dry else 1 << 31, device)
@@ -230,7 +230,7 @@ class _Level(NcclCollectives):
 
 
 def _two_levels(report: Report) -> None:
-    """Time the same reduction in two levels, on nodes of eight ranks."""
+    """Time the reduction of `_slices` with `TwoLevelCollectives`, on nodes of eight ranks."""
     for world_size in (16,) if report.dry else (64, 512):
         _two_levels_at(world_size, 8, report)
 
@@ -242,5 +242,5 @@ def _two_levels_at(world_size: int, node: int, report: Report) -> None:
 
 
 def all_works(device: torch.device) -> list[Work]:
-    """Return all works that these probes launch, for the processes that compile them."""
+    """Return all works (kernels with inputs) that these probes launch, so that `warm_up` can compile them."""
     return [*chain([raw_fused()], works(device), chains())]

@@ -10,16 +10,16 @@ from bench.support.table import RESULTS, read_rows, replace_rows
 
 
 def land(folder: Path, results: Path = RESULTS) -> int:
-    """Add the rows of a run to `results`, and regenerate the tables of the pages. Return 1 if this fails.
+    """Add the rows of a run to `results`, and regenerate the tables of the pages. Return 1 if the regeneration fails.
 
-    Rows of a probe replace those of an earlier run of the probe on the same card and day.
+    New rows of a probe replace the rows of an earlier run of this probe on the same card and day.
 
     Args:
         folder: folder of the run, with `rows.jsonl`.
         results: folder of the rows of all benches.
 
     Raises:
-        ValueError: If there are no rows of a GPU.
+        ValueError: If the folder has no rows of a GPU.
         OSError: If the folder or its file does not exist.
     """
     file = landed(folder, results)

@@ -1,7 +1,7 @@
-"""Train with two and four processes on one card, which NCCL does not support: over gloo, then over symmetric memory.
+"""Train with two and with four ranks on one card, over gloo and then over symmetric memory.
 
-Over gloo, the weights are compared with those of a twin in one process. The ranks are children of the probe, in its
-process group, so that all of them end together.
+NCCL does not support several ranks on one card. Over gloo, the weights are compared with those of a plain model that is
+trained in one process. The ranks are child processes in the probe's process group, so all of them end together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT = 30.0
 """Time limit in seconds for the ranks of one world size."""
 
 NEAR = 1e-5
-"""Maximum difference of weights from those of one process, which adds gradients in a different order."""
+"""Maximum relative error of weights, compared with one process, which adds gradients in a different order."""
 
 
 def pair(report: Report) -> None:
@@ -58,7 +58,7 @@ def _statuses(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def _start(rank: int, ranks: int, store: Path, report: Report) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # not available to two ranks on one card, and not needed
+    environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # two ranks on one card cannot use multicast
     command = [sys.executable, "-m", "bench.gpu.pair", str(rank), str(ranks), str(store), str(report.file)]
     return subprocess.Popen([*command, *["--dry"][: int(report.dry)]], cwd=ROOT, env=environment)
 
@@ -101,7 +101,7 @@ def _trained_directly(device: torch.device, staged: dict[str, Tensor], write: Ca
         traceback.print_exc()
         write(transport="symmetric_memory", error=f"{type(error).__name__}: {error}"[:300])
         sys.stdout.flush()
-        os._exit(1)  # other ranks may wait for this rank, so it could not leave the group
+        os._exit(1)  # without cleanup, which could hang, because other ranks may wait for this rank
     return same
 
 
@@ -136,7 +136,7 @@ def _twin(ranks: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest relative error of a tensor in the Euclidean norm."""
+    """Return the largest relative error of all tensors, each in the Euclidean norm."""
     errors = [float((got[name] - right).norm() / right.norm().clamp(min=1e-3)) for name, right in expected.items()]
     return max(errors)
 

@@ -1,4 +1,4 @@
-"""The report of a probe, and functions for its device.
+"""The report of a probe, and functions that time and synchronize the probe's device.
 
 Legend: `S` elements.
 """
@@ -22,7 +22,7 @@ from shardlite.apps.memory.machine import machine
 
 
 class Report:
-    """Writes each row of a probe as soon as it is reported."""
+    """The report of a probe. Each row is written to the file immediately."""
 
     def __init__(self, probe: str, file: Path, *, dry: bool) -> None:
         self.dry = dry

@@ -1,21 +1,22 @@
 """Run the probes one after the other, each with a time limit: `python -m bench.gpu`.
 
-    python -m bench.gpu --out gpu                 runs all probes on a GPU within 8:30
+    python -m bench.gpu --out gpu                 runs all probes on a GPU, within 8.5 minutes
     python -m bench.gpu --only fake8 host         runs some of the probes
     python -m bench.gpu --dry                     runs all probes on the CPU, with real models at one layer
     python -m bench.gpu --land gpu                copies the rows of a folder to `bench/results/` and the pages
 
-A probe that fails, hangs or crashes does not affect other probes. It is a process group, which is killed at its time
-limit. Its rows up to then are kept. A separate process compiles kernels during the first probes.
+A probe that fails, hangs or crashes does not affect other probes. Each probe is a process group, which is killed at its
+time limit. The rows that a killed probe has written are kept. A separate process compiles kernels during the first
+probes.
 
 | file in the folder | content |
 |---|---|
-| `rows.jsonl` | one JSON object for each result, written at once; a row with `status` for each finished probe |
+| `rows.jsonl` | one JSON object for each result, written immediately, and one with `status` for each finished probe |
 | `probes.log` | output of the probes, including tracebacks |
 | `table.md` | the printed table, and a table with all numbers for each probe |
 | `gpu.tar.gz` | these three files |
 
-This file does not import PyTorch, so the first probe starts at once.
+This file does not import PyTorch, so the first probe starts immediately.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ BESIDE_WARM_UP = ("environment", "nccl")
 """Probes that run while kernels are compiled."""
 
 PATIENCE = 45
-"""Seconds after the start until which the other probes wait for the kernels. Then compilation is ended."""
+"""Seconds from the start of the run, until which the other probes wait for compilation. Then it is ended."""
 
 _WHERE = ("machine", "card", "torch", "python", "date")
 
@@ -139,9 +140,8 @@ def _start(name: str, rows: Path, output: IO[str], *, dry: bool) -> subprocess.P
     output.flush()
     command = [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), *["--dry"][: int(dry)]]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-    )  # otherwise streams of several systems share hardware queues
+    # With fewer connections, streams of several systems would share hardware queues.
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if dry:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen(
@@ -252,7 +252,8 @@ def main(arguments: Sequence[str]) -> int:
             return land(options.land)
         except (ValueError, OSError) as wrong:
             parser.error(str(wrong))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that probes are also ended
+    # `sys.exit` raises an exception, so that the running probe is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ended: list[Row] = []
     try:
         ended = run(options.only or names, options.out.resolve(), dry=options.dry)

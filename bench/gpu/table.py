@@ -1,4 +1,4 @@
-"""Tables of the rows of `bench.gpu`: one per probe, headed by the measurement, its fake parts and the machine."""
+"""Tables of the rows of `bench.gpu`. The heading of each probe's table names the measurement and the machine."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return one table for each probe, in the order in which they ran."""
+    """Return one table for each probe, in the order of `_PROBES`."""
     known = [row for row in rows if row["probe"] in _PROBES and "status" not in row]
     order = list(_PROBES)
     known.sort(key=lambda row: order.index(row["probe"]))
@@ -233,7 +233,7 @@ _IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
 
 def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     heading, words, columns = _PROBES[probe]
-    first = next(iter(columns))  # the name of a key, too
+    first = next(iter(columns))  # the first column is also named like its key
     shown = [row for row in rows if row.get(first) is not None or "error" in row]
     failed = any("error" in row for row in shown)
     cells = [[*columns, *["failed"] * failed]]

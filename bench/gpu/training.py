@@ -18,9 +18,9 @@ from shardlite.apps.memory.systems import torch_adamw
 
 STEPS = 20
 RATE = 2e-5
-"""Learning rate. At 1e-3 without a warm-up, losses of this model rise to 10 again in the first steps. Losses of plain
-twins whose initial weights differ by 2^-24 then differ by several percent, more than those of a twin that loses the
-lower 8 bits of its masters. So formats could not be judged (docs/numerics.md).
+"""Learning rate. At 1e-3 without a warm-up, losses of this model rise to 10 again in the first steps. Then a
+difference of 2^-24 in the initial weights changes losses by several percent. To drop the lower 8 bits of the masters
+changes losses by less. So formats could not be judged (docs/numerics.md).
 """
 CONTROLS = 3
 """Number of plain twins with slightly different initial weights."""
@@ -36,7 +36,7 @@ _BF16 = torch.bfloat16
 
 
 def twin(report: Report) -> None:
-    """Compare losses of 20 steps of GPT-2 in bf16 with checkpointing: stages to the bit, formats within a bound."""
+    """Compare losses of GPT-2 in bf16, with checkpointing: stages to the bit, formats within a bound."""
     with only_rank(report.device) as group:
         workload = _gpt2(report.dry).on(report.device)
         steps = 3 if report.dry else STEPS
@@ -66,7 +66,8 @@ def twin(report: Report) -> None:
                     found["same_as_stage3"] = losses == first
                 report(system=name, steps=steps, **found)
                 assert off <= bound, f"a loss is {100 * off:.3f} % off the twin's, not {100 * bound:.3f} %"
-                same = found.get("same_as_stage3", True) or not repeats  # attention may add in any order
+                # If stage 3 does not repeat its own bits, attention adds in an unspecified order.
+                same = found.get("same_as_stage3", True) or not repeats
                 assert same, "the bits of its losses differ from stage 3"
 
 
@@ -127,7 +128,7 @@ def _apart(losses: list[float], expected: list[float]) -> float:
 
 
 def compiled(report: Report) -> None:
-    """Time steps of ShardLite and FSDP2 with blocks that are not compiled, and compiled in two modes."""
+    """Time steps of ShardLite and FSDP2 with uncompiled blocks, and with blocks compiled in two modes."""
     ways: dict[str, dict[str, Any] | None] = {"no": None, "default": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
     workload = perceptrons("mlp", blocks=4, width=64 if report.dry else 2048, batch=4 if report.dry else 4096)
     with only_rank(report.device) as group:

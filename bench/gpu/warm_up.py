@@ -1,8 +1,8 @@
-"""Compile every kernel that the probes launch, in many processes during the first probes, into Triton's cache.
+"""Fill Triton's cache with every kernel that the probes launch. Many processes compile, while the first probes run.
 
 On a GPU, each kernel is launched at a tiny size, with lengths that are multiples of 16 and with other lengths, because
-Triton compiles for both. A tiny model also takes steps in each system. In a dry run, one kernel is compiled ahead of
-time instead.
+Triton compiles a separate version for each. A tiny model also takes steps in each system. In a dry run, one kernel is
+compiled ahead of time instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compile_share(first: int, *, processes: int, dry: bool) -> int:
         try:
             task()
             count += 1
-        except Exception as error:  # the probe that launches the kernel reports the error
+        except Exception as error:  # not reported here, because the probe that launches the kernel reports it
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
     return count
 

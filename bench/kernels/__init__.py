@@ -1,5 +1,5 @@
-"""Kernels: times compared with PyTorch's operators, and the code that compilers generate.
+"""Benchmarks of kernels: their times, compared with PyTorch's operators, and their machine code.
 
-`python -m bench.kernels` measures (`run.py`), and `shardlite report` shows the rows. `python -m bench.kernels.aot`
-compiles every kernel for GPUs, without a GPU.
+`python -m bench.kernels` measures times (`run.py`), and `shardlite report` shows the rows.
+`python -m bench.kernels.aot` compiles every kernel for GPUs, and needs no GPU.
 """

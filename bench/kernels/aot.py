@@ -5,14 +5,15 @@
     python bench/kernels/aot.py --write    writes the table to bench/results/kernels-compiled.md
     python bench/kernels/aot.py --check    also exits with 1 if the table in this file differs
 
-These are errors: registers are spilled; a thread accesses an element tensor with fewer bits than its elements allow, up
-to 128; the machine code moves a different number of bytes than the formula; a 64-bit integer is divided; or a kernel
-that promises bits has an instruction that is not exact.
+These are errors: registers are spilled; a thread's access to an element tensor has fewer bits than it could have, up to
+128; the machine code moves another number of bytes than the kernel's formula; a 64-bit integer is divided; or a kernel
+that promises equal bits has an instruction that is not exact.
 
 *Element tensors* have `S` elements. Their bytes per element are counted in the machine code: the bits of a thread's
-accesses, divided by its elements. If the compiler has copied the body of a loop, all tensors have several times as many
-accesses, and the result is divided by the number of copies. *Side tables* are counted by formula if groups of elements
-share an entry, and not at all if their size is fixed. No number is measured; all numbers are derived from the code.
+accesses, divided by the number of its elements. If the compiler has copied the body of a loop, all tensors have several
+times as many accesses, and the result is divided by the number of copies. Bytes of *side tables* are computed by
+formula if groups of elements share an entry, and not counted if the size of the table is fixed. No number is measured;
+all numbers are derived from the code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-# So that imports work when this file is run as a script.
+# Imports work even if this file is run as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -96,7 +97,7 @@ def compiled_rows(
 
 
 def numbers_of(lines: Sequence[str]) -> list[int]:
-    """Return the numbers of the cases with these table lines or kernels, or of all cases if `lines` is empty."""
+    """Return the numbers of the cases whose table line or kernel is in `lines`, or of all if `lines` is empty."""
     return [i for i, case in enumerate(cases()) if not lines or {case.kernel, case.line} & {*lines}]
 
 
@@ -190,7 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile; 0 for this process")
     parser.add_argument("--json", action="store_true", help="print rows, one JSON object per line")
     parser.add_argument("--write", action="store_true", help="write the table to bench/results/kernels-compiled.md")
-    parser.add_argument("--check", action="store_true", help="compare the lines with the table in this file")
+    parser.add_argument(
+        "--check", action="store_true", help="also fail if lines differ from bench/results/kernels-compiled.md"
+    )
     asked = parser.parse_args(arguments)
     if asked.write and (asked.lines or asked.target or asked.unhinted or asked.long):
         parser.error("--write requires the whole table: remove lines, --target, --unhinted and --long")
@@ -225,13 +228,13 @@ def same_compiler(version: str) -> bool:
 
 
 def write(table: str) -> None:
-    """Write the table between its marks in the file."""
+    """Write the table to kernels-compiled.md, between its begin and end marks."""
     before, _, after = _parts()
     TABLE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def differences(table: str, *, whole: bool) -> list[str]:
-    """Return the lines that are not in the file. If `whole`, also return the lines that are only in the file."""
+    """Return the lines of `table` that kernels-compiled.md lacks. If `whole`, also return lines that `table` lacks."""
     got, there = table.split("\n"), _parts()[1].strip("\n").split("\n")
     wrong = [f"not in bench/results/kernels-compiled.md: {line}" for line in got if line and line not in there]
     if whole:

@@ -1,11 +1,11 @@
-"""Kernels as they are launched, for each state format and dtype. `bench.kernels.aot` compiles them.
+"""The cases that `bench.kernels.aot` compiles: each kernel as it is launched, for each state format and dtype.
 
-A case describes the reads and writes of each tensor. From these, the bytes of side tables are computed by formula; the
-bytes of element tensors are counted in the machine code. The sum must be `bytes`, which is the formula in the docstring
-of the kernel's module.
+A case describes the reads and writes of each tensor. The bytes of side tables are computed from this description. The
+bytes of element tensors are counted in the machine code. The sum of both must be `bytes`, which is the formula in the
+docstring of the kernel's module.
 
-Element tensors have `S` elements. In side tables, groups of elements share an entry, or the size does not depend on
-`S`.
+Element tensors have `S` elements. In a side table, a group of elements shares an entry, or the table has a size that
+does not depend on `S`.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def cases() -> list[Case]:
 
 
 ROWS = 8
-"""Number of ranks whose parts are added at once."""
+"""Number of ranks whose parts of a segment are added in one call."""
 
 
 def adamws() -> Iterator[Case]:
-    """Yield AdamW for gradients and for sums, in six formats and two dtypes of gradients. fp16 is as wide as bf16."""
+    """Yield AdamW for gradients and for sums, in six formats and two dtypes of gradients. bf16 also stands for fp16."""
     moved = {
         "adamw": {"grad": "r"},
         "adamw unscale": {"grad": "rw"},
@@ -142,7 +142,7 @@ def adamws() -> Iterator[Case]:
 
 
 def splits() -> Iterator[Case]:
-    """Yield splitting and joining of weights."""
+    """Yield the cases that split and join weights."""
     parts = ("high", "bf16"), ("low", "i8")
     block = _block("fp32")
     to = {"source": Use("fp32", "r"), **{name: Use(dtype, "w") for name, dtype in parts}}
@@ -152,7 +152,7 @@ def splits() -> Iterator[Case]:
 
 
 def hops() -> Iterator[Case]:
-    """Yield hops of a reduction."""
+    """Yield the cases of one hop of a ring reduction, which adds two ranks' parts of a segment."""
     for out, received, own in [
         *(("fp32", "fp32", "fp32"), ("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp32", "bf16", "fp32")),
         *(("fp32", "bf16", "bf16"), ("fp64", "fp64", "fp64"), ("i8", "i8", "i8")),
@@ -180,7 +180,7 @@ def hops() -> Iterator[Case]:
 
 
 def sums() -> Iterator[Case]:
-    """Yield all hops of a reduction in one kernel."""
+    """Yield the cases that run all hops of a reduction in one kernel."""
     pairs = ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp64", "fp64"), ("i8", "i8")
     for tree, (wire, out) in [*((False, pair) for pair in pairs), *((True, pair) for pair in pairs[:3])]:
         block, native = stats_block(torch.empty(0, device="meta")), out in ("fp64", "i8")
@@ -199,7 +199,7 @@ def sums() -> Iterator[Case]:
 
 
 def statistics() -> Iterator[Case]:
-    """Yield passes that compute only statistics, and multiplications by a factor."""
+    """Yield the cases that compute only statistics, and those that multiply by a factor."""
     for dtype in ("fp32", "bf16", "fp64"):
         wide, size, flags = "fp64" if dtype == "fp64" else "fp32", DTYPES[dtype].itemsize, {"NATIVE": dtype == "fp64"}
         block = stats_block(torch.empty(0, device="meta"))
@@ -210,7 +210,7 @@ def statistics() -> Iterator[Case]:
 
 
 def casts() -> Iterator[Case]:
-    """Yield casts between dtypes."""
+    """Yield the cases that cast between dtypes."""
     for out, source in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
         uses = {"out": Use(out, "w"), "source": Use(source, "r")}
         flags = {"WIDE": source == "fp64", "TWICE": (out, source) == ("bf16", "fp64")}
@@ -219,7 +219,7 @@ def casts() -> Iterator[Case]:
 
 
 def codes() -> Iterator[Case]:
-    """Yield conversions to and from 8-bit codes with an exponent per 32 elements."""
+    """Yield the cases that convert to and from 8-bit codes with an exponent per 32 elements."""
     for dtype in ("fp32", "bf16"):
         bytes_, block = DTYPES[dtype].itemsize + 1 + 1 / 32, _block(dtype)
         uses = {"codes": Use("i8", "w"), "scales": Use("u8", "w", 32), "source": Use(dtype, "r")}
@@ -230,11 +230,11 @@ def codes() -> Iterator[Case]:
 
 RING = {"slot_table": Use("i64", "r", 0), "flag_table": Use("i64", "r", 0), "flags": Use("i64", "r", 0)}
 RING |= {"error": Use("i64", "r", 0)}
-"""Signals between neighbours, and addresses of the neighbours."""
+"""Side tables of the ring kernels: signals between neighbours, and addresses of the neighbours."""
 
 
 def rings() -> Iterator[Case]:
-    """Yield collectives that run in one kernel. `bytes` counts all code of a step, of which a part is executed."""
+    """Yield collectives that run in one kernel. `bytes` counts all code of a step, even code that is skipped."""
     for full, wire, out in (
         *(("fp32", "fp32", "fp32"), ("bf16", "fp32", "fp32"), ("bf16", "fp32", "bf16"), ("bf16", "bf16", "bf16")),
     ):

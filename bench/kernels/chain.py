@@ -1,4 +1,4 @@
-"""A clipped step, from the last hop to the weights to gather: the kernels of ShardLite, and those of FSDP2.
+"""A clipped step, from the last addition of gradients to weights that can be gathered, in ShardLite and in FSDP2.
 
 Legend: `S` elements.
 """
@@ -18,9 +18,10 @@ from bench.kernels.peers import adamw_of_torch
 from bench.kernels.timing import Result, Run, Work
 from bench.kernels.work import SPLIT_BOUND, WEIGHT_BOUND, step_by
 
-_NOT_NEEDED, _NEEDED = 1e9, 1e-2  # the largest norm of the gradient, per root of `S`; it is about 0.14
+_NOT_NEEDED, _NEEDED = 1e9, 1e-2  # limits for the norm of the gradient, divided by `sqrt(S)`; the norm is about 0.14
 
-_CAST_BOUND = 2.0**-12  # for bf16 weights: if fp32 weights are off by a bit, one in a few hundred rounds differently
+# Bound for bf16 weights: of fp32 weights that are off by a bit, one in a few hundred rounds differently.
+_CAST_BOUND = 2.0**-12
 
 
 def chains() -> Iterator[Work]:
@@ -31,12 +32,12 @@ def chains() -> Iterator[Work]:
 
 
 def _largest_norm(numel: int, needed: bool) -> float:
-    """Return the limit for the norm of a sum of two gradients [S]. The norm exceeds it if `needed`."""
+    """Return the limit for the norm of a sum of two gradients [S]. The norm exceeds this limit if `needed`."""
     return (_NEEDED if needed else _NOT_NEEDED) * math.sqrt(numel)
 
 
 def _format(needed: bool) -> str:
-    """Return the format of a chain for its row."""
+    """Return the entry `format` of the row of a chain."""
     return f"fp32, the norm is {'above' if needed else 'below'} the limit"
 
 

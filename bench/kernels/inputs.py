@@ -34,7 +34,7 @@ _PERIOD = 1 << 20
 
 
 def by_kernels(device: torch.device) -> bool:
-    """Return whether Triton kernels run on a device, which is a GPU or the interpreter."""
+    """Return whether Triton kernels run on a device: on a GPU, or in Triton's interpreter on any device."""
     return INTERPRET or device.type != "cpu"
 
 
@@ -80,7 +80,7 @@ def table(numel: int, device: torch.device) -> Table:
 
 
 def cpu_step(numel: int) -> CpuStep:
-    """Return the same step for the CPU."""
+    """Return step `STEP` in the form that the CPU kernels take."""
     return CpuStep(number=STEP, hyper=HYPER, table=table(numel, torch.device("cpu")))
 
 

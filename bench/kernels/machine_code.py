@@ -1,4 +1,4 @@
-"""Compile a Triton kernel for a GPU that this machine need not have, and read its machine code.
+"""Compile a Triton kernel for a GPU that this machine need not have, and read the machine code.
 
 Every access of global memory is traced back to the argument from which its address was computed. Addresses are followed
 through registers, from the first instruction to the last. Instructions that a branch skips are also read, so counts are
@@ -36,7 +36,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     pointers: Mapping[str, str]
-    """Dtypes of pointer arguments, in Triton's notation. Other pointers are `None`."""
+    """Dtypes of pointer arguments, in Triton's notation. Pointers that are not listed are `None`."""
 
     constants: Mapping[str, Any]
     """Constants, including `BLOCK`."""
@@ -46,9 +46,9 @@ class Launch(NamedTuple):
 
 
 def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> Any:
-    """Return the compiled kernel. All pointers are assumed to be multiples of 16 bytes.
+    """Return the compiled kernel. All addresses are assumed to be multiples of 16 bytes.
 
-    If `hinted`, integers that are divisible by 16 in a launch are declared as such. In a launch, Triton detects this.
+    If `hinted`, integers that are divisible by 16 in a real launch are declared divisible, as Triton does in a launch.
     """
     constants: dict[tuple[int, ...], Any] = {}
     attributes, signature = {}, {}
@@ -78,7 +78,7 @@ def read(target: GPUTarget, launch: Launch, compiled: Any) -> dict[str, Any]:
         figures = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], launch)
     else:
         figures = _read_amd(compiled.asm["amdgcn"], launch)
-    return {**figures, "shared": compiled.metadata.shared}  # requested at the launch, so not in the code
+    return {**figures, "shared": compiled.metadata.shared}  # requested at the launch, so the code does not have it
 
 
 Kind = str | tuple[str, ...]
@@ -119,9 +119,9 @@ def _leaves(path: tuple[int, ...], name: str, kind: Kind) -> Iterator[tuple[tupl
 
 
 def _is_divisible(name: str, kind: str) -> bool:
-    """Return whether an argument is divisible by 16: lengths, strides and positions are, counts of blocks are not.
+    """Return whether an argument is divisible by 16, like lengths, strides and positions, but not counts of blocks.
 
-    Shards and rows of a buffer are padded for this.
+    Shards and rows of a buffer are padded so that their lengths are divisible.
     """
     return kind in ("i32", "i64") and not name.startswith("blocks")
 
@@ -188,7 +188,7 @@ def _read_nvidia(cubin: bytes, ptx: str, launch: Launch) -> dict[str, Any]:
 
 
 class _GuardedRegisters:
-    """Registers of a program whose instructions may have a guard. Instructions with the same guard execute together."""
+    """Registers of a program whose instructions may have a guard: those with the same guard execute together."""
 
     def __init__(self) -> None:
         self.always, self.under = _Registers(), defaultdict[str, _Registers](_Registers)
@@ -216,13 +216,14 @@ class _GuardedRegisters:
 
 
 def _nvidia_accesses(code: Iterable[tuple[str, str, str]], arguments: _Arguments, base: int) -> Accesses:
-    """Return the accesses of instructions (guard, name, operands). Arguments start at `base` of the constants.
+    """Return the accesses of instructions (guard, name, operands). Arguments start at offset `base` of constant memory.
 
     If a pair of registers has an address, only the lower register is followed.
     """
     registers, accesses = _GuardedRegisters(), Accesses()
     for guard, name, text in code:
-        operands = re.sub(r"desc\[\w+\]", "", text).split(", ")  # a descriptor of all memory, not of an argument
+        # A descriptor describes all memory, so it belongs to no argument.
+        operands = re.sub(r"desc\[\w+\]", "", text).split(", ")
         result = _nvidia_result(name, operands)
         read = [operand for i, operand in enumerate(operands) if i != result]
         sources = registers.sources(_nvidia_registers(" ".join(read)), guard)
@@ -231,7 +232,8 @@ def _nvidia_accesses(code: Iterable[tuple[str, str, str]], arguments: _Arguments
         if name.startswith(("LD", "ST")):
             bits = int((re.findall(r"\.[US]?(8|16|64|128|256)\b", name) or ["32"])[-1])
         if name.startswith(("LD", "ST", "PRMT", "ATOM")):
-            sources = set()  # values that are loaded or assembled from bytes are no addresses, except from a table
+            # Values that are loaded or assembled from bytes are no addresses, unless they come from a table.
+            sources = set()
         if name.startswith(("LDG", "STG")):
             address = next(operand for operand in operands if operand.startswith("["))
             found = registers.sources(_nvidia_registers(address), guard)
@@ -256,7 +258,7 @@ def _nvidia_result(name: str, operands: list[str]) -> int | None:
         return None
     if not re.fullmatch(r"U?P(\d|T)", operands[0]):
         return 0
-    # The first operand is a predicate, which may be followed by a register.
+    # The first operand is a predicate. The second operand may be the register that is written.
     return 1 if name.startswith(("SHFL", "LOP3", "ULOP3", "IADD3", "UIADD3")) else None
 
 
@@ -284,8 +286,8 @@ def _read_amd(assembly: str, launch: Launch) -> dict[str, Any]:
 def _amd_accesses(code: list[tuple[str, str, str]], arguments: _Arguments) -> Accesses:
     """Return the accesses of a program of labels and instructions (label, name, operands).
 
-    Branch targets may be after the end of the program. So every branch is followed with the known registers, until the
-    known registers no longer change at any target.
+    Branch targets may be after the end of the program. So every branch is followed with the registers known there,
+    until these registers no longer change at any target.
     """
     places = {label: i for i, (label, _, _) in enumerate(code) if label}
     known: dict[int, _Registers] = {0: _Registers()}
@@ -332,13 +334,14 @@ def _amd_step(name: str, text: str, registers: _Registers, arguments: _Arguments
         sources = registers[lane]
     address = None
     if _amd_bits(name):
-        of_address = operands[::2] if name.startswith("global_store") else operands[1:]  # the second is the data
+        # The second operand of a store is the data.
+        of_address = operands[::2] if name.startswith("global_store") else operands[1:]
         address = registers.sources(register for operand in of_address for register in _amd_registers(operand))
     if name.startswith("s_load") and operands[1] == "s[0:1]" and operands[2].startswith("0x"):
         for i, register in enumerate(written):
             registers[register] = arguments.at(int(operands[2], 16) + 4 * i)
     else:
-        # A loaded value is no address, except from a table.
+        # A loaded value is no address, unless it was loaded from a table.
         loaded = _amd_bits(name) or name.startswith(("s_load", "ds_read", "global_atomic"))
         registers |= dict.fromkeys(written, _behind(address or sources) if loaded else sources)
     return address

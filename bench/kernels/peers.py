@@ -1,6 +1,6 @@
-"""PyTorch's implementations of the same step, to compare with ShardLite's kernels.
+"""PyTorch's implementations of an AdamW step (peers), to compare with ShardLite's kernels.
 
-All of them step one flat tensor, which is their fastest case: lists of many parameters take longer.
+Each implementation steps one flat tensor. This is the fastest case, because lists of many parameters take longer.
 
 Legend: `S` elements.
 """

@@ -8,17 +8,17 @@ With `TRITON_INTERPRET=1`, GPU kernels are verified in the interpreter, and noth
 
 | key | meaning |
 |---|---|
-| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds; on a GPU those of the device, starting with an empty cache |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step; on a GPU, time on the device, with an empty cache at the start |
 | `bytes_per_element` | the minimum number of bytes that a step reads and writes in these formats |
-| `gbps` | 1e9 of these bytes per second, at the median time |
-| `ceiling`, `ceiling_gbps` | bandwidth in the same rounds: of a copy on a GPU, of `a.add_(b)` on a CPU, which reads the target in any case |
+| `gbps` | bandwidth in 1e9 bytes per second: these bytes divided by the median time |
+| `ceiling`, `ceiling_gbps` | the operation that measures the machine's bandwidth, and the bandwidth in the same rounds; the operation is a copy on a GPU, and `a.add_(b)` on a CPU, because a CPU reads the target of a copy too |
 | `share` | `gbps` divided by `ceiling_gbps`; may exceed 1 for tensors that fit in caches |
 | `vs_raw` | time divided by that of `torch._fused_adamw_` on fp32 in the same round; the median over rounds |
-| `cpu_ms_p50`, `cpu_vs_raw` | milliseconds of CPU time of all threads, and its ratio to that of `torch._fused_adamw_`; on a GPU of the launch only |
+| `cpu_ms_p50`, `cpu_vs_raw` | milliseconds of CPU time of all threads, and its ratio to that of `torch._fused_adamw_`; on a GPU, only the CPU time of the launch |
 | `load` | load average of the machine in the minute before; times are noisy if it exceeds the number of threads |
 | `goal`, `reached` | the intended result, and whether it was reached |
 | `contract`, `error`, `tolerance_used` | whether results must be bit-equal; their largest relative error; this error divided by the allowed error |
-| `note` | the reason if there is no time: a package is not installed or fails, or there is not enough memory |
+| `note` | the reason why there is no time: a package is not installed or fails, or there is not enough memory |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Plan:
     """Bytes of a tensor in the bandwidth measurement, much larger than any cache."""
 
     room: int
-    """Bytes that works and the bandwidth measurement may hold at once."""
+    """Bytes that works and the bandwidth measurement may hold at the same time."""
 
 
 def plan_for(device: torch.device, rounds: int, budget: float, numels: Sequence[int] | None = None) -> Plan:
@@ -134,7 +134,7 @@ def _verified(work: Work, device: torch.device) -> Verdict | str:
 def _times(
     named: Mapping[str, Work], held: Mapping[str, int], numel: int, device: torch.device, clock: Clock, plan: Plan
 ) -> dict[str, Row]:
-    """Time the works in `held` that fit into memory, group by group. The first is PyTorch's fused operator."""
+    """Time the works in `held` that fit into memory, in groups. The first work is PyTorch's fused operator."""
     raw, *others = held
     room = plan.room - 2 * plan.ceiling_bytes - held[raw]
     timed: dict[str, Row] = {}

@@ -29,7 +29,7 @@ _SPILL = 1 << 29  # bytes: several times any cache of a GPU
 
 
 class ResultError(Exception):
-    """Raised if a kernel computes a wrong result. It is not timed then."""
+    """Raised if a kernel computes a wrong result. The kernel is not timed then."""
 
 
 class Result(NamedTuple):
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A work with allocated tensors."""
+    """A work that is set up: its tensors are allocated."""
 
     step: Callable[[], object]
     """Function to time."""
@@ -51,7 +51,7 @@ class Run:
     """Function that returns the tensors that `step` changes."""
 
     expected: Callable[[], Sequence[Tensor]]
-    """Function that returns the expected values of these tensors after the next step. It does not change them."""
+    """Function that returns the expected values of these tensors after the next step, and does not change them."""
 
     moved: int
     """Minimum number of bytes that a step reads and writes in these formats."""
@@ -100,7 +100,7 @@ class Verdict(NamedTuple):
 
     moved: int
     held: int
-    """Bytes, as in `Run`."""
+    """Bytes in tensors, as in `Run`."""
 
 
 def verify(work: Work, device: torch.device) -> Verdict:
@@ -164,7 +164,7 @@ class Sample(NamedTuple):
     """Seconds of one step."""
 
     wall: float
-    """Time from its start on the device to its end."""
+    """Time from the start of the step on the device to its end."""
 
     cpu: float
     """CPU time of all threads of this process, which other programs hardly affect. On a GPU, time of the launch."""
@@ -194,9 +194,9 @@ _HEAD_START = 2_000_000
 class DeviceClock:
     """Clock for computation on a GPU.
 
-    Before each step, a large buffer is read to evict the step's tensors from the cache. It is not written, because the
-    write-back would take bandwidth from the step. The GPU then idles for about a millisecond while the host launches
-    the step, so the time of a kernel does not include its launch. Longer launches leave gaps, as in training.
+    Before each step, a large buffer is read to evict the step's tensors from the cache. The buffer is not written,
+    because the write-back would take bandwidth from the step. The GPU then idles for about a millisecond while the host
+    launches the step, so the time of a kernel does not include its launch. Longer launches leave gaps, as in training.
     """
 
     def __init__(self, device: torch.device) -> None:

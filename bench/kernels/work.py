@@ -1,8 +1,8 @@
-"""Works of single kernels of ShardLite.
+"""Works (`bench.kernels.timing.Work`) that measure single kernels of ShardLite.
 
-A kernel must have the bits of its reference. The exceptions are sums of squares and, on a GPU, 8-bit moments, whose
-kernel uses the device's approximations. On the CPU, the expected step decodes with the reference, applies PyTorch's
-operator to fp32 tensors, and encodes with the reference.
+The results of a kernel must have the bits of its reference. The exceptions are sums of squares and, on a GPU, 8-bit
+moments, whose kernel uses the device's approximations. On the CPU, the expected step decodes with the reference,
+applies PyTorch's operator to fp32 tensors, and encodes with the reference.
 
 Legend: `S` elements.
 """
@@ -70,7 +70,7 @@ ROWS = 8
 """Number of ranks whose parts of a segment are added in one call."""
 
 DIVISOR = 7
-"""Divisor of the sum. Its reciprocal is not exact, so multiplication by it would differ from the promised division."""
+"""Divisor of the sum. Its reciprocal is not exact, so a kernel that multiplies instead of dividing gives other bits."""
 
 WEIGHT_BOUND = 2.0**-22
 """Bound for fp32 weights. A step changes them by about 1e-3, so the update may have a relative error of 2^-12."""
@@ -188,7 +188,7 @@ def _reduced(operation: str, master: str, moments: str, wire: torch.dtype) -> Wo
             return received.float() + own.float() if fused else received + own
 
         run = _stepped(state, step, grad, received, own, total)
-        return replace(run, moved=run.moved + nbytes(total))  # the sum is written and read
+        return replace(run, moved=run.moved + nbytes(total))  # the sum of the hop is also written and read
 
     return Work(system="shardlite", operation=operation, format=_format(master, moments, wire), make=make)
 
@@ -236,7 +236,7 @@ def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
 
 
 def _scale(dtype: torch.dtype, factor: float) -> Work:
-    """Return a multiplication by a factor that keeps numbers normal for many rounds, and is 1 in all dtypes or none."""
+    """Return a multiplication by `factor`. It keeps numbers normal for many rounds, and is 1 in all dtypes or none."""
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)

@@ -1,1 +1,1 @@
-"""Collectives compared with gloo's own: `python -m bench.ring` measures (`run.py`), `table.py` prints the rows."""
+"""Benchmarks of ShardLite's collectives, compared with gloo's or NCCL's: `python -m bench.ring` (`run.py`)."""

@@ -1,7 +1,7 @@
 """Fit the link of the cost model to measured times by least squares.
 
-A schedule is simulated. A message starts as soon as its content is complete at the source, its sender has no other
-message to send, and its target has no other message to receive.
+The model simulates a schedule: a message starts as soon as its content is complete at the sender, the sender has no
+other message to send, and the receiver has no other message to receive.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ROUNDS = 20
 
 
 def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> LinkCost:
-    """Return the link whose predictions have the least squared relative error, with no negative cost.
+    """Return the link, without negative costs, whose predictions have the least squared relative error.
 
     A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
     milliseconds under `key`. A row of an all-reduce also has `messages`, the number of messages that a rank sends,
     which is `W-1` for a single round.
 
-    Times are linear in the four costs while the critical path has the same messages, so a few rounds of linear fits
-    suffice. Costs that cannot be separated are combined into one number: separating `alpha` and `overhead` requires a
-    schedule with several messages per step, or different numbers of chunks. If `overlaps` is `None`, both values are
-    tried.
+    As long as the critical path has the same messages, times are linear in the four costs. So a few rounds of linear
+    fits suffice. Costs that cannot be separated are combined into one number: separating `alpha` and `overhead`
+    requires a schedule with several messages per step, or different numbers of chunks. If `overlaps` is `None`, both
+    values are tried.
 
     Raises:
         ValueError: If there are no rows.
@@ -44,7 +44,7 @@ def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: boo
 
 
 def predicted(row: Mapping[str, Any], link: LinkCost) -> float:
-    """Return the seconds that the model predicts for a row of measurements, as for `fit`."""
+    """Return the seconds that the model predicts for a row of measurements, which is like those of `fit`."""
     return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
 
 
@@ -55,7 +55,7 @@ def plan_of(operation: Operation, algorithm: Algorithm, world_size: int, node: i
 
 
 def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
-    """Return the seconds until the last rank has finished a buffer of `nbytes`, in messages of up to `chunk` bytes.
+    """Return the seconds until all ranks have finished a buffer of `nbytes`, in messages of up to `chunk` bytes.
 
     All segments are assumed to have equal length. Messages use links and ranks in the order of the schedule.
     """
@@ -92,10 +92,8 @@ def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
     """Yield the schedules of an operation, each with the bytes of its full buffer."""
     ranks, nbytes = row["ranks"], row["nbytes"]
     if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
-        yield (
-            plan_of("all-gather", "direct", ranks),
-            ranks * nbytes,
-        )  # a short buffer: every rank sends all of it to all others
+        # In a single round, every rank sends the whole short buffer to all other ranks.
+        yield plan_of("all-gather", "direct", ranks), ranks * nbytes
         return
     operations: dict[str, tuple[Operation, ...]] = {"all-reduce": ("reduce-scatter", "all-gather")}
     for operation in operations.get(row["operation"], (row["operation"],)):

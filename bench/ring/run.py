@@ -2,15 +2,15 @@
 
     python -m bench.ring --ranks 2 4
 
-starts two and four ranks and writes `bench/results/ring-DEVICE.jsonl`, in which it replaces the rows of the same number
-of ranks. There is one JSON object (`"bench": "ring"`) per operation, size and system. The peer is gloo or NCCL.
+starts two ranks, then four. In `bench/results/ring-DEVICE.jsonl`, new rows replace the rows of the same number of
+ranks. There is one JSON object (`"bench": "ring"`) per operation, size and system. The peer is gloo or NCCL.
 
 | key | meaning |
 |---|---|
 | `nbytes` | bytes of the whole buffer, `S`: the output of a gather, the input of a reduction |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start, on the slowest rank; on GPUs measured with events |
-| `cpu_ms_p50` | milliseconds of CPU time of all threads, on the rank with the most; other programs hardly affect it |
-| `algbw_gbps`, `busbw_gbps` | `S/t`, and `S/t` times `(W-1)/W`, or `2(W-1)/W` in an all-reduce, as in nccl-tests |
+| `cpu_ms_p50` | CPU milliseconds of all threads, on the rank with the most; other programs hardly affect them |
+| `algbw_gbps`, `busbw_gbps` | `S/t`, with the median time `t`; `S/t` times `(W-1)/W`, or `2(W-1)/W` in an all-reduce |
 | `speedup` | the peer's time divided by this system's, in the same round; the median over rounds |
 | `cpu_speedup` | the peer's `cpu_ms_p50` divided by this system's |
 | `messages`, `sent_bytes` | messages and bytes of the rank that sends the most; only for ShardLite |
@@ -19,7 +19,7 @@ of ranks. There is one JSON object (`"bench": "ring"`) per operation, size and s
 | `load` | load average of the machine in the minute before the size was measured |
 
 For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.apps.plan.clusters`) that
-best explains its times under `key`, and with the error of the fit.
+best explains the transport's times under `key`, and with the error of the fit.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 
 def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[System]:
-    """Return the systems of a device, the peer first. Collectives of the process group add in ring order."""
+    """Return the systems of a device, the peer first. `collectives` always adds in ring order."""
     peer, transports = (GLOO, TRANSPORTS) if device.type == "cpu" else (NCCL, ("p2p",))
     return [System(peer), *(System(*pair) for pair in product(transports, algorithms)), System("collectives", "ring")]
 

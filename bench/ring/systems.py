@@ -35,7 +35,7 @@ Peer = Literal["gloo", "nccl"]
 
 GLOO: Peer = "gloo"
 NCCL: Peer = "nccl"
-"""Peers of ShardLite on CPUs and on GPUs."""
+"""The peers of ShardLite: gloo on CPUs, NCCL on GPUs."""
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -43,7 +43,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class System:
-    """A transport of ShardLite with an algorithm, or a peer."""
+    """A transport of ShardLite with an algorithm, or a peer (gloo or NCCL)."""
 
     transport: TransportName | Peer
     algorithm: Algorithm | Literal[""] = ""
@@ -73,7 +73,7 @@ class Case:
     operation: Operation
     group: dist.ProcessGroup
     brought: Sequence[Tensor]
-    """Each rank's input of a reduction, [n]; its segment `k` is rank `k`'s input of a gather."""
+    """Each rank's input of a reduction, [n]. Segment `k` of rank `k`'s input is also its input of a gather."""
 
     full: Tensor
     """Buffer [n] to reduce or to fill."""
@@ -104,7 +104,7 @@ class Case:
         Bits must be equal if the system adds in ring order.
 
         Raises:
-            ResultError: On every rank, if the result is wrong on any rank.
+            ResultError: If the result is wrong on any rank. Raised on every rank.
         """
         self.fill()
         self.call()

@@ -2,7 +2,7 @@
 
     python -m bench.scale --model gpt --ranks 1 2 4
 
-starts one number of ranks after the other, and writes `bench/results/scale-MODEL.jsonl`. In weak scaling, each rank has
+starts one rank, then two, then four, and writes `bench/results/scale-MODEL.jsonl`. In weak scaling, each rank has
 the batch of the workload. In strong scaling, the ranks divide this batch. Results are compared with DDP's before the
 measurement. There is one JSON object for each mode, cluster and number of ranks:
 
@@ -14,7 +14,7 @@ measurement. There is one JSON object for each mode, cluster and number of ranks
 | `ms_p50` | milliseconds of a step: measured median on the slowest rank, or simulated |
 | `efficiency` | throughput of `W` ranks divided by `W` times that of one rank, of the same kind and cluster |
 | `per_second`, `item` | tokens or samples of all ranks per second |
-| `simulated_vs_measured` | in simulated rows: `ms_p50` divided by the measured one, if there is one |
+| `simulated_vs_measured` | in simulated rows: `ms_p50` divided by that of the measured row, if there is such a row |
 
 The simulation is that of `shardlite plan`. For this machine it has three measured inputs (`bench.scale.simulated`): the
 time of forward and backward on one rank, the time of the optimizer's step, and a link fitted to collectives of 2 ranks.
@@ -52,7 +52,7 @@ from shardlite.apps.plan.source import find_source
 SYSTEM = "stage3"
 
 _SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes of the buffers to which the link is fitted. Sizes of units are between these."""
+"""Bytes of the buffers to which the link is fitted. The sizes of units are in this range."""
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -99,7 +99,7 @@ def divided(workload: Workload, ranks: int) -> Workload:
 
 
 def measure_fit(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Measure inputs of the simulation: with one rank the seconds of a step's parts, with two ranks their link.
+    """Measure inputs of the simulation: on one rank the seconds of a step's parts, on two ranks the link.
 
     Collective. Return the entries of the row `"scale-fit"` that this number of ranks measures.
     """

@@ -81,7 +81,7 @@ def here(workload: Workload, fit: Mapping[str, Any], measured: Sequence[Row]) ->
 def elsewhere(clusters: Sequence[Cluster], model: str) -> list[Row]:
     """Return simulated rows of a preset in bf16 on named clusters, even if the preset does not fit in their memory.
 
-    In strong scaling, the batch is that of `max(WORLDS)` ranks in weak scaling.
+    In strong scaling, the global batch is that of `max(WORLDS)` ranks in weak scaling.
     """
     source = find_source(model, BATCH, None)
     planner = Planner(source)
@@ -110,7 +110,7 @@ def elsewhere(clusters: Sequence[Cluster], model: str) -> list[Row]:
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
-    """Add the efficiency to rows of one kind."""
+    """Return rows, which are either all measured or all simulated, with the key `efficiency` added."""
     one = {(row["cluster"], row["mode"]): row["per_second"] for row in rows if row["ranks"] == 1}
 
     def efficiency(row: Row) -> float:

@@ -131,7 +131,7 @@ def _paint_mode(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _mark_shared(axes: Axes, rows: Sequence[Row], colour: str) -> None:
-    """Annotate the point with the most ranks if they share cores."""
+    """Annotate the point with the most ranks, if these ranks share cores."""
     last, cores = rows[-1], _cores(rows[-1])
     if last["ranks"] > cores:
         words = f"{last['ranks']} ranks share {cores} cores:\nabout {100 * cores / last['ranks']:.0f} % at most"

@@ -4,7 +4,7 @@ The rule (Goyal et al. 2017): if the batch is `k` times as large, use a learning
 moves about as far as `k` small steps. This does not hold while weights change fast, so the learning rate starts at that
 of the small batch and rises during the warm-up. The rule was derived for SGD, so the optimizer is SGD with momentum.
 
-Legend: `B` sequences in the smallest batch, `k` times as many in a larger one.
+Legend: `B` sequences in the smallest batch, `k B` sequences in a larger batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_UP = 0.2
 """Fraction of a run in which the learning rate rises."""
 
 RULES = ("constant", "linear", "linear, warm-up")
-"""Learning rates for `k` times the smallest batch: the same rate, `k` times the rate, or a rise between the two."""
+"""Learning rates for `k` times the smallest batch: the same rate, `k` times this rate, or a rise between both."""
 
 _MOMENTUM = 0.9
 _VALIDATIONS = 8
@@ -83,7 +83,7 @@ def validation_loss(model: nn.Module) -> float:
 
 
 def learning_rates(say: Callable[[str], None], samples: int = SAMPLES) -> list[Row]:
-    """Train with all batch sizes and all rules. Ranks share the runs, and each rank returns all rows."""
+    """Train with all batch sizes and all rules. The runs are divided among the ranks. Each rank returns all rows."""
     runs = [(k, rule) for k in FACTORS for rule in RULES if k > 1 or rule == "linear"]
     mine = []
     for number, (k, rule) in enumerate(runs):
@@ -101,7 +101,7 @@ def large_batch(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 def accumulated(model: nn.Module, x: Tensor, y: Tensor, *, k: int) -> None:
-    """Compute the same gradients from `k` micro-batches. Each loss is divided by `k`."""
+    """Compute the gradients of `large_batch` from `k` micro-batches. Each loss is divided by `k`."""
     for micro_x, micro_y in zip(x.chunk(k), y.chunk(k), strict=True):
         loss = model(micro_x, micro_y) / k
         loss.backward()

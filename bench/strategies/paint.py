@@ -1,4 +1,4 @@
-"""Plot the rows of `bench.strategies`: `python -m bench.strategies.paint` writes the plots of the page."""
+"""Plot the rows of `bench.strategies`, for docs/data-parallelism.md: `python -m bench.strategies.paint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies in which each rank has the whole model, with a master or with averaged weights.
+"""Strategies in which each rank has the whole model. Gradients go to a master, or weights are averaged.
 
 A strategy takes the model and this rank's part of each global batch, and yields this rank's loss after each step. The
 process group is already initialized.
@@ -75,7 +75,7 @@ def cpu_master(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
 
 def parameter_server(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Send gradients to the server and receive new weights. Only the server has an optimizer. It also trains."""
+    """Send gradients to the server and receive new weights. Only the server, which also trains, has an optimizer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     workers = range(1, ranks)
     optimizer = adamw(model.parameters()) if rank == MASTER else None

@@ -17,8 +17,8 @@ starts two ranks. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch
 All strategies take each step in turn, so a busy machine affects all of them. `bucketed_ddp` reduces on a thread, so its
 `peak_bytes` lacks half of a bucket.
 
-The exit status is 1 if a strategy that averages gradients differs by more than `CLOSE` from one process, if averaging
-parameters differs by less, or if the error of accumulated gradients exceeds rounding.
+The exit status is 1 if a strategy that averages gradients differs by more than `CLOSE` from one process, if parameter
+averaging differs by less, or if the error of accumulated gradients exceeds rounding.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Strategy:
     """Bytes that the busiest rank sends in a step, with `n` bytes of parameters and `W` ranks."""
 
     sent: Callable[[int], float]
-    """Function of the number of ranks that returns these bytes divided by `n`."""
+    """Function that returns, for a number of ranks, these bytes divided by `n`."""
 
     is_alone: bool = False
     """Whether rank 0 trains on whole batches while the other ranks wait."""
 
     is_same: bool = True
-    """Whether the algorithm is that of one process."""
+    """Whether the algorithm gives the weights of one process, apart from rounding."""
 
 
 STRATEGIES = {

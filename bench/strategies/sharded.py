@@ -40,7 +40,7 @@ class Unit:
         self.missing = len(self.params)
 
     def reshard(self) -> None:
-        """Free the memory of `full`, which parameters and autograd's saved tensors are views of."""
+        """Free the memory of `full`. Parameters and autograd's saved tensors remain views of `full`."""
         self.full.untyped_storage().resize_(0)
 
     def after_forward(self, module: nn.Module, inputs: object, output: Tensor) -> None:
@@ -49,7 +49,7 @@ class Unit:
         output.register_hook(lambda grad: self.unshard())
 
     def collect(self, _: nn.Parameter) -> None:
-        """Count a gradient. After the last one, keep this rank's part of the mean, and free the gradients."""
+        """Count a gradient of this unit. When all are there, keep this rank's part of their mean, and free them."""
         self.missing -= 1
         if self.missing == 0:
             self.reshard()

@@ -1,16 +1,16 @@
-"""Compare the results of a system with those of data parallel before the measurement.
+"""Compare the results of each system with those of `DistributedDataParallel` (DDP), before the measurement.
 
 All systems and an exact twin (the plain model in fp64, with gradients averaged over the ranks in fp64) take the same
-few steps. In the Euclidean norm, the error of any system may be twice that of `DistributedDataParallel`:
+few steps. In the Euclidean norm, the error of any system may be twice that of DDP:
 
     |got - exact| <= 2 |ddp - exact| + slack
 
 Systems round differently, and no rounding is preferred. An error in scale, order, averaging or weight decay is larger
-by orders of magnitude. DDP may be exact by chance, so `slack` is the error of rounding the exact result once to the
-dtype of computation. For a loss, the mean of `n` terms, `slack` is the error of pairwise summation. Weights are always
-fp32. Adam divides by the size of the gradient, so in a small tensor a few weights with tiny gradients have most of the
-error. If DDP's error in a weight tensor is below its average over all weights, the average is used. Formats other than
-fp32 are compared only by their losses, within `FORMAT_ERROR`.
+by orders of magnitude. DDP may be exact by chance. Then `slack` alone is the limit: it is the error of rounding the
+exact result once to the dtype of computation. For a loss, the mean of `n` terms, `slack` is the error of pairwise
+summation. Weights are always fp32. Adam divides by the size of the gradient, so in a small tensor a few weights with
+tiny gradients have most of the error. If DDP's error in a weight tensor is below DDP's average over all weights, the
+average is used. Formats other than fp32 are compared only by their losses, within `FORMAT_ERROR`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMAT_ERROR = 0.05
 
 
 class ResultError(Exception):
-    """Raised if the result of a system differs from that of data parallel."""
+    """Raised if the result of a system differs from that of DDP."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Record:
     """Losses of this rank, one per step, []."""
 
     computed: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of the first step, whole and flat, and their norm before clipping."""
+    """Gradients of the first step, unsharded and flattened, and their norm before clipping."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
-    """Weights after the last step, whole and flat."""
+    """Weights after the compared steps, unsharded and flattened."""
 
     is_format: bool = False
     """Whether only the losses are comparable."""
@@ -72,7 +72,7 @@ def verify(
     `systems` must include `ddp`. `workload` and all systems have this `setting`.
 
     Raises:
-        ResultError: On every rank, if the error of a system exceeds the tolerance on any rank.
+        ResultError: If the error of a system exceeds the tolerance on any rank. Raised on every rank.
     """
     exact = record(_build_exact(workload, group, setting), workload, group)
     ddp = record(systems["ddp"](workload, group), workload, group)
@@ -90,7 +90,7 @@ def verify(
 
 
 def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Record:
-    """Take the compared steps, and return their results. The floor does not update its model, so it has one loss."""
+    """Take the compared steps, and return their results. The floor has one loss, because its model never changes."""
     batches = [workload.batch(group.rank(), step) for step in range(STEPS)]
     first = trainer.backward(batches[0])
     if isinstance(trainer, Floor):
@@ -106,7 +106,7 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
 
 
 def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
-    """Return the twin in fp64, which processes all micro-batches at once."""
+    """Return the twin in fp64, which processes all micro-batches as one batch."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None

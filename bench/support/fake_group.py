@@ -1,10 +1,10 @@
 """Simulate rank 0 of any number of ranks in one process. The other ranks do not exist, and always agree with rank 0.
 
 The process group is PyTorch's "fake" backend. Its collectives move no data, so weights and losses are meaningless. Each
-collective is replaced with one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs
-as with NCCL on a GPU that is never late: collectives and batches of messages do not block the host, the program's
-thread launches operations, and each kernel of `shardlite_kernels` is one small operator. The cost of launches by NCCL
-and Triton, and of messages between hosts, is not included.
+collective is replaced with one small operator, because the fake backend would copy this rank's part `W` times.
+ShardLite runs as with NCCL on a GPU for which the host never waits: collectives and batches of messages do not block
+the host, the program's thread launches operations, and each kernel of `shardlite_kernels` is one small operator. The
+cost of launches by NCCL and Triton, and of messages between hosts, is not included.
 
 Legend: `W` ranks.
 """
@@ -52,19 +52,19 @@ _TOKEN = torch.zeros(1)
 
 
 def _launch(*_: Any, **__: Any) -> None:
-    """Run one small operator instead of a launch."""
+    """Run one small operator, which takes the place of a launch."""
     _TOKEN.zero_()
 
 
 Replacement = Callable[..., dist.Work | None]
-"""Replacement of a collective. Its arguments are the name and the arguments of the replaced method.
+"""Function that replaces all collectives. Its arguments are the name and the arguments of the replaced method.
 
-It returns the work to wait for, or `None`.
+The function returns the work to wait for, or `None`.
 """
 
 
 class HostMessages(GroupCollectives):
-    """Host collectives in which all ranks have the values of this rank."""
+    """Collectives on the host, in which all other ranks have the values of this rank."""
 
     blocking = False
 
@@ -80,7 +80,7 @@ class HostMessages(GroupCollectives):
 
 
 class _LaunchingQueue:
-    """A queue that runs operations at once on the calling thread, like a queue that launches them on a stream."""
+    """A queue that runs operations immediately on the calling thread, like a queue that launches them on a stream."""
 
     on_stream = True
 
@@ -93,11 +93,11 @@ class _LaunchingQueue:
         return work
 
     def moment(self) -> object:
-        """Return a moment in the past."""
+        """Return a moment that has passed, so that nobody waits for it."""
         return self
 
     def stream(self, behind: object = None) -> AbstractContextManager[None]:
-        """No-op."""
+        """Return a context that does nothing."""
         del behind
         return nullcontext()
 
@@ -181,7 +181,7 @@ def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
 
 
 def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook of DDP that reduces a bucket. It exists because the future of a fake group has no result."""
+    """Communication hook of DDP that reduces a bucket. DDP's own hook needs a result that fake collectives lack."""
     dist.all_reduce(bucket.buffer(), async_op=True)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -206,7 +206,7 @@ class _Launches(TorchDispatchMode):
 def launches(step: Callable[[], object]) -> int:
     """Return the number of kernels, copies and collectives that a step launches on a GPU.
 
-    An operator counts as one launch, although a fused optimizer step over all parameters has several.
+    An operator counts as one launch, although a fused optimizer step over all parameters launches several kernels.
     """
     with _Launches() as mode:
         step()

@@ -5,7 +5,8 @@
 prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL, gathers
 and reductions with `reduce="fast"` are rings over all network cards of a node, so one of `L` hops leaves the node.
 
-Legend: `W = N L` ranks in `N` nodes of `L`, each with a network card; `n` bytes in all gradients or all weights.
+Legend: `W = N L` ranks in `N` nodes of `L` GPUs, each GPU with a network card; `n` bytes in all gradients or all
+weights.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def inside_only(nodes: int, node: int) -> Sent:
 
 
 def over_replicas(nodes: int, node: int) -> Sent:
-    """Return the fractions for replicas: `(L-1)/L` inside, and twice `(N-1)/N` of `1/L` across for the all-reduce."""
+    """Return the fractions for replicas: `(L-1)/L` inside, and across, for an all-reduce, twice `(N-1)/N` of `1/L`."""
     return Sent(Fraction(node - 1, node), 2 * Fraction(nodes - 1, nodes * node))
 
 
@@ -137,7 +138,7 @@ ROWS: Sequence[tuple[int, Sequence[Arrangement]]] = (
     (8, (ONE_NODE,)),
     *((ranks, (LEVELS, QUANTIZED_LEVELS, HYBRID, FAST, FLAT)) for ranks in (64, 512)),
 )
-"""Recommended arrangement and alternatives by number of GPUs, the recommended one first."""
+"""For each number of GPUs, the recommended arrangement, followed by alternatives."""
 
 
 def numel_of(shape: Shape) -> tuple[int, int]:

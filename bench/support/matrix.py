@@ -124,7 +124,7 @@ _ALWAYS: dict[str, Callable[..., Trainer]] = {
 }
 
 _IN_BACKWARD: dict[str, Callable[..., Trainer]] = {"in_backward": partial(_format, in_backward=True)}
-"""Systems that support only steps of one backward without clipping."""
+"""Systems that support neither several micro-batches nor clipping."""
 
 _SPLIT: dict[str, Callable[..., Trainer]] = {"split24": partial(_format, master="split24")}
 """Systems that exist only in bf16."""

@@ -1,4 +1,4 @@
-"""Measure step times of all systems in turn, so that a busy machine affects all, and memory of one system at a time.
+"""Measure step times and memory. Systems take timed steps in turn, so that a busy machine affects all of them.
 
 Legend: `W` ranks.
 """
@@ -30,7 +30,7 @@ class Times:
     """Wall time from the common start to the end."""
 
     cpu: list[float] = field(default_factory=list)
-    """CPU time of all threads of the process. Other programs hardly affect it."""
+    """CPU time of all threads of the process, which other programs hardly affect."""
 
     main: list[float] = field(default_factory=list)
     """CPU time of the main thread."""
@@ -41,8 +41,8 @@ def time_steps(
 ) -> dict[str, Times]:
     """Time `rounds` steps of each system.
 
-    Each round takes one step of every system. The next round starts with the next system. All ranks start each step
-    together.
+    Each round takes one step of every system, and starts with a different system than the previous round. All ranks
+    start each step together.
     """
     taken = {name: Times() for name in trainers}
     for turn in range(WARM_UP + rounds):
@@ -79,7 +79,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> int:
-    """Return the peak of bytes in tensors during a step, minus the bytes before the step, on the rank with the highest.
+    """Return the peak of bytes in tensors during a step, minus the bytes before the step: the maximum over ranks.
 
     On a GPU, these are the bytes that PyTorch's allocator has allocated.
     """

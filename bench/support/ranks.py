@@ -71,7 +71,7 @@ def report(rows: Sequence[Row], file: Path, render: Callable[[Sequence[Row]], st
 def on_ranks(
     module: str, ranks: int | Sequence[int], arguments: Sequence[str], run: Callable[[dist.ProcessGroup], object]
 ) -> int:
-    """Call `run` if a launcher started this process. Otherwise start the ranks, one number of ranks after the other.
+    """Call `run` if a launcher started this process. Otherwise start the ranks, with one run per number in `ranks`.
 
     Returns:
         The exit status of the launcher, or the result of `run`.
@@ -85,7 +85,7 @@ def on_ranks(
 
 @contextmanager
 def one_of_them() -> Iterator[dist.ProcessGroup]:
-    """Initialize the process group of a process that `start_ranks` started. After an error, exit without waiting."""
+    """Initialize the process group of a process that `start_ranks` started. After an error, exit immediately."""
     torch.set_num_threads(1)
     device, backend = place(torch.cuda.device_count())
     if torch.cuda.is_available():

@@ -1,10 +1,10 @@
-"""Select the rows of a table, from the newest run of `python -m bench` that has matching rows, or else from files.
+"""Select the rows of a table, from the newest run of `python -m bench` that has matching rows, or from named files.
 
     python -m bench.support.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
 
 prints the table of the matching rows. `python -m bench` writes the rows of all benches to one file,
-`MACHINE-DATE.jsonl`. A page names the file of a single bench as the source of rows that no such file has. The term
-`clip=none` matches rows without clipping.
+`MACHINE-DATE.jsonl`. If no such file has the rows of a table, the page names the file of a single bench instead. The
+term `clip=none` matches rows without clipping.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RENDERERS = {
     "restart": "bench.faults.restart:render",
     **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
 }
-"""Functions that make a table of rows, by the key `bench`."""
+"""For each value of the key `bench`, the function that renders the rows as a table."""
 
 _DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
 
@@ -106,7 +106,7 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="values of the rows, in the newest run that has them",
+        help="values that rows must have; the newest run with such rows is used",
     )
     options = parser.parse_args()
     files = options.files or ([] if options.select else sorted(map(str, RESULTS.glob("step-*.jsonl"))))

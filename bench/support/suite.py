@@ -30,7 +30,7 @@ BUDGET = 19 * 60.0
 """Time limit in seconds for all benches on a machine without a GPU."""
 
 MISSING = "skipped: not in this checkout"
-"""Status of a bench that this checkout lacks. It is not a failure."""
+"""Status of a bench that this checkout lacks. This status is not a failure."""
 
 _SETTINGS = "--model small --steps 2 --precision fp32 bf16 --accumulation 1 4"
 
@@ -49,7 +49,7 @@ class Part:
     """Time limit."""
 
     dry: str
-    """The command at toy size."""
+    """Arguments of `python` for a run at toy size."""
 
     on_gpu: bool = False
     """Whether the part uses GPUs. Other parts run on CPUs on any machine."""
@@ -99,7 +99,7 @@ def parts() -> list[Part]:
 
 
 def file_name() -> str:
-    """Return the file name of this machine and day."""
+    """Return the name of the file with the rows of this machine and day."""
     here = machine(torch.device("cuda") if torch.cuda.is_available() else None)
     return f"{re.sub(r'[^a-z0-9]+', '-', here['machine'].lower()).strip('-')}-{here['date']}.jsonl"
 

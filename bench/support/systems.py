@@ -7,7 +7,7 @@
 | `fsdp1`, `fsdp2` | `FullyShardedDataParallel` and `fully_shard` on every block, then on the root |
 | `stage0` to `stage3` | ShardLite, which finds the same units automatically |
 | `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
-| `tree` | ShardLite at stage 3 with `order="tree"` and one part per rank: the same additions in a different order |
+| `tree` | ShardLite at stage 3 with `order="tree"`, one part of a batch per rank: the same sums in another order |
 
 `shardlite.apps.memory.systems` wraps PyTorch's systems.
 
@@ -49,7 +49,7 @@ class Trainer:
     model: nn.Module
     optimizer: Optimizer
     whole: Callable[[Tensor], Tensor]
-    """Function that returns the full parameter or gradient of a shard, flat. Collective."""
+    """Function of a shard that returns the full parameter or gradient, flattened. Collective."""
 
     accumulation: int = 1
     """Number of micro-batches per batch. Gradients are reduced once, in the backward of the last micro-batch."""
@@ -124,7 +124,7 @@ class Trainer:
 
 
 class Floor(Trainer):
-    """A rank whose communication takes no time: the gradients of its shard are always ready."""
+    """A rank that does not communicate, and steps its shard as if the gradients of the shard were already reduced."""
 
     def update(self) -> Tensor | None:
         """Step `1/W` of the parameters, and drop the gradients of the model."""
@@ -141,7 +141,7 @@ class Format(Trainer):
 
 
 class Fsdp1(Trainer):
-    """A model whose parameters are views of flat shards, except inside `summon_full_params`."""
+    """An FSDP1 model. Its parameters are views of flat shards, except inside `summon_full_params`."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters by their names in the plain model, whole and flat."""
@@ -300,7 +300,7 @@ FORMATS: dict[str, Build] = {
     "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
     "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
 }
-"""Formats of stage 3. `bench.gpu` compares their losses with those of a plain twin. `compact` combines all formats."""
+"""Formats of ShardLite at stage 3. `bench.gpu` compares their losses with a plain model's. `compact` combines all."""
 
 MIXED: dict[str, Build] = {
     "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
@@ -322,10 +322,10 @@ TRANSPORTS: dict[str, Build] = {
     "p2p": partial(build_shardlite, stage=3, transport="p2p"),
     "collectives": partial(build_shardlite, stage=3, transport="collectives"),
 }
-"""Stage 3 over the process group, as in the other systems."""
+"""ShardLite at stage 3 over the process group, which the other systems also use."""
 
 ORDERS: dict[str, Build] = {"tree": build_tree}
-"""Stage 3 with a different order of addition."""
+"""ShardLite at stage 3 with a different order of addition."""
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def where(row: Row) -> str:
 
 
 def _number(row: Row, key: str, digits: int) -> str:
-    """Format a number, or return an empty string if the row lacks it."""
+    """Format a number, or return an empty string if the row lacks the key."""
     return "" if row.get(key) is None else f"{row[key]:.{digits}f}"
 
 

@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and its batches. Every system shards the children of its `blocks` as units."""
+    """A model and its batches. Every system shards the children of the module `blocks` as units."""
 
     name: str
     """Name on the command line."""
@@ -34,7 +34,7 @@ class Workload:
     """Function that builds the model on the default device, with the same weights in each call."""
 
     draw: Callable[[int, int], Batch]
-    """`draw(rank, step)` returns a batch on the CPU, the same in each call."""
+    """Function of rank and step that returns a batch on the CPU. Calls with the same arguments return equal batches."""
 
     terms: int
     """Number of terms over which the loss averages."""
@@ -61,7 +61,7 @@ class Workload:
             return self.make()
 
     def batch(self, rank: int, step: int) -> Batch:
-        """Return a batch on the device, the same in each call."""
+        """Return the batch of a rank and step on the device, with the same values in each call."""
         x, y = self.draw(rank, step)
         return x.to(self.device), y.to(self.device)
 
@@ -306,5 +306,6 @@ WORKLOADS = {
 
 `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory. `gpt2-xl` and Llama's blocks are for
 GPUs. `pieces` is for checkpoints, `small` for many settings in little time, and `tiny` for tests. `many` measures the
-host's work around blocks that take almost no time to compute. Models of transformers require this package.
+host's work around blocks that take almost no time to compute. Models of transformers require the package
+`transformers`.
 """
