@@ -82,7 +82,6 @@ class AdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    steps_split_weights = True
     decoders = staticmethod(decoders)
     _layout: OptimizerLayout | None = None  # built on first use, and rebuilt after shards have moved
     in_backward = False
@@ -125,7 +124,14 @@ class AdamW(Optimizer):
         _living[id(self)] = self
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group. Missing hyper-parameters default to those of the constructor."""
+        """Add a parameter group.
+
+        Args:
+            param_group: `params`, and hyper-parameters. Missing ones default to those of the constructor.
+
+        Raises:
+            ValueError: a hyper-parameter is out of range, or a parameter's dtype is not supported. Nothing was added.
+        """
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1], self.moments)
@@ -139,6 +145,9 @@ class AdamW(Optimizer):
         """Return the state in the format of PyTorch's AdamW, with moments in fp32.
 
         The conversion is exact. Converted moments are copies in host memory, because copies may not fit on the GPU.
+
+        Returns:
+            `state` and `param_groups`, as for `torch.optim.AdamW`.
 
         Raises:
             NonFiniteError: a step in a backward has written NaNs into the weights.
@@ -185,7 +194,14 @@ class AdamW(Optimizer):
         return [] if self._layout is None else [arena.rows for arena in self._layout.arenas]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of PyTorch's AdamW. Convert the state to this optimizer's format."""
+        """Load a state of this class or of PyTorch's AdamW. Convert the state to this optimizer's format.
+
+        Args:
+            state_dict: the result of `state_dict()` of an optimizer with as many parameters in each group.
+
+        Raises:
+            ValueError: the groups or the shapes of moments differ from those of this optimizer.
+        """
         # PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
         kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
@@ -219,7 +235,13 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient. `closure` recomputes and returns the loss.
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss and returns it.
+
+        Returns:
+            The result of `closure`, or `None` without a closure.
 
         Raises:
             ValueError: a gradient is sparse, or `max_update` is set for a parameter that is not a shard. In this case,

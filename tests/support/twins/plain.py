@@ -1,6 +1,6 @@
 """What tests add to the plain twin of `shardlite verify`: gradient norms, shared buffers, parts, and optimizers.
 
-Legend: `W` ranks, `S` elements per shard; a flat [W*S] holds the parameters of one kind in one unit.
+Legend: `W` ranks, `S` elements per shard; a flat parameter [W*S] holds the parameters of one kind in one unit.
 """
 
 import copy
