@@ -88,7 +88,8 @@ class _Buffers(threading.local):
         if buffer is None or len(buffer) < numel:
             with torch.inference_mode(False):  # later steps may run outside of inference mode
                 buffer = torch.empty(numel, dtype=dtype, device="cpu")
-            # In a dispatch mode, the buffer may have another type. Such a buffer is invalid after the mode, so not kept.
+            # In a dispatch mode, the buffer may have another type. Such a buffer is invalid after the mode, and not
+            # kept.
             if type(buffer) is Tensor:
                 self._kept[name, dtype] = buffer
         return buffer[:numel]
