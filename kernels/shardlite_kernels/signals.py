@@ -24,8 +24,8 @@ message `k + b`, with `b` from 1 to `D - 1`. The first `b` messages are sent bef
 a rank waits for two things. Message `k` arrives when the previous rank has done action `k - b`. A slot for message
 `k + b` is free when the next rank has read message `k + b - D`, which is message `k - 1` or an earlier message. So
 action `k` waits only for earlier actions of other ranks, and the rank that is furthest behind never waits. (With
-`b = D` all ranks could be in action `k`, each waiting for the next rank to read message `k`.) When all sent messages have
-been read, `b` may change, because ranks then still wait for earlier actions only.
+`b = D` all ranks could be in action `k`, each waiting for the next rank to read message `k`.) When all sent messages
+have been read, `b` may change, because ranks then still wait for earlier actions only.
 
 **Waits are limited.** A program reads a flag at most `limit` times. If the flag is still too small then, the program
 stops waiting, storing and signalling, so its neighbours reach their limits too. The program runs to completion, and

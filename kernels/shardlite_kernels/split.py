@@ -141,12 +141,12 @@ def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
     nan = source.isnan()
     upper = torch.where(nan, (bits >> 16) | 0x40, (rounded + 0x8000) >> 16)
     high.view(torch.int16).copy_(upper)
-    low.copy_(torch.where(nan, 0, rounded >> 8))  # keeps the lowest 8 bits
+    low.copy_(torch.where(nan, 0, rounded >> 8))  # the conversion to int8 keeps the lowest 8 bits
 
 
 def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
     """Specification of `join`. On the CPU it takes two passes over `out`."""
-    out.copy_(high)  # shifts the bits left by 16
+    out.copy_(high)  # the conversion to fp32 shifts the bits left by 16
     out.view(torch.int32).add_(low, alpha=256)
 
 
@@ -169,7 +169,7 @@ def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
     bits = source.view(torch.int32)
     bits.add_(0x80).bitwise_or_(1)
     high.copy_(source)
-    low.copy_(bits.bitwise_right_shift_(8))  # keeps the lowest 8 bits
+    low.copy_(bits.bitwise_right_shift_(8))  # the conversion to int8 keeps the lowest 8 bits
 
 
 def _check(who: str, whole: Tensor, high: Tensor, low: Tensor) -> None:

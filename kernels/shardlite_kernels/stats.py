@@ -27,7 +27,7 @@ _CPU_BLOCK = 1 << 10
 """`B` on a CPU, equal to `B` on a GPU. PyTorch sums fewer than 32768 elements in one thread, so the number of threads
 changes no bit."""
 
-_CPU_CHUNK = 256 * _CPU_BLOCK  # elements that are widened at a time
+_CPU_CHUNK = 256 * _CPU_BLOCK  # number of elements that are widened at a time
 _CPU_BAD_ROWS = 64  # blocks with a non-finite norm, whose elements are checked together in a second pass
 
 
