@@ -1,13 +1,14 @@
 """AdamW on flat tensors, in place, with the arithmetic of PyTorch's fused optimizer on CUDA.
 
 `adamw` steps by a gradient. `reduce_adamw` steps by the mean that a ring reduction's last hop computes from the
-received partial sum and this rank's own summand. `add_rows_adamw` steps by the mean of all hops at once (`rows.py`).
-These means are never written to memory.
+received partial sum and this rank's own summand. `add_rows_adamw` steps by the mean that `add_rows` computes from the
+summands of all ranks (`rows.py`). Neither mean is written to memory.
 
-Bytes per element, read and written, where weights and moments take `s` bytes (12 in fp32, 5.0625 with split weights and
-codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16` and `add_rows_adamw`
-`2*s + W*g + 1/16`. The table of rows takes `1/16`. In fp32 these are 28.06, 32.06 and, for 8 ranks, 56.06. A gradient
-that is divided by a scale is also written. A skipped step only reads.
+Bytes per element, read and written, if weights and moments take `s` bytes (12 in fp32, 5.0625 with split weights and
+codes) and a gradient takes `g` bytes: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16` and
+`add_rows_adamw` `2*s + W*g + 1/16`. The `1/16` is for the table of rows. In fp32 these are 28.06, 32.06 and, for 8
+ranks, 56.06. If the gradient is divided by a scale, the quotient is also written. A skipped step reads, but writes
+nothing.
 Legend: `S` elements, `G = ceil(S / 32)` groups. All scalars are rounded to fp32 before they are used.
 
 PyTorch on CUDA computes these lines, all in fp32 (read from the machine code of torch 2.11 to 2.13):
@@ -20,15 +21,16 @@ PyTorch on CUDA computes these lines, all in fp32 (read from the machine code of
     p = p - (lr / bias1) * m / (sqrt(v) / sqrt(bias2) + eps)
 
 The kernel computes the same lines, so it has PyTorch's bits for the same scalars, with two exceptions. First,
-`beta^step` is correctly rounded here, while PyTorch computes it by CUDA's `powf`, which is off by a few units at most.
-So bits agree at step 1, as soon as `beta2^step` is negligible compared with 1, and in between at steps where `powf`
-rounds correctly. Second, a weight is not multiplied if `decay` is zero. If `decay` is zero because `lr` is zero,
-PyTorch multiplies, and turns an infinite weight into NaN and -0 into 0.
+`beta^step` is correctly rounded here. PyTorch computes it by CUDA's `powf`, which is off by a few units in the last
+place at most. So bits agree at step 1, at every step in which `powf` rounds correctly, and as soon as `beta2^step` is
+negligible compared with 1. Second, the kernel does not multiply a weight if `decay` is zero. If `decay` is zero only
+because `lr` is zero, PyTorch multiplies, and turns an infinite weight into NaN and -0 into 0.
 
-Unlike in PyTorch, the gradient may be multiplied by a factor first, and the subtrahend of the last line may be clamped
-to a limit. A factor of 1 and an infinite limit change no bit. Narrow weights and moments are also computed in fp32.
-`split.py` and `moments.py` describe how they are read and written. With 8-bit codes, roots and quotients are the
-device's approximations, off by two units at most, and the division by `sqrt(bias2)` is a multiplication.
+Unlike PyTorch, the kernel can multiply the gradient by a factor first, and clamp the subtrahend of the last line to a
+limit. A factor of 1 and an infinite limit change no bit. Narrow weights and moments are converted to fp32, stepped in
+fp32, and converted back, as `split.py` and `moments.py` describe. If moments are 8-bit codes, roots and quotients are
+the device's approximations, off by two units in the last place at most, and the division by `sqrt(bias2)` is a
+multiplication by its inverse.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -78,7 +80,7 @@ def _adamw_kernel(
     mask = offsets < n
     in_group = group * GROUP < n
     row = tl.load(table.rows + group, mask=in_group, other=0).to(tl.int64)
-    if grad_ptr is None:  # `received` holds rows
+    if grad_ptr is None:  # `received` has the rows of all ranks
         if TREE:
             total = sum_tree(received_ptr, offsets, mask, stride, 0, UNROLL, False)
         else:
@@ -107,9 +109,9 @@ def step_block(
 ) -> None:
     """Step the elements at `offsets` [G, 32] of a state by their gradient `total`.
 
-    `row` [G, 1] has the rows of scalars, and `group` [G, 1] the groups. Elements outside of `mask` and `in_group` are
-    not accessed. Their `total` must be zero, so that they increase no exponent. `grad_ptr` is only used to write an
-    unscaled gradient back.
+    `group` [G, 1] has the numbers of the groups, and `row` [G, 1] the number of each group's row of scalars. Elements
+    outside of `mask` and groups outside of `in_group` are not accessed. The `total` of such elements must be zero, so
+    that it increases no exponent. `grad_ptr` is only used to write back the gradient that was divided by its scale.
     """
     scalar = table.scalars + row * WIDTH
     beta1 = tl.load(scalar + column.BETA1)
@@ -134,13 +136,13 @@ def step_block(
     m, v = load_moments(state, offsets, group, mask, in_group)
 
     # The step.
-    p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero is NaN
+    p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # avoids infinity times zero, which is NaN
     m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
     squared = g * g
     v = tl.fma(v, beta2, tl.fma(squared, -beta2, squared))
     if (
         state.avg_exponent is not None
-    ):  # approximations save half of the instructions, and their error is below a code's
+    ):  # approximations save half of the instructions, and their error is smaller than that of a code
         root = tl.sqrt(v)
         update = ratio(step_size * m, root * ratio(1.0, root_bias2) + eps)
     else:
@@ -149,12 +151,12 @@ def step_block(
     update = tl.clamp(update, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     p -= update
 
-    if bad_ptr is not None:  # after all loads, which the exchange between threads would delay
+    if bad_ptr is not None:  # after all loads, because the exchange between threads would delay later loads
         infinite = (total.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
         if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
             tl.store(bad_ptr, 1)  # concurrent writes store the same value
 
-    # Masks instead of a branch, which would delay the loads until its condition is known.
+    # Inactive rows are masked. A branch would delay the loads until its condition is known.
     kept = mask & (active != 0)
     in_group = in_group & (active != 0)
     store_weight(state, offsets, p, kept)
@@ -168,18 +170,18 @@ def step_block(
 
 
 def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None) -> None:
-    """Step weights in place by a gradient, without synchronization.
+    """Step weights in place by a gradient. The host does not wait for the device.
 
     Args:
         state: weights [S], fp32 or split, and moments [S]. Elements of inactive rows are not changed.
         grad: gradient [S], fp32, bf16 or fp16.
-        table: scalars of the step, per row.
-        unscale: divide `grad` by the `grad_scale` of its row, in place.
+        table: the table with the scalars of the step.
+        unscale: whether to divide each element of `grad` in place by the `grad_scale` of its row first.
         bad: optional output [], int32, set to 1 if the gradient of a stepped element is NaN or infinite.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU without Triton's interpreter. Use
-            `adamw_cpu` on the CPU.
+        ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU and Triton's interpreter is not in
+            use. Use `adamw_cpu` on the CPU.
     """
     check_step("adamw", state, table, grad)
     _launch(state, table, bad, grad=grad, unscale=unscale)
@@ -232,7 +234,7 @@ def add_rows_adamw(
 def adamw_reference(
     state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None
 ) -> None:
-    """Specification of `adamw`: the lines in the docstring of this file, on any device."""
+    """Specification of `adamw`: the formulas in the docstring of this file, computed on any device."""
     numel = state.param.numel()
     each = table.scalars[table.row_of_each(numel)].unbind(1)  # in the order of `Scalars`
     beta1, beta2, eps, decay, step_size, root_bias2, limit, factor, grad_scale, active = each
@@ -293,7 +295,7 @@ def _launch(
     unroll: int = 0,
     tree: bool = False,
 ) -> None:
-    """Launch the kernel with `grad`, with `grad` and `received` [S], or with rows `received` [W, S]."""
+    """Launch the kernel with `grad` [S], with `grad` and `received` [S], or with rows in `received` [W, S] only."""
     count, stride = (len(received), received.stride(0)) if grad is None and received is not None else (0, 0)
     launch(
         _adamw_kernel,
@@ -307,11 +309,11 @@ def _launch(
 
 
 def block_of(state: State, grad: Tensor | None, received: Tensor | None, *, unscale: bool = False) -> int:
-    """Return the number of elements per program with which each thread writes 16 bytes of the widest tensor.
+    """Return the number of elements per program for which each thread writes 16 bytes of the widest tensor.
 
-    Gradients are only read, so an fp32 gradient takes two accesses if the state is narrow. With moments in 8 bits,
-    `adamw` steps twice as many elements per thread. On an H200 this reaches 0.86 of the bandwidth of a copy instead of
-    0.72 (split24 weights, fp32 gradient, 2^27 elements).
+    Gradients are only read, so they do not count: if the state is narrow, a thread reads an fp32 gradient in two
+    accesses. If moments have 8 bits, each thread of `adamw` steps twice as many elements. On an H200, `adamw` then
+    reaches 0.86 of the bandwidth of a copy instead of 0.72 (split24 weights, fp32 gradient, 2^27 elements).
     """
     alone = received is None and not unscale
     return (1 + (alone and state.exp_avg.dtype is torch.int8)) * block_size(
@@ -320,7 +322,7 @@ def block_of(state: State, grad: Tensor | None, received: Tensor | None, *, unsc
 
 
 def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
-    """Check the arguments of a step. `grads` are gradients, or summands of a gradient.
+    """Check the arguments of a step. `grads` are the gradient, or the summands of the gradient.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU without Triton's interpreter.

@@ -1,8 +1,8 @@
-"""AdamW on the CPU by PyTorch's operator, with the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors.
+"""Run AdamW on the CPU by PyTorch's operator, with the bits of `torch.optim.AdamW(fused=True)` on the same tensors.
 
-On the CPU the operator is limited by memory bandwidth. If the stored form is not the computed form (split weights,
-narrow moments, a gradient that is a sum), the operator runs on chunks. A chunk stays in the cache until it is written,
-and no whole tensor is converted at once.
+On the CPU the operator is limited by memory bandwidth. Split weights, narrow moments and gradients that are sums have
+to be computed from stored tensors before the operator runs. In these cases, the operator runs on one chunk after the
+other. A chunk stays in the cache until it is written back, and no whole tensor is converted.
 
 Legend: `S` elements.
 """
@@ -31,15 +31,16 @@ from .state import State
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 19
-"""Number of elements per chunk, a multiple of 32 (see the README)."""
+"""Number of elements per chunk. The division into chunks changes no bit, because this is a multiple of 32 (see "Lengths
+on the CPU" in `kernels/README.md`)."""
 
 _NARROW_CHUNK = 1 << 17
-"""Number of elements per chunk with narrow moments. Decoding and encoding take a dozen temporaries as long as a chunk.
+"""Number of elements per chunk if moments are narrow. Decoding and encoding need a dozen temporaries of this length.
 """
 
 
 class _CpuMemory(dict[tuple[str, torch.dtype], Tensor]):
-    """The buffers of one thread."""
+    """The buffers that one thread keeps, by name and dtype."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # members of a set must be hashable
 
@@ -56,7 +57,7 @@ def chunk_nbytes(numel: int, *, split: bool, narrow: bool, sums: bool) -> int:
     """Return the bytes of the buffers that a thread keeps after steps.
 
     Args:
-        numel: number of elements of the longest state that one call steps.
+        numel: number of elements of the longest state that one call has stepped.
         split: whether weights are split.
         narrow: whether moments are narrow.
         sums: whether gradients are sums (`reduce_adamw_cpu`, `add_rows_adamw_cpu`).
@@ -66,16 +67,16 @@ def chunk_nbytes(numel: int, *, split: bool, narrow: bool, sums: bool) -> int:
 
 
 _TEMPORARIES = {"fp32": 0.0, "bf16": 25.0, "int8": 40.25}
-"""Peak of a step's temporary tensors in bytes per element of a chunk, for decoding and encoding moments."""
+"""Peak of the temporary tensors that decode and encode moments, in bytes per element of a chunk, for each format."""
 
 
 def temporary_nbytes(numel: int, moments: str) -> int:
-    """Return the peak of the temporary tensors of a step in bytes, for `numel` elements and a format of moments."""
+    """Return the peak in bytes of a step's temporary tensors, for `numel` elements and a format of moments."""
     return round(min(numel, _NARROW_CHUNK) * _TEMPORARIES[moments])
 
 
 class _Buffers(threading.local):
-    """Buffers that a thread keeps from step to step, because allocating pages takes as long as the step of a chunk."""
+    """Buffers that each thread keeps from step to step, because new pages would take as long as stepping a chunk."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, torch.dtype], Tensor] = _CpuMemory()
@@ -87,7 +88,9 @@ class _Buffers(threading.local):
         if buffer is None or len(buffer) < numel:
             with torch.inference_mode(False):  # later steps may run outside of inference mode
                 buffer = torch.empty(numel, dtype=dtype, device="cpu")
-            if type(buffer) is Tensor:  # a dispatch mode may create other types, which are invalid outside of it
+            # In a dispatch mode, the buffer may have another type. Such a buffer is invalid after the mode, and not
+            # kept.
+            if type(buffer) is Tensor:
                 self._kept[name, dtype] = buffer
         return buffer[:numel]
 
@@ -97,17 +100,17 @@ _buffers = _Buffers()
 
 @dataclass(frozen=True, kw_only=True)
 class CpuStep:
-    """Constants of one step."""
+    """The numbers of one step that are equal for all its elements."""
 
     number: float
     """Number of this update, from 1."""
 
     hyper: Hyper
     factor: float = 1.0
-    """Factor of gradients, which is not applied in memory."""
+    """Factor by which gradients are multiplied. The products are not written back."""
 
     grad_scale: float | None = None
-    """Divisor of gradients, which is applied first, also in memory."""
+    """Divisor of gradients, which is applied before `factor`. The quotients are written back."""
 
     table: Table | None = None
     """Table with the keys of stochastic rounding. Narrow moments need it."""
@@ -128,7 +131,7 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
 
     Args:
         state: weights and moments [S], all in fp32, fp64, bf16 or fp16, or in the narrow formats.
-        grad: gradient [S] in the dtype of the weights. For weights that are computed in fp32 also bf16 or fp16.
+        grad: gradient [S] in the dtype of the weights. If weights are computed in fp32, it may also be bf16 or fp16.
         step: constants of the step.
         bad: optional output [], int32, set to 1 if the gradient has a NaN or infinity.
 
@@ -189,7 +192,7 @@ def add_rows_adamw_cpu(
 
 
 def _chunk_of(state: State) -> int:
-    """Return the number of elements of a state that are stepped at a time."""
+    """Return the number of elements per chunk of a state."""
     narrow = not state.exact and state.exp_avg.dtype != torch.float32
     return _NARROW_CHUNK if narrow else _CHUNK
 
@@ -197,7 +200,7 @@ def _chunk_of(state: State) -> int:
 def _sums(
     additions: Iterable[Callable[[Tensor], None]], state: State, weight: torch.dtype, bad: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yield the gradient of each chunk of a state. Each of `additions` writes one gradient, to the same memory."""
+    """Yield the gradient of each chunk of a state. Each of `additions` writes one of them, all to the same memory."""
     for piece, add in zip(state.split(_chunk_of(state)), additions, strict=True):
         total = _buffers.of("sums", len(piece.param), weight)
         add(total)
@@ -206,7 +209,7 @@ def _sums(
 
 
 def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
-    """Return a chunk of a gradient in the dtype of the weights, divided by its scale. `given` is divided too."""
+    """Return the chunk `given` of a gradient in the dtype of the weights, divided by its scale. Divide `given` too."""
     wide = given.to(weight)
     if step.grad_scale is not None:
         wide.div_(_constant(step.grad_scale))
@@ -216,7 +219,7 @@ def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
 
 
 def _look(grad: Tensor, bad: Tensor | None) -> None:
-    """Set `bad` if a gradient has a NaN or infinity. If the sum is finite, all elements are finite."""
+    """Set `bad` to 1 if a gradient has a NaN or infinity. If the sum is finite, all elements are finite."""
     if bad is not None and not grad.sum().isfinite() and not grad.isfinite().all():
         bad.fill_(1)
 
@@ -241,7 +244,7 @@ def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None
 
 
 def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return a function that steps by PyTorch's operator. With a scale, it writes the divided gradient back."""
+    """Return a function that steps by PyTorch's operator. With a scale, it also writes the divided gradient back."""
     number, scale = _constant(step.number), None if grad_scale is None else _constant(grad_scale)
     options: dict[str, Any] = step.hyper._asdict()
     del options["max_update"]
@@ -259,7 +262,7 @@ def _constant(value: float) -> Tensor:
 
 
 def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return a function that steps with PyTorch's moments and clamps updates to `max_update` learning rates."""
+    """Return a function that steps moments by PyTorch's operator, and weights by at most `lr * max_update`."""
     lr, beta1, beta2, eps, weight_decay, max_update = step.hyper
     still = _operator(replace(step, hyper=step.hyper._replace(lr=0.0, weight_decay=0.0)))
 
@@ -276,7 +279,7 @@ def _check(who: str, state: State, step: CpuStep, *grads: Tensor) -> torch.dtype
     """Check the arguments of a step. Return the dtype in which weights are computed.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not match, or narrow moments have no table.
+        ValueError: shapes, devices or dtypes do not match, or moments are narrow and `step` has no table.
     """
     state.check(who)
     weight = torch.float32 if state.low is not None else state.param.dtype

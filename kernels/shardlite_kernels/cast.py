@@ -1,6 +1,6 @@
 """Cast a whole flat tensor with one rounding, for example from master weights to the compute dtype.
 
-Bytes per element: `source` is read once, `out` is written once: 6 from fp32 to bf16.
+Bytes per element: `source` is read once and `out` is written once, which is 6 from fp32 to bf16.
 Legend: `S` elements.
 """
 
@@ -41,8 +41,9 @@ def _cast_kernel(
 def cast(out: Tensor, source: Tensor) -> None:
     """Write `source` into `out`, rounded once to nearest even.
 
-    PyTorch rounds fp64 to bf16 or fp16 twice, through fp32, which is off by one unit if the first rounding gives a tie.
-    Here fp64 is rounded to fp32 by rounding to odd, which never gives a tie.
+    PyTorch rounds fp64 to bf16 or fp16 twice: first to fp32. If this first rounding gives a tie, the result may be off
+    by one unit in the last place. This function rounds fp64 to fp32 by rounding to odd instead, which never gives a
+    tie.
 
     Args:
         out: output [S], fp32, bf16, fp16 or fp64.
@@ -69,7 +70,7 @@ def cast_reference(out: Tensor, source: Tensor) -> None:
     if _takes_two(out, source):
         digits, smallest = (8, -133) if out.dtype == torch.bfloat16 else (11, -24)
         last_place = (torch.frexp(source).exponent - digits).clamp(min=smallest).double()
-        source = (source * 2.0**-last_place).round() * 2.0**last_place  # products are exact, `round` is half to even
+        source = (source * 2.0**-last_place).round() * 2.0**last_place  # both products are exact
     out.copy_(source)
 
 

@@ -1,12 +1,14 @@
-"""Ring reductions inside one kernel, over memory to which neighbours write. `signals.py` describes the protocol.
+"""Run ring reductions inside one kernel. Each rank writes its messages directly into memory of the next rank.
+`signals.py` describes the protocol.
 
     ring_reduce_scatter   out = the mean of this rank's segment over all ranks, cast
     ring_reduce_adamw     the same, but the mean is the gradient of an AdamW step and is never written
 
-One launch runs all hops. Each program moves some blocks of each segment through all steps, with `D - 1` messages in
-flight: while one message is summed, the next ones are transferred. In step `t` of a reduction, rank `r` adds its own
-summand to the partial sum of segment `r - 1 - t`, received from rank `r - 1`, and writes the sum directly to a slot of
-rank `r + 1`. The first step only sends. The last step only receives, and completes this rank's own segment:
+One launch runs all hops. Each program moves some blocks of each segment through all steps. `D - 1` messages of a
+program are in flight: while one message is summed, the next messages are transferred. In step `t` of a reduction, rank
+`r` adds its own summand to the partial sum of segment `r - 1 - t`, received from rank `r - 1`, and writes the sum
+directly to a slot of rank `r + 1`. The first step only sends. The last step only receives, and completes this rank's
+own segment:
 
     W=3   t=0                t=1                  t=2
     r=0   sends part of 2    adds to 1, sends     adds to 0
@@ -14,12 +16,12 @@ rank `r + 1`. The first step only sends. The last step only receives, and comple
     r=2   sends part of 1    adds to 0, sends     adds to 2
 
 So segment `k` is added in the order `k+1, k+2, ..., k`, for any number of programs. `full` is only read, so `out` may
-be this rank's segment of it.
+be this rank's segment of `full`.
 
-Bytes per element of a segment, with `g` bytes for the gradient, `w` for messages, `o` for the result and `s` for a
-state: the first step moves `g + w`, each middle step `g + 2*w`, and the last step `g + w + o`, or with AdamW
-`g + w + 2*s + 1/16`. In fp32 these are 8, 12 and 12, together `12*W - 4` for `W` ranks. In each step except the last,
-`w` bytes cross a link.
+Bytes per element of a segment, if an element has `g` bytes in the gradient, `w` in messages, `o` in the result and `s`
+in a state: the first step moves `g + w`, each middle step `g + 2*w`, and the last step `g + w + o`, or with AdamW
+`g + w + 2*s + 1/16`. In fp32 these are 8, 12 and 12, which is `12*W - 4` in total for `W` ranks. In each step except
+the last, `w` bytes cross a link.
 
 Legend: `W` ranks, `S` elements per segment, `P` programs, `D` slots per program, `G = ceil(S / 32)` groups.
 """
@@ -58,22 +60,24 @@ from .state import State
 _WIRES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _AMD = torch.version.hip is not None
 _UNSPECIALIZED = ("rank", "world", "epoch", "limit", "blocks")
-"""Arguments that Triton must not specialize. Otherwise a rank would recompile while its neighbours wait."""
+"""Arguments for whose values Triton must not compile special versions. Otherwise a rank would recompile while its
+neighbours wait."""
 
 
 @jit
 def wrapped(rank: tl.tensor, world: tl.tensor) -> tl.tensor:
-    """Return `rank` modulo `world`, for ranks of at least `-world`. Triton's `%` leaves negative numbers negative."""
+    """Return `rank`, or `rank + world` if `rank` is negative. Triton's `%` would leave negative numbers negative."""
     return tl.where(rank < 0, rank + world, rank)
 
 
 @jit
 def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
-    """Return the message, the step, and the numbers of the sent and the received message of a program's action.
+    """Return four numbers for an action of a program: its message, its step, its sent and its received message.
 
-    The message is an index within the step. The other two numbers are indices within the launch. The number of the sent
-    message is meaningless in the last step, and that of the received message in the first step. Batches of `DEPTH - 1`
-    messages go through all steps one after the other. The last batch may be smaller.
+    The first number is the index of the message within the step. The numbers of the sent and the received message are
+    indices within the launch. The last step sends nothing and the first step receives nothing, so these numbers are
+    meaningless there. One batch of `DEPTH - 1` messages after the other goes through all steps. The last batch may be
+    smaller.
     """
     done = action // (world * (DEPTH - 1)) * (DEPTH - 1)
     batch = tl.minimum(messages - done, DEPTH - 1)
@@ -83,7 +87,7 @@ def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl
 
 
 class Links(NamedTuple):
-    """Memory to which ranks write for each other. All tensors are int64."""
+    """Addresses of the memory to which ranks write for each other. All tensors are int64."""
 
     slot_table: Tensor
     """Addresses of each rank's slots [W]."""
@@ -92,17 +96,17 @@ class Links(NamedTuple):
     """Addresses of each rank's flags [W]."""
 
     error: Tensor
-    """Error word of this rank [1]."""
+    """The error word of this rank [1], to which its programs write their failure."""
 
 
 class Result(NamedTuple):
     """Outputs of the last step other than a state."""
 
     out: Tensor | None
-    """The mean [S]. `None`: the mean is the gradient of a step and is not written."""
+    """Output for the mean [S]. `None`: the mean is the gradient of a step and is not written."""
 
     bad: Tensor | None
-    """[], int32, set to 1 if the gradient of a step is not finite."""
+    """Output [], int32, which is set to 1 if the gradient of a step is not finite."""
 
 
 @partial(jit, unspecialized=_UNSPECIALIZED)
@@ -126,12 +130,12 @@ def _ring_reduce_scatter_kernel(
 ) -> None:
     program, programs = tl.program_id(0), tl.num_programs(0)
     after, before = wrapped(rank + 1 - world, world), wrapped(rank - 1, world)
-    numel = blocks * BLOCK  # of a message
+    numel = blocks * BLOCK  # elements per message
     flags_ptr, to_before_ptr = flags_of(links.flag_table, rank), flags_of(links.flag_table, before) + FREED
     to_after_ptr = flags_of(links.flag_table, after)
     slots_ptr = slots_of(links.slot_table, rank, DEPTH * numel, WIRE)
     slots_after_ptr = slots_of(links.slot_table, after, DEPTH * numel, WIRE)
-    messages = (tl.cdiv(n, numel) - program + programs - 1) // programs  # of this program, in each step
+    messages = (tl.cdiv(n, numel) - program + programs - 1) // programs  # messages of this program per step
     last = world - 1
 
     zero = epoch.to(tl.int64) << 32  # the flag of this epoch with a count of 0
@@ -142,9 +146,9 @@ def _ring_reduce_scatter_kernel(
         if step > 0:
             patience = await_flag(flags_ptr, zero + received + 1, step, NOTHING_ARRIVED, patience)
         if step < last:
-            freed = zero + tl.maximum(sent - DEPTH + 1, 0)  # when message `sent` may be written
+            freed = zero + tl.maximum(sent - DEPTH + 1, 0)  # the flag at which message `sent` may be written
             patience = await_flag(flags_ptr + FREED, freed, step, NOTHING_FREED, patience)
-        end = tl.where(patience > 0, n, 0)  # after a failure no memory is accessed
+        end = tl.where(patience > 0, n, 0)  # 0 after a failure, so that no memory is accessed
         start = (message * programs + program).to(tl.int64) * numel
         for block in tl.range(0, tl.cdiv(tl.minimum(n - start, numel), BLOCK), disable_licm=True):
             line = tl.arange(0, BLOCK // GROUP)[:, None]
@@ -181,14 +185,14 @@ def ring_reduce_scatter(
     """Sum segment `rank` of `full` over all ranks, divide the sum by `divisor`, and write it to `out`.
 
     Summands are added in fp32. Partial sums are rounded to `wire`, and the quotient to the dtype of `out`. The kernel
-    waits for neighbours up to a limit. If the limit was exceeded, `ring_failure(peers.error)` returns the failure, and
-    `out` is undefined.
+    waits for neighbours, but not longer than a limit. After a wait beyond this limit, `ring_failure(peers.error)`
+    returns a description of the failure, and `out` is undefined.
 
     Args:
         out: output [S], fp32, bf16 or fp16.
         full: [W*S], fp32, bf16 or fp16.
         peers: memory of all ranks.
-        epoch: number of the launch, equal on all ranks and larger than in any earlier launch.
+        epoch: number of the launch, which is equal on all ranks and larger than in any earlier launch.
         divisor: from 1 to 2^24.
         wire: dtype of partial sums between ranks.
 
@@ -213,10 +217,10 @@ def ring_reduce_adamw(
     wire: torch.dtype = torch.float32,
     bad: Tensor | None = None,
 ) -> None:
-    """Step `state` by the gradient that `ring_reduce_scatter` would write in fp32. The gradient is in registers only.
+    """Step `state` by the gradient that `ring_reduce_scatter` would write in fp32. The gradient is never stored.
 
     Other ranks may launch `ring_reduce_scatter` with an fp32 `out` instead, because the messages are the same. After a
-    failure, as in `ring_reduce_scatter`, only some elements are stepped.
+    failure (see `ring_reduce_scatter`), only some elements have been stepped.
 
     Args:
         state: weights and moments [S], which are stepped in place.
@@ -233,7 +237,7 @@ def ring_reduce_adamw(
     """
     who = "ring_reduce_adamw"
     check_step(who, state, table)
-    block = block_size(torch.empty(0))  # with more elements per thread, registers would be spilled
+    block = block_size(torch.empty(0))  # that of fp32: with more elements per thread, registers would be spilled
     _launch(who, full, peers, state.param.numel(), (Result(None, bad), state, table), block, epoch, divisor, wire)
 
 
@@ -261,7 +265,7 @@ def ring_reduce_adamw_reference(
 
 
 def _before_the_last(fulls: Sequence[Tensor], rank: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the partial sum [S] of segment `rank` that its owner receives, and the owner's summand [S]."""
+    """Return the partial sum [S] that `rank` receives for its own segment in the last step, and its own summand [S]."""
     segments = [full.view(len(fulls), -1)[rank] for full in fulls]
     order = [*segments[rank + 1 :], *segments[: rank + 1]]
     partial_sum = order[0].to(wire)
@@ -310,9 +314,9 @@ def _launch(
 
 
 def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int, int]:
-    """Return the number of blocks per message and the number of programs, which are equal on all ranks.
+    """Return the number of blocks per message and the number of programs. Both are equal on all ranks.
 
-    A message fills a slot, unless it must be shorter so that each program has at least `D` messages.
+    A message is as large as a slot, or smaller if programs would otherwise have fewer than `D` messages each.
     """
     most = peers.slot_nbytes // (block * itemsize)
     if not most:

@@ -1,7 +1,8 @@
-"""One hop of a ring reduction: the received partial sum plus this rank's own part, optionally divided.
+"""Run one hop of a ring reduction: add this rank's own summand to the received partial sum, and optionally divide.
 
-Bytes per element: `received` and `own` are read once, `out` is written once: 12 in fp32, 6 in bf16. Statistics of `out`
-add only 8 bytes per block, because its elements are in registers, or on the CPU in the cache.
+Bytes per element: `received` and `own` are read once and `out` is written once, which is 12 in fp32 and 6 in bf16.
+Statistics of `out` add only 8 bytes per block, because the elements of `out` are still in registers, or on the CPU in
+the cache.
 Legend: `S` elements, `P` rows of statistics (`stats.py`).
 """
 
@@ -16,12 +17,12 @@ from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
 from .rounding import as_stored, load_wide, store_rounded
 from .stats import check_stats, stats_block, stats_cpu, stats_reference, store_row
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in any mixture
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)  # these dtypes may be mixed, and are added in fp32
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 NATIVE_DTYPES = (torch.float64, *_INTEGERS)
 """Dtypes whose sums are computed in the dtype itself, instead of in fp32."""
 
-LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
+LARGEST_DIVISOR = 2**24  # every integer up to this one is exact in fp32
 
 
 @jit
@@ -41,7 +42,7 @@ def write_mean(
     With `NATIVE` the sum already has the dtype of `out_ptr`, otherwise it is fp32.
     """
     if DIVIDE and NATIVE:
-        total = total / divisor  # fp64 only, whose division is correctly rounded
+        total = total / divisor  # only for fp64, whose division is correctly rounded
     elif DIVIDE:
         total = tl.div_rn(total, divisor)  # a plain `/` is off by up to two units in the last place
     store_rounded(out_ptr, offsets, total, mask)
@@ -71,8 +72,9 @@ def _hop_kernel(
 def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
     """Write `(received + own) / divisor` into `out`, which may share memory with `received` or `own`.
 
-    fp32, bf16 and fp16, in any mixture, are added and divided in fp32 and rounded once to the dtype of `out`. fp64 and
-    integers are added in their own dtype, which all three tensors must have. Integers wrap around.
+    Tensors in fp32, bf16 and fp16, in any mixture, are added and divided in fp32. The quotient is rounded once to the
+    dtype of `out`. Tensors in fp64 or an integer dtype are added in this dtype, which all three tensors must have.
+    Integers wrap around.
 
     Args:
         out: output [S].
@@ -89,7 +91,7 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
     if not use_triton(out):
         hop_cpu(*tensors, divisor)
         if stats is not None:
-            stats_cpu(out, stats)  # a separate pass, because several calls per cached chunk would take longer
+            stats_cpu(out, stats)  # a separate pass takes less time than several calls per chunk
         return
     block = block_size(*tensors) if stats is None else stats_block(out)
     flags = {"NATIVE": out.dtype in NATIVE_DTYPES, "DIVIDE": divisor > 1, "STATS": stats is not None}
@@ -116,7 +118,7 @@ def divided_reference(total: Tensor, divisor: int) -> Tensor:
 
 
 def dtype_of_sums(out: Tensor) -> torch.dtype:
-    """Return the dtype in which a sum is computed before it is rounded to the dtype of `out`."""
+    """Return the dtype in which a sum is computed, before the sum is rounded to the dtype of `out`."""
     return out.dtype if out.dtype in NATIVE_DTYPES else torch.float32
 
 

@@ -1,9 +1,9 @@
-"""Compile and launch kernels. Only this file checks whether Triton is installed, and whether a kernel or PyTorch runs.
+"""Compile and launch kernels. Only this file looks for Triton, and chooses between Triton and PyTorch.
 
 Triton has wheels for Linux only. Without Triton this package can be imported and supports CPU tensors.
 
-With `TRITON_INTERPRET=1` in the environment (read once by Triton, at import) kernels run on CPU tensors in Triton's
-interpreter. This is slow but gives the bits of the compiled kernels, so that they can be tested without a GPU.
+If the environment has `TRITON_INTERPRET=1` when Triton is imported, kernels run on CPU tensors in Triton's interpreter.
+The interpreter is slow but gives the bits of the compiled kernels, so that kernels can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CPU_CHUNK = 1 << 16
 """Number of elements that a CPU path processes at a time, so that temporaries (256 KB) stay in the cache of a core."""
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-_THREADS = 256  # per program
+_THREADS = 256  # of one program
 _THREADS_PER_WARP = 64 if torch.version.hip else 32
-_BYTES_PER_ACCESS = 16  # the widest access of a thread
-_INTERPRETED_BLOCK = 16384  # the interpreter takes about 1 ms per program of any size
+_BYTES_PER_ACCESS = 16  # of the widest access of a thread
+_INTERPRETED_BLOCK = 16384  # large, because the interpreter takes about 1 ms per program of any size
 
 
 def jit(function: Callable[..., Any], *, unspecialized: Sequence[str] = ()) -> Any:
@@ -46,7 +46,7 @@ def jit(function: Callable[..., Any], *, unspecialized: Sequence[str] = ()) -> A
 
 
 def constexpr(value: int) -> Any:
-    """Return a global number in a form that kernels can read. They cannot read plain globals."""
+    """Return a number as a global that kernels can read. Kernels cannot read plain Python globals."""
     return value if triton is None else tl.constexpr(value)
 
 
@@ -74,7 +74,7 @@ def check_flat(
         who: name of the calling function, for the error.
         name: name of the tensor, for the error.
         tensor: tensor to check.
-        dtypes: allowed dtypes. `None`: all are allowed.
+        dtypes: allowed dtypes. `None`: all dtypes are allowed.
         numel: required length. `None`: length and device are not checked.
         device: required device.
 
@@ -101,7 +101,7 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def block_size(*tensors: Tensor) -> int:
-    """Return the number of elements per program with which each thread moves 16 bytes of the widest of `tensors`.
+    """Return the number of elements per program for which each thread moves 16 bytes of the widest of `tensors`.
 
     With more elements per thread, Triton would exchange values between threads through shared memory, because narrow
     and wide tensors would need different layouts. Fewer elements would waste bandwidth.
@@ -117,17 +117,17 @@ def launch(
     """Run `kernel(*args, n, BLOCK=block, ...)` with one program per `block` of the `n` elements.
 
     The kernel runs on the device of `args[0]`, which is a tensor or a tuple that begins with a tensor. If `n` is
-    divisible by 16 and tensors are aligned to 16 bytes, Triton compiles vector accesses, otherwise slower scalar ones
-    with the same results.
+    divisible by 16 and all tensors are aligned to 16 bytes, Triton compiles vector accesses. Otherwise it compiles
+    scalar accesses, which are slower but give the same results.
 
     Args:
         kernel: the compiled kernel.
         args: positional arguments of the kernel before `n`.
         n: number of elements per row.
         block: number of elements per program.
-        rows: number of rows, up to 65535. The second index of a program is its row.
-        together: number of programs that must all run at once, because they wait for programs of other devices. If
-            the GPU has no room for them, the launch fails.
+        rows: number of rows, up to 65535. The second index of a program (`program_id(1)`) is its row.
+        together: number of programs that must all run at once, because they wait for programs of other devices. If the
+            GPU has no room for all of them, the launch fails.
         constexprs: compile-time constants of the kernel.
 
     Raises:
@@ -139,7 +139,7 @@ def launch(
     if n * rows == 0:
         return
     with torch.cuda.device(device if device.type == "cuda" else -1):  # -1 keeps the current device
-        # Fusing multiplications with additions changes bits, and its default differs between versions of Triton.
+        # Fusing multiplications with additions changes bits, and versions of Triton have different defaults for it.
         options = {"num_warps": _THREADS // _THREADS_PER_WARP, "enable_fp_fusion": False}
         if together is not None and not INTERPRET:
             options["launch_cooperative_grid"] = True

@@ -1,4 +1,4 @@
-"""Formats of Adam's moments: fp32, bf16, or 8-bit codes with an exponent per 32 elements.
+"""Store Adam's moments in one of three formats: fp32, bf16, or 8-bit codes with one exponent per 32 elements.
 
 | format | first moment | second moment | bytes for both |
 |---|---|---|---|
@@ -8,15 +8,17 @@
 
 With `beta2 = 0.999` the second moment decays by a thousandth per step. This is less than half a unit of both narrow
 formats, so with rounding to nearest it would never decrease when gradients become smaller. With stochastic rounding it
-does, because the mean of the result is the exact number. The square root makes the steps between codes fine for small
-numbers. Zero is not a code of the second moment, because updates are divided by its root. Codes of the first moment are
-at most 127 in magnitude. Codes of the second moment are from 1 to 255.
+decreases, because the mean of the rounded numbers is the exact number. Codes are proportional to square roots, so the
+steps between the codes of small numbers are small. Zero is not a code of the second moment, because updates are divided
+by the root of the second moment. Codes of the first moment are at most 127 in magnitude. Codes of the second moment are
+from 1 to 255.
 
-`2^k` is the smallest power of two that is not below any magnitude in a group. For the second moment, it is not below
-any square root in the group. It is stored as the exponent of an fp32 number, in one byte. So every value of the format
-is exact in fp32, and encoding it again, rounded to nearest, gives the same code: a checkpoint in fp32 is lossless. A
-NaN, an infinity or a magnitude above 2^126 turns the whole group into NaN. For the second moment, so does a root above
-about 2^64, whose square exceeds fp32.
+For the first moment, `2^k` is the smallest power of two that is not below any magnitude in the group of 32 elements.
+For the second moment, it is the smallest power of two that is not below any square root in the group. `k` is stored as
+the exponent of an fp32 number, in one byte. So every value of the format is exact in fp32, and encoding this fp32
+number again, rounded to nearest, gives the same code. A checkpoint in fp32 is therefore lossless. A NaN, an infinity or
+a magnitude above 2^126 turns the whole group into NaN. In the second moment, a root above about 2^64 does the same,
+because its square exceeds the largest fp32 number.
 
 Legend: `S` elements, `G = ceil(S / 32)` groups.
 """
@@ -32,7 +34,7 @@ from .rounding import load_fp32, store_rounded
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """Dtype of the first moment in each format."""
 
-_NAN = 255  # the exponent of a group that is NaN
+_NAN = 255  # the exponent of a group whose values are all NaN
 
 
 # ---- on the device ------------------------------------------------------------------------------------------------
@@ -40,14 +42,14 @@ _NAN = 255  # the exponent of a group that is NaN
 
 @jit
 def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """Return `2^k` of a biased exponent: 0 for the exponent 0, NaN for 255."""
+    """Return `2^k`, given a biased exponent. The result is 0 for the exponent 0, and NaN for the exponent 255."""
     bits = tl.where(exponent == 255, 0x7FC00000, exponent.to(tl.int32) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @jit
 def inverse_of(exponent: tl.tensor) -> tl.tensor:
-    """Return `2^-k` of a biased exponent: 0 for the exponent 255."""
+    """Return `2^-k`, given a biased exponent. The result is 0 for the exponent 255."""
     return tl.where(exponent == 255, 0, (254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
@@ -72,25 +74,26 @@ def encode_avg(m: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     q = tl.sqrt(tl.abs(m) * inverse_of(exponent)) * 127 + 0.5
     q = tl.where(exponent == 255, 0.0, q)
     sign = m.to(tl.int32, bitcast=True) & -0x80000000
-    return (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int8)  # towards zero
+    # The conversion to int8 rounds towards zero.
+    return (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int8)
 
 
 @jit
 def decode_sq(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     """Return the second moment in fp32."""
-    unit = power_of_two(exponent) * (1 / 255)  # a subnormal one is rounded, but squares of its multiples are zero
+    unit = power_of_two(exponent) * (1 / 255)  # a subnormal unit is rounded, but the squares of its multiples are zero
     root = code.to(tl.float32) * unit
     return root * root
 
 
 @jit
 def encode_sq(root: tl.tensor, exponent: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """Return the codes of a second moment with this square root, uint8, rounded stochastically."""
+    """Return the codes of second moments, uint8, given their square roots. The codes are rounded stochastically."""
     y = root * inverse_of(exponent) * 255
     q = tl.floor(y)
-    uniform = (random >> 8).to(tl.int32).to(tl.float32)  # over 2^24
+    uniform = (random >> 8).to(tl.int32).to(tl.float32)  # 2^24 times a uniform number
     q += tl.where(y * y - q * q > uniform * tl.fma(q, 2**-23, 2**-24), 1.0, 0.0)
-    return tl.maximum(q, 1.0).to(tl.uint8)  # the maximum is 1 if q is NaN; q is at most 255
+    return tl.maximum(q, 1.0).to(tl.uint8)  # 1 if `q` is NaN; `q` is at most 255
 
 
 @jit
@@ -140,7 +143,7 @@ def store_sq(
     mask: tl.tensor,
     in_group: tl.tensor,
 ) -> None:
-    """Store second moments, whose square root is `root`, in their format. Narrow formats need random bits."""
+    """Store second moments `v`, whose square roots are `root`, in their format. Narrow formats need random bits."""
     if state.sq_exponent is not None:
         exponent = exponent_of(root)
         tl.store(state.exp_avg_sq + offsets, encode_sq(root, exponent, random), mask=mask)
@@ -160,11 +163,11 @@ def decode(avg: Tensor, sq: Tensor, avg_exponent: Tensor | None, sq_exponent: Te
     Args:
         avg: stored first moment [S].
         sq: stored second moment [S].
-        avg_exponent: exponents of the codes in `avg` [G], else `None`.
-        sq_exponent: exponents of the codes in `sq` [G], else `None`.
+        avg_exponent: exponents of the codes in `avg` [G]. `None` if `avg` has no codes.
+        sq_exponent: exponents of the codes in `sq` [G]. `None` if `sq` has no codes.
 
     Returns:
-        First and second moment [S]. If they are exact, `avg` and `sq` themselves.
+        First and second moment [S]. If the stored moments are exact, these are `avg` and `sq` themselves.
     """
     if avg_exponent is None or sq_exponent is None:
         narrow = avg.dtype == torch.bfloat16
@@ -190,10 +193,10 @@ def encode(
         v: second moment [S], fp32.
         avg: output [S]: stored first moment.
         sq: output [S]: stored second moment.
-        avg_exponent: output [G]: exponents of the codes in `avg`, else `None`.
-        sq_exponent: output [G]: exponents of the codes in `sq`, else `None`.
-        random: random bits [S], int32, with which the second moment is rounded stochastically. `None`: it is rounded to
-            nearest.
+        avg_exponent: output [G]: exponents of the codes in `avg`. `None` if the format has no codes.
+        sq_exponent: output [G]: exponents of the codes in `sq`. `None` if the format has no codes.
+        random: random bits [S], int32, with which the second moment is rounded stochastically. `None`: the second
+            moment is rounded to nearest.
     """
     if avg_exponent is not None and sq_exponent is not None:
         _encode_avg(m, avg, avg_exponent)
@@ -232,7 +235,7 @@ def _encode_sq(v: Tensor, sq: Tensor, exponents: Tensor, random: Tensor | None) 
 
 def _round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
     bits = x.view(torch.int32)
-    rounded = (bits + (random & 0xFFFF)) >> 16  # wraps around for some NaNs only
+    rounded = (bits + (random & 0xFFFF)) >> 16  # only the addition to some NaNs overflows
     return torch.where(x.isnan(), (bits >> 16) | 0x40, rounded).to(torch.int16).view(torch.bfloat16)
 
 
@@ -255,7 +258,7 @@ def _powers(exponents: Tensor) -> Tensor:
 
 
 def _inverses(exponent: Tensor) -> Tensor:
-    """Return the inverses of the powers of two [G] for biased exponents [G]: 0 for groups that are NaN."""
+    """Return the inverses of the powers of two [G] for biased exponents [G]. The inverse for NaN groups is 0."""
     return ((254 - exponent).clamp(min=0) << 23).to(torch.int32).view(torch.float32)
 
 

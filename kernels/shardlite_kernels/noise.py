@@ -1,13 +1,13 @@
-"""Random bits as a function of the parameter, of its step, and of an element's position in it.
+"""Compute random bits from a parameter, the number of its step, and the position of an element in the parameter.
 
 So stochastic rounding depends neither on the number of ranks nor on how memory is divided into launches. A run that
 resumes from a checkpoint has the same bits as an uninterrupted run.
 
     bits = mix(position * GOLDEN + key)        key = mix(step, number of the parameter) - start * GOLDEN
 
-`position` counts elements in an arena, `start` is the position of the parameter's first element. `mix` is the finalizer
-of MurmurHash3 (Appleby, public domain): each bit of its input changes each bit of its output half of the time. All
-arithmetic is on unsigned 32-bit integers.
+`position` counts elements in an arena (the buffer of many parameters), and `start` is the position of the parameter's
+first element. `mix` is the finalizer of MurmurHash3 (Appleby, public domain): each bit of its input changes each bit of
+its output half of the time. All arithmetic is on unsigned 32-bit integers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .launch import constexpr, jit, tl
 
-GOLDEN = 0x9E3779B1  # 2^32 divided by the golden ratio, made odd: spreads neighbouring positions
+GOLDEN = 0x9E3779B1  # 2^32 divided by the golden ratio, made odd; it spreads neighbouring positions
 _STEP, _NUMBER = 0x85EBCA77, 0xC2B2AE3D  # two different odd numbers
 _FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35  # the factors of MurmurHash3's finalizer
 _TL_GOLDEN, _TL_FIRST, _TL_SECOND = constexpr(GOLDEN), constexpr(_FIRST), constexpr(_SECOND)
@@ -38,20 +38,20 @@ def random_bits_reference(position: Tensor, key: Tensor) -> Tensor:
 
 
 def random_bits_by_group(keys: Tensor, first: int, group: int) -> Tensor:
-    """Return random bits [G * group] for `group` positions per key in `keys` [G], int64. Positions begin at `first`."""
+    """Return random bits [G * group] of positions from `first` on. Each of `keys` [G], int64, has `group` positions."""
     starts = torch.arange(first, first + len(keys) * group, group, device=keys.device)
     within = (torch.arange(group, device=keys.device) * GOLDEN).to(torch.int32)
     return _mix((starts * GOLDEN + keys).to(torch.int32).unsqueeze(1) + within).view(-1)
 
 
 def keys(steps: Tensor, numbers: Tensor, starts: Tensor) -> Tensor:
-    """Return the keys of parameters for one update each.
+    """Return one key per parameter, for one update of this parameter.
 
     Args:
         steps: numbers of the updates [R].
         numbers: numbers that identify the parameters [R], int64.
-        starts: position of the first element of each parameter [R], int64. It is negative if the element is on another
-            rank.
+        starts: position of the first element of each parameter [R], int64. A position is negative if this element is on
+            another rank.
 
     Returns:
         [R], int32, on the device of `steps`.
@@ -61,7 +61,7 @@ def keys(steps: Tensor, numbers: Tensor, starts: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Mix the bits of int32 numbers. Conversions to int32 keep the lowest bits, and products wrap around."""
+    """Mix the bits of int32 numbers. Conversions to int32 keep the lowest 32 bits, and products wrap around."""
     x = (x ^ _shift(x, 16)) * _signed(_FIRST)
     x = (x ^ _shift(x, 13)) * _signed(_SECOND)
     return x ^ _shift(x, 16)

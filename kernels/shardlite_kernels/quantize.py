@@ -1,22 +1,24 @@
-"""Quantize blocks of 32 numbers to 32 8-bit codes and one scale: 33 bytes, which decode exactly to fp32 and bf16.
+"""Quantize each block of 32 numbers to 32 8-bit codes and one scale: 33 bytes, which decode to fp32 and bf16 exactly.
 
     step  = 2^(scale - 133)                 scale = the exponent bits, as in fp32, of the largest |x| in the block
     code  = x / step, to nearest even       from -127 to 127; the largest |x| has a code of 64 or more
     value = code * step
 
 This is MXINT8 of the OCP Microscaling Formats (version 1.0, 2023), without the code -128. A scale is a power of two, so
-only the codes are rounded. A value has 7 bits, which fit in bf16. For a scale of 0 the step is 2^-133, the smallest
-bf16 number. So decoding is exact in fp32 and bf16, and encoding the result gives the same codes and scales. fp16 values
-are rounded once, which is exact for blocks whose largest number is from 2^-18 to 65504.
+only the codes are rounded. The magnitude of a code has 7 bits, which fit into the mantissa of bf16. For a scale of 0
+the step is 2^-133, the smallest bf16 number. So decoding to fp32 and bf16 is exact, and encoding the result gives the
+same codes and scales. Decoding to fp16 rounds once, and is exact if the largest number of the block is from 2^-18 to
+65504.
 
-The error of an element is at most half a step, which is 1/128 of the largest |x| in the block. Elements above 127.5
-steps have an error of less than one step, which is 1/127.5 of their magnitude. In blocks below 2^-126 the error is at
-most 2^-134.
+The error of an element is at most half a step, which is 1/128 of the largest |x| in the block. Only elements above
+127.5 steps have a larger error, of less than one step, which is 1/127.5 of their magnitude. In blocks whose elements
+are all below 2^-126, the error is at most 2^-134.
 
 A block with a NaN or infinity has the scale 255 and codes of zero, and decodes to NaN as a whole, so that the error
 stays visible. -0 becomes 0.
 
-Bytes per element: from fp32 `quantize` moves 5.03, from bf16 3.03; `dequantize` to fp32 5.03, to bf16 or fp16 3.03.
+Bytes per element: `quantize` moves 5.03 from fp32, and 3.03 from bf16 or fp16; `dequantize` moves 5.03 to fp32, and
+3.03 to bf16 or fp16.
 Legend: `S` elements per row, `W` rows.
 """
 
@@ -41,9 +43,10 @@ def _quantize_kernel(
     blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
     offsets = blocks * GROUP + tl.arange(0, GROUP)[None, :]
     x = load_fp32(source_ptr, offsets, offsets < n)
-    # The bits of positive floats have the order of the floats. Infinity and NaN are the largest: 255 after the shift.
+    # As integers, the bits of positive floats have the order of the floats. Infinity and NaN give 255 after the shift.
     scale = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True) >> 23
-    # 2^(127 - scale), so that the largest becomes 1 to 2. 2^-127 is subnormal: a mantissa bit, no exponent bits.
+    # `power` is 2^(127 - scale): the largest |x| times `power` is from 1 to 2. 2^-127 is subnormal, a mantissa bit
+    # only.
     power = tl.where(scale >= 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
     # The unit in the last place of 1.5 * 2^23 is 1, so the addition rounds to an integer in the lowest bits.
     shifted = x * power * 64.0 + 12582912.0
@@ -141,12 +144,12 @@ def dequantize_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def _step_reference(scales: Tensor) -> Tensor:
-    """Return `2^(scale - 133)` in fp64, made of bits because a device's power function may be inexact."""
+    """Return `2^(scale - 133)` in fp64. It is computed from bits, because a device's power function may be inexact."""
     return ((scales.long() + (1023 - 133)) << 52).view(torch.float64)
 
 
 def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Check that `floats` [W*S], `codes` [W, S] and `scales` [W, S/32] match. All may also be 1-D."""
+    """Check that `floats` [W*S], `codes` [W, S] and `scales` [W, S/32] match. `codes` and `scales` may also be 1-D."""
     check_flat(who, name, floats, _FLOATS)
     if (codes.dtype, scales.dtype) != (torch.int8, torch.uint8):
         raise ValueError(f"{who}: codes must be int8 and scales uint8, got {codes.dtype} and {scales.dtype}")
@@ -189,5 +192,5 @@ def _step_cpu(scales: Tensor) -> Tensor:
 
 
 def _chunks(tensor: Tensor, shared: int = 1) -> tuple[Tensor, ...]:
-    """Split a tensor into chunks. Each of its elements belongs to `shared` numbers."""
+    """Split a tensor into chunks. Each element of the tensor belongs to `shared` encoded numbers."""
     return torch.split(tensor, CPU_CHUNK // shared)

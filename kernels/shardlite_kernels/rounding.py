@@ -1,8 +1,8 @@
-"""Exact rounding: conversions on the device, and the fused multiply-add for the references.
+"""Round exactly: in conversions on the device, and in the fused multiply-add of the references.
 
-All conversions round once, to nearest even, as a GPU's conversions do. Triton's interpreter truncates fp32 to bf16 and
-misreads subnormal bf16 numbers, so in the interpreter `rounded` and `widened` use integer arithmetic. No other part of
-a kernel depends on the interpreter.
+All conversions round once, to nearest even, as the conversions of GPUs do. Triton's interpreter truncates fp32 to bf16
+and misreads subnormal bf16 numbers, so in the interpreter `rounded` and `widened` use integer arithmetic. No other part
+of a kernel depends on the interpreter.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -19,8 +19,8 @@ from .launch import INTERPRETED, jit, libdevice, tl
 def load_fp32(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Load the values at `pointer + offsets`, and return them in fp32, which is exact for bf16 and fp16.
 
-    The values are marked for early eviction from the L2 cache, because they are read once. They are zero outside
-    `mask`.
+    The values are marked for early eviction from the L2 cache, because they are read once. Outside `mask`, the returned
+    values are zero.
     """
     return widened(tl.load(pointer + offsets, mask=mask, other=0, eviction_policy="evict_first"))
 
@@ -68,9 +68,9 @@ def widened(value: tl.tensor) -> tl.tensor:
 
 @jit
 def ratio(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """Return `x / y` with an error of two units at most. A `y` below 2^-126 counts as zero.
+    """Return `x / y` with an error of at most two units in the last place. A `y` below 2^-126 counts as zero.
 
-    A plain `/` supports all `y`, but takes nine instructions instead of two.
+    A plain `/` gives accurate results for all `y`, but takes nine instructions instead of two.
     """
     if INTERPRETED:
         return x / y
@@ -82,8 +82,9 @@ def ratio(x: tl.tensor, y: tl.tensor) -> tl.tensor:
 def _bf16_by_integers(x: tl.tensor) -> tl.tensor:
     """Return fp32 `x` rounded to bf16 by integer arithmetic.
 
-    Just under half a unit of the last kept bit is added, or half a unit if this bit is odd, and the sum is truncated. A
-    carry out of the mantissa correctly increases the exponent, up to infinity. A NaN is truncated and stays NaN.
+    Half a unit of the last kept bit is added if this bit is 1, and slightly less than half a unit if the bit is 0. The
+    sum is then truncated. A carry out of the mantissa correctly increases the exponent, up to infinity. A NaN is
+    truncated and stays NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -110,14 +111,14 @@ def fp32_by_odd_reference(x: Tensor) -> Tensor:
 
 
 def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
-    """Round exact numbers to odd: of the two neighbours of a number, return the one whose last bit is set.
+    """Round exact numbers to odd: of the two neighbours of a number, return the neighbour whose last bit is set.
 
-    A second rounding, to a narrower format, then never meets a false tie (Boldo and Melquiond 2008).
+    If the result is then rounded to a narrower format, there is never a false tie (Boldo and Melquiond 2008).
 
     Args:
         near: one of the neighbours of each number, fp32 or fp64.
-        inexact: where the exact number differs from `near`. Elsewhere `near` is returned.
-        outwards: where the exact number is further from zero than `near`.
+        inexact: whether each exact number differs from `near`. If it does not, `near` is returned.
+        outwards: whether each exact number is further from zero than `near`.
     """
     bits = near.view(torch.int32 if near.dtype == torch.float32 else torch.int64)
     neighbour = torch.where(outwards, bits + 1, bits - 1)  # bits of a float grow away from zero
@@ -127,9 +128,9 @@ def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
 def fma_reference(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     """Return `a * b + c` of fp32 numbers, rounded once to fp32, as the hardware's fused multiply-add does.
 
-    The product of two fp32 numbers is exact in fp64 (48 bits). The fp64 sum may be inexact, and rounding it again to
-    fp32 would be off by one unit if the first rounding gave a tie. So the sum is rounded to odd instead. `b` may be a
-    Python float that is exact in fp32. Infinities, NaNs and signed zeros follow IEEE 754.
+    The product of two fp32 numbers is exact in fp64 (48 bits). The fp64 sum may be inexact. If it was rounded to
+    nearest and gave a tie, rounding this tie to fp32 could be off by one unit in the last place. So the sum is rounded
+    to odd instead. `b` may be a Python float that is exact in fp32. Infinities, NaNs and signed zeros follow IEEE 754.
     """
     product = a.double() * b
     addend = c.double()

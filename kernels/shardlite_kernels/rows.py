@@ -1,14 +1,14 @@
-"""All hops of a ring reduction at once, for summands of all ranks in this rank's memory.
+"""Add the summands of a ring reduction when those of all ranks are already in this rank's memory.
 
-Rank `k` has one row from each rank: the rank's summand of segment `k`. A ring adds this segment in the order
-`k+1, k+2, ..., k`, and `add_rows` adds the rows in the same order, from row `first = k+1` on. Partial sums are rounded
-to the dtype of the rows, in which a ring would send them. So the result has the bits of the ring.
+Rank `k` has one row from each rank, which contains that rank's summand of segment `k`. A ring adds this segment in the
+order `k+1, k+2, ..., k`, and `add_rows` adds the rows in the same order, from row `first = k+1` on. Partial sums are
+rounded to the dtype of the rows, in which a ring would send partial sums. So the result has the bits of the ring.
 
 With `first=None` the rows are added as a balanced binary tree instead, `((0 + 1) + (2 + 3)) + ...`, which is the order
-of recursive halving. A row may itself be a sum over such a tree. Then the result has the bits of the combined tree.
+of recursive halving. A row may itself be the sum of a balanced tree. The result then has the bits of the larger tree.
 
-Bytes per element: each row is read once and `out` is written once, `4 * W + 4` in fp32. Statistics of `out` cost 8
-bytes per block.
+Bytes per element: each row is read once and `out` is written once, which is `4 * W + 4` in fp32. Statistics of `out`
+cost 8 bytes per block.
 Legend: `W` ranks and rows, `S` elements, `P` rows of statistics (`stats.py`).
 """
 
@@ -27,8 +27,7 @@ from .rounding import as_stored, load_wide
 from .stats import stats_block, stats_cpu, stats_reference
 
 _MOST_UNROLLED = 64
-"""Maximum number of rows for which the kernel has one load per row, so that all loads overlap. More rows are added in a
-loop."""
+"""Maximum number of rows for which the kernel is unrolled: all loads then overlap. More rows are added in a loop."""
 
 
 @jit
@@ -44,8 +43,8 @@ def sum_rows(
 ) -> tl.tensor:
     """Return the sum of `count` rows, added from row `begin` on.
 
-    `UNROLL` is `count`, or 0 for a loop. With `NATIVE` rows are added in their dtype. Otherwise they are added in fp32,
-    and partial sums are rounded to the dtype of the rows.
+    `UNROLL` is `count`, or 0 to add the rows in a loop. With `NATIVE` rows are added in their dtype. Otherwise they are
+    added in fp32, and partial sums are rounded to the dtype of the rows.
     """
     row = begin.to(tl.int64)
     total = load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
@@ -57,7 +56,8 @@ def sum_rows(
     if UNROLL == 0:
         for _ in tl.range(1, count):
             row = tl.where(row + 1 < count, row + 1, 0)
-            total = as_stored(rows_ptr, total, NATIVE)  # rounding the first row changes nothing
+            # In the first iteration `total` is a row, which rounding does not change.
+            total = as_stored(rows_ptr, total, NATIVE)
             total += load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     return total
 
@@ -83,7 +83,7 @@ def sum_tree(
     else:
         total = sum_tree(rows_ptr, offsets, mask, stride, FIRST, COUNT // 2, NATIVE)
         other = sum_tree(rows_ptr, offsets, mask, stride, FIRST + COUNT // 2, COUNT // 2, NATIVE)
-        if COUNT > 2:  # rounding a row changes nothing
+        if COUNT > 2:  # if `COUNT` is 2, both are rows, which rounding would not change
             total = as_stored(rows_ptr, total, NATIVE)
             other = as_stored(rows_ptr, other, NATIVE)
         total += other
@@ -91,7 +91,8 @@ def sum_tree(
 
 
 UNSPECIALIZED = ("begin",)
-"""Arguments of kernels that differ between ranks. Ranks would compile different code if Triton specialized them."""
+"""Arguments of kernels that differ between ranks. If Triton compiled special versions for their values, ranks would run
+different code."""
 
 
 @partial(jit, unspecialized=UNSPECIALIZED)
@@ -123,7 +124,7 @@ def _add_rows_kernel(
 def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
     """Write `(rows[first] + rows[first + 1] + ... + rows[first - 1]) / divisor` into `out`.
 
-    The arithmetic is that of one `hop` after the other, with the same dtypes.
+    The result has the bits of adding the rows by one `hop` after the other. The same dtypes are allowed.
 
     Args:
         out: output [S].
@@ -134,7 +135,7 @@ def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1,
         stats: optional output [P, 2]: statistics of the stored `out`.
 
     Raises:
-        ValueError: as for `hop`, or there is no row `first`, or `W` is not a power of two for a tree.
+        ValueError: as for `hop`; there is no row `first`; or `first` is `None` and `W` is not a power of two.
     """
     _check("add_rows", out, rows, first, divisor, stats)
     if not use_triton(out):
@@ -181,8 +182,8 @@ def check_rows(who: str, rows: Tensor, first: int | None) -> None:
     """Check that `rows` can be added from row `first` on, or as a tree.
 
     Raises:
-        ValueError: `rows` is not 2-D with adjacent elements, there is no row `first`, or the number of rows is not a
-            power of two for a tree.
+        ValueError: `rows` is not 2-D with adjacent elements; there is no row `first`; or `first` is `None` and the
+            number of rows is not a power of two.
     """
     if rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
         raise ValueError(
@@ -197,7 +198,8 @@ def check_rows(who: str, rows: Tensor, first: int | None) -> None:
 def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int, int]:
     """Return the rows that a kernel adds, the index of the first row, and `UNROLL`.
 
-    If a tree has too many rows to unroll, pairs are added here. Their sums are rounded like rows.
+    If a tree has too many rows to unroll, pairs of rows are added by PyTorch first. The sums of pairs are rounded to
+    the dtype of the rows.
     """
     if first is None:
         while len(rows) > _MOST_UNROLLED:
@@ -226,7 +228,7 @@ def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) ->
 
 
 def _ring_cpu(rows: Tensor, first: int, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of all rows but the last, and the last row. `memory` is used for more than two rows."""
+    """Return the sum of all rows except the last in ring order, and this last row. A sum is written to `memory`."""
     total, *others, last = [*rows[first:], *rows[:first]]
     for other in others:
         hop_cpu(memory, total, other)
@@ -235,7 +237,7 @@ def _ring_cpu(rows: Tensor, first: int, memory: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _tree_cpu(rows: Tensor) -> Tensor:
-    """Return the sum of rows, in new memory. The sum of one row is the row itself."""
+    """Return the sum of rows as a tree, in new memory. The sum of one row is the row itself, which is not copied."""
     if len(rows) == 1:
         return rows[0]
     half = len(rows) // 2

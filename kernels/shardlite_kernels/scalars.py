@@ -1,9 +1,10 @@
-"""Scalars of an AdamW step, which are equal for all elements of a parameter: one row per parameter of a device table.
+"""Compute the scalars of an AdamW step, which all elements of a parameter share: one row per parameter, on the device.
 
-They are not arguments of the kernel, because the host may not know them. A step that is skipped because of infinities
-is not counted, and reading this from the device would synchronize. So the device computes all rows at once, with a few
-operators of PyTorch. A second table maps every 32 elements to their row. So one launch steps parameters of different
-groups and step counts, and no schedule causes a recompilation.
+Scalars are not arguments of the kernel, because the host may not know them. A step that is skipped because of
+infinities is not counted, and the host would have to wait for the device to learn whether this happened. So the device
+computes the scalars of all rows together, with a few operators of PyTorch. A second table has the number of the row for
+each group of 32 elements. So one launch can step parameters with different hyper-parameters and step counts, and a new
+learning rate never recompiles a kernel.
 
 Legend: `R` rows. `fp32(x)` is `x` rounded to fp32.
 """
@@ -56,42 +57,42 @@ class Scalars(NamedTuple):
     """Maximum magnitude of an element's update."""
 
     factor: float
-    """Factor of gradients, which is applied in registers."""
+    """Factor by which gradients are multiplied in registers."""
 
     grad_scale: float
-    """Divisor of gradients, which is applied first. With `unscale` it is also applied in memory."""
+    """Divisor of gradients, which is applied before `factor`. With `unscale` the quotient is also written back."""
 
     active: float
-    """0 if elements of the row are not stepped."""
+    """0 if the elements of this row are not stepped, otherwise another number."""
 
 
 COLUMNS = len(Scalars._fields)
 WIDTH = constexpr(COLUMNS)
 BETA1, BETA2, EPS, DECAY, STEP_SIZE, ROOT_BIAS2, LIMIT, FACTOR, GRAD_SCALE, ACTIVE = map(constexpr, range(COLUMNS))
-"""Columns of the scalars in a row. A row has `WIDTH` numbers."""
+"""The column of each scalar in a row. A row has `WIDTH` numbers."""
 
 
 class Table(NamedTuple):
-    """Tables that a launch reads along with its tensors, which have `G` groups of 32 elements."""
+    """Tables that a launch reads in addition to its tensors. These tensors have `G` groups of 32 elements."""
 
     rows: Tensor
-    """The row of each group in the other tables [G], int16 or int32."""
+    """The number of each group's row in `keys` and `scalars` [G], int16 or int32."""
 
     keys: Tensor
     """Keys of stochastic rounding [R], int32, from `noise.keys`."""
 
     scalars: Tensor
-    """Scalars [R, COLUMNS], from `adamw_scalars`. They are not read on the CPU."""
+    """Scalars [R, COLUMNS], from `adamw_scalars`. On the CPU, steps do not read these scalars."""
 
     first: int = 0
-    """Position of the first element for stochastic rounding, a multiple of 32."""
+    """Position of the first element, from which its random bits are computed. A multiple of 32."""
 
     def part(self, start: int, stop: int) -> Table:
         """Return the table of elements `[start, stop)`. `start` must be a multiple of 32."""
         return self._replace(rows=self.rows[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)], first=self.first + start)
 
     def row_of_each(self, numel: int) -> Tensor:
-        """Return the row of each element, [S], int64."""
+        """Return the number of each element's row, [S], int64."""
         return self.rows.long().repeat_interleave(SCALE_BLOCK)[:numel]
 
     def random_bits(self, numel: int) -> Tensor:
@@ -111,9 +112,10 @@ def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:
 
 
 def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on `device`, without synchronization.
+    """Return numbers as a tensor on `device`. The host does not wait for the device.
 
-    The copy to a GPU reads pinned memory in stream order. PyTorch does not reuse this memory before the copy.
+    The copy to a GPU runs in stream order, and reads pinned memory. PyTorch does not reuse this memory before the copy
+    has finished.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -133,16 +135,17 @@ def adamw_scalars(
 ) -> Tensor:
     """Return the rows of scalars for one update of each parameter.
 
-    Each number is rounded to fp32 once, after every operation. Operations on fp32 numbers round once. Operations in
-    fp64 have enough bits that only the rounding to fp32 matters. The exception is `beta^step`: the device computes it
-    in fp64 with an error that changes the fp32 result about once in a hundred million numbers.
+    The result of every operation is the exact result, rounded to fp32 once. PyTorch's operations on fp32 numbers round
+    in this way. The results of operations in fp64 are so accurate that only the rounding to fp32 matters. The exception
+    is `beta^step`: the device computes this power in fp64 with an error that changes the fp32 result about once in a
+    hundred million numbers.
 
     Args:
         steps: numbers of the updates, from 1, [R].
         hyper: hyper-parameters [R, 6], from `hyper_table`.
-        active: [R] or [], 0 for rows that are not stepped.
-        factor: [], factor of gradients.
-        grad_scale: [], divisor of gradients.
+        active: [R] or [], 0 for rows that are not stepped. `None`: all rows are stepped.
+        factor: factor of gradients []. `None`: 1.
+        grad_scale: divisor of gradients []. `None`: 1.
 
     Returns:
         [R, COLUMNS], fp32, on the device of `hyper`.

@@ -1,4 +1,4 @@
-"""Multiply a tensor by a factor on the device that is usually 1, for clipping gradients.
+"""Clip gradients: multiply a tensor by a factor in device memory, which is usually 1.
 
 Bytes per element: none if the factor is 1. Otherwise each element is read and written once: 8 in fp32, 4 in bf16.
 Legend: `S` elements.
@@ -36,8 +36,8 @@ def _scale_kernel(
 def scale(x: Tensor, factor: Tensor) -> None:
     """Multiply `x` in place by `factor`, rounded to the dtype of `x`. If the rounded factor is 1, `x` is not read.
 
-    The result has the bits of `torch._foreach_mul_` with the rounded factor: fp32, bf16 and fp16 are multiplied in
-    fp32, fp64 in fp64, and rounded once.
+    The result has the bits of `torch._foreach_mul_` with the rounded factor: `x` in fp32, bf16 or fp16 is multiplied in
+    fp32, and `x` in fp64 in fp64. Each product is rounded once.
 
     Args:
         x: [S], fp32, bf16, fp16 or fp64.
@@ -49,7 +49,7 @@ def scale(x: Tensor, factor: Tensor) -> None:
     _check(x, factor)
     if use_triton(x):
         launch(_scale_kernel, x, factor, n=x.numel(), block=block_size(x), NATIVE=x.dtype == torch.float64)
-    elif (near := factor.to(x.dtype)) != 1:  # needs no synchronization, because the factor is in host memory
+    elif (near := factor.to(x.dtype)) != 1:  # the comparison waits for no device, because the factor is in host memory
         x.mul_(near)
 
 

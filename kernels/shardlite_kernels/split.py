@@ -1,16 +1,17 @@
-"""Split weights: an fp32 number rounded to its upper 24 bits, stored in 3 bytes as a bf16 number and 8 bits.
+"""Split weights: store an fp32 number, rounded to its upper 24 bits, in 3 bytes as a bf16 number and 8 more bits.
 
     fp32 bits     s eeeeeeee mmmmmmm mmmmmmmm ........        rounded to the upper 24, ties away from zero
     high, bf16    s eeeeeeee mmmmmmm                          the nearest bf16 number, used in forward and backward
     low, int8                        mmmmmmmm                 the remainder, which may be negative
 
-As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition and splitting takes a few integer
-operations. A joined number splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16
-relative, so an addend below 2^-17 of a number is lost. The bf16 part is the bf16 number nearest to the rounded number.
-Near a tie, for one number in 512, it is not the one nearest to the original number.
+As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, and splitting takes a few integer
+operations. If the result of joining is split, the same parts result. The error is at most half a unit of the 24th bit,
+2^-16 relative, so an addend below 2^-17 of a number is lost. The bf16 part is the bf16 number nearest to the rounded
+number. For about one number in 512, which is near a tie, the bf16 part is not the bf16 number nearest to the original
+number.
 
-Magnitudes within 2^-17 of the largest fp32 number become infinite. The bf16 part of magnitudes within 2^-9 of it is
-infinite too. NaN is handled separately, because rounding its bits could overflow to zero.
+Magnitudes within 2^-17 of the largest fp32 number become infinite. For magnitudes within 2^-9 of the largest fp32
+number, the bf16 part is infinite too. NaN is handled separately, because rounding its bits could overflow to zero.
 
 Bytes per element: `split` reads 4 and writes 3, `join` reads 3 and writes 4.
 Legend: `S` elements.
@@ -38,7 +39,7 @@ def load_joined(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mas
 def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
     """Split fp32 numbers, and store both parts."""
     bits = x.to(tl.uint32, bitcast=True)
-    rounded = tl.where(x == x, bits + 0x80, 0x7FC00000)  # every NaN becomes this one
+    rounded = tl.where(x == x, bits + 0x80, 0x7FC00000)  # every NaN becomes 0x7FC00000
     high, low = (rounded + 0x8000) >> 16, rounded >> 8
     tl.store(high_ptr + offsets, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     tl.store(low_ptr + offsets, low.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
@@ -55,7 +56,7 @@ def load_weight(state: tl.tuple, offsets: tl.tensor, mask: tl.tensor) -> tl.tens
 
 @jit
 def store_weight(state: tl.tuple, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
-    """Store fp32 weights, split if the state is split."""
+    """Store fp32 weights. If the weights of the state are split, split them first."""
     if state.low is None:
         tl.store(state.param + offsets, x, mask=mask)
     else:
@@ -136,30 +137,31 @@ def joined(high: Tensor, low: Tensor) -> Tensor:
 def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
     """Specification of `split`."""
     bits = source.view(torch.int32)
-    rounded = bits + 0x80  # wraps around for some NaNs only
+    rounded = bits + 0x80  # only the addition to some NaNs overflows
     nan = source.isnan()
     upper = torch.where(nan, (bits >> 16) | 0x40, (rounded + 0x8000) >> 16)
     high.view(torch.int16).copy_(upper)
-    low.copy_(torch.where(nan, 0, rounded >> 8))  # keeps the lowest 8 bits
+    low.copy_(torch.where(nan, 0, rounded >> 8))  # the conversion to int8 keeps the lowest 8 bits
 
 
 def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
     """Specification of `join`. On the CPU it takes two passes over `out`."""
-    out.copy_(high)  # shifts the bits left by 16
+    out.copy_(high)  # the conversion to fp32 shifts the bits left by 16
     out.view(torch.int32).add_(low, alpha=256)
 
 
 def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, memory: Tensor) -> None:
-    """Join a chunk [S] in the cache. Uses temporary `memory` [S], int32, because adding int8 to int32 is slow."""
+    """Join a chunk [S]. `memory` [S] holds `low` in int32, because adding int8 to int32 is slow."""
     out.copy_(high)
     out.view(torch.int32).add_(memory.copy_(low), alpha=256)
 
 
 def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """Split a chunk [S] in the cache, and overwrite `source`.
+    """Split a chunk [S]. The values of `source` are overwritten.
 
-    PyTorch's fast rounding to bf16 is exact on two conditions. There are no ties: a set bit below the kept bits ensures
-    this. All numbers are finite and far from the largest one: the sum of squares shows this.
+    PyTorch's fast rounding to bf16 is exact on two conditions. First, there are no ties. This is ensured by setting a
+    bit below the kept bits. Second, all numbers are finite and far from the largest fp32 number. This follows if the
+    sum of squares is small.
     """
     if not torch.dot(source, source).item() < 1e38:
         split_reference(high, low, source)
@@ -167,7 +169,7 @@ def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
     bits = source.view(torch.int32)
     bits.add_(0x80).bitwise_or_(1)
     high.copy_(source)
-    low.copy_(bits.bitwise_right_shift_(8))  # keeps the lowest 8 bits
+    low.copy_(bits.bitwise_right_shift_(8))  # the conversion to int8 keeps the lowest 8 bits
 
 
 def _check(who: str, whole: Tensor, high: Tensor, low: Tensor) -> None:

@@ -44,7 +44,7 @@ class State(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether all tensors are stored in the dtype of the computation."""
+        """Whether all tensors are stored in the dtype in which a step is computed."""
         return self.low is None and self.exp_avg.dtype == self.param.dtype
 
     def part(self, start: int, stop: int) -> State:
@@ -55,20 +55,23 @@ class State(NamedTuple):
         return State(param[here], exp_avg[here], exp_avg_sq[here], None if low is None else low[here], avg, sq)
 
     def split(self, numel: int) -> Iterator[State]:
-        """Yield parts of `numel` elements, a multiple of 32. The last may be shorter. An empty state has one part."""
+        """Yield parts of `numel` elements. The last part may be shorter. An empty state has one part.
+
+        `numel` must be a multiple of 32.
+        """
         for start in range(0, max(1, self.param.numel()), numel):
             yield self.part(start, start + numel)
 
     def weight(self) -> Tensor:
-        """Return the weights [S] in the dtype of the computation: `param`, or joined fp32 numbers."""
+        """Return the weights [S] in the dtype in which a step is computed. Split weights are joined."""
         return self.param if self.low is None else joined(self.param, self.low)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Return both moments [S] in the dtype of the computation."""
+        """Return both moments [S] in the dtype in which a step is computed."""
         return (self.exp_avg, self.exp_avg_sq) if self.exact else decode(*self.codes())
 
     def codes(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the tensors in which moments are stored, as `decode` and `encode` take them."""
+        """Return the tensors in which moments are stored, in the order of the arguments of `decode` and `encode`."""
         return self.exp_avg, self.exp_avg_sq, self.avg_exponent, self.sq_exponent
 
     def clone(self) -> State:

@@ -1,11 +1,12 @@
-"""Statistics of gradients, row by row, for clipping and for skipping steps.
+"""Compute statistics of gradients, by which gradients are clipped and steps with a NaN or infinity are skipped.
 
-A row describes a block of `B` elements by two numbers: the sum of their squares, and 1 if one of them is NaN or
-infinite, else 0. Row `i` covers elements `[i*B, (i+1)*B)`. So every kernel that has computed a block can write its row,
-and no two programs write the same row. There are no atomics, and the order of additions is fixed. The flag is separate
-because the sum of squares of finite numbers may overflow.
+A row describes a block of `B` elements by two numbers: the sum of their squares, and a flag, which is 1 if one of the
+elements is NaN or infinite, else 0. Row `i` covers elements `[i*B, (i+1)*B)`. So every kernel that has computed a block
+can write the block's row, and no two programs write the same row. There are no atomics, and the order of additions is
+fixed. The flag is separate because the sum of squares of finite numbers may overflow.
 
-Bytes per element: `stats` reads each element once. A kernel that has the elements in registers reads nothing.
+Bytes per element: `stats` reads each element once. Other kernels that write rows have the elements in registers, and
+read nothing for the statistics.
 Legend: `S` elements, `B` elements per block, `P = ceil(S / B)` rows.
 """
 
@@ -23,11 +24,11 @@ from .rounding import load_wide
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP32 = torch.empty(0)
 _CPU_BLOCK = 1 << 10
-"""`B` on a CPU, the same as on a GPU. PyTorch sums fewer than 32768 elements in one thread, so the number of threads
+"""`B` on a CPU, equal to `B` on a GPU. PyTorch sums fewer than 32768 elements in one thread, so the number of threads
 changes no bit."""
 
-_CPU_CHUNK = 256 * _CPU_BLOCK  # elements that are widened at a time
-_CPU_BAD_ROWS = 64  # blocks that are checked together in a second pass
+_CPU_CHUNK = 256 * _CPU_BLOCK  # number of elements that are widened at a time
+_CPU_BAD_ROWS = 64  # blocks with a non-finite norm, whose elements are checked together in a second pass
 
 
 def stats_block(like: Tensor) -> int:
@@ -44,13 +45,13 @@ def stats_rows(numel: int, like: Tensor) -> int:
 
 
 def new_stats(x: Tensor) -> Tensor:
-    """Return uninitialized memory [P, 2] for the rows of `x` [S]: fp64 for fp64, otherwise fp32."""
+    """Return uninitialized memory [P, 2] for the rows of `x` [S]. The memory is fp64 if `x` is fp64, otherwise fp32."""
     return x.new_empty(stats_rows(x.numel(), x), 2, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @jit
 def store_row(stats_ptr: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
-    """Write this program's row, given its `B` values in any shape, fp32 or fp64. Values outside `mask` are ignored."""
+    """Write this program's row, given `B` values of any shape, fp32 or fp64. Values outside `mask` are ignored."""
     kept = tl.where(mask, values, 0.0)
     bad = tl.where(tl.abs(kept) < float("inf"), 0.0, 1.0)  # comparisons with NaN are false
     row = stats_ptr + 2 * tl.program_id(0).to(tl.int64)
@@ -68,10 +69,10 @@ def _stats_kernel(
 
 
 def stats(x: Tensor, out: Tensor) -> None:
-    """Write the statistics of `x` in a separate pass, for tensors that no kernel of this package has just written.
+    """Write the statistics of `x` in a separate pass. Kernels with an argument `stats` need no such pass.
 
-    fp32, bf16 and fp16 are squared and added in fp32, fp64 in fp64. The order of additions within a block depends on
-    the device.
+    Elements in fp32, bf16 and fp16 are squared and added in fp32, elements in fp64 in fp64. The order of additions
+    within a block depends on the device.
 
     Args:
         x: [S], fp32, bf16, fp16 or fp64.
@@ -91,9 +92,10 @@ def stats(x: Tensor, out: Tensor) -> None:
 def stats_reference(x: Tensor, out: Tensor) -> None:
     """Specification of `stats`. Flags are exact.
 
-    A sum is off by a factor of at most `(1 + u)**(B + 3)`, where `u` is the unit roundoff of `out`. It has `B` products
-    and `B - 1` additions of nonnegative numbers, and PyTorch may use a root (Higham 2002, 4.2). Squares that are too
-    small for the dtype of `out` are lost. Each contributes an error of at most the smallest number of the dtype.
+    A sum is off by a factor of at most `(1 + u)**(B + 3)`, where `u` is the unit roundoff of `out`. A sum has `B`
+    products and `B - 1` additions of nonnegative numbers, and PyTorch may compute it as the square of a root (Higham
+    2002, 4.2). Squares that are too small for the dtype of `out` are lost. Each lost square adds an error of at most
+    the smallest number of this dtype.
     """
     _check(x, out)
     block = stats_block(x)
@@ -110,7 +112,7 @@ def stats_total(stats: Tensor, out: Tensor | None = None) -> Tensor:
         out: optional output.
 
     Returns:
-        A tensor [2] in fp64: `out` if given.
+        A tensor [2] in fp64, which is `out` if `out` is given.
     """
     return torch.sum(stats, 0, dtype=torch.float64, out=out)
 
@@ -153,7 +155,8 @@ def _stats_of_blocks(blocks: Tensor, out: Tensor) -> None:
     norms = torch.linalg.vector_norm(blocks, dim=1)
     torch.square(norms, out=out[:, 0])
     out[:, 1] = 0
-    for rows in torch.split((~norms.isfinite()).nonzero().flatten(), _CPU_BAD_ROWS):  # squares may have overflowed
+    # A norm of finite elements may be infinite, because their squares may overflow. So the elements are checked.
+    for rows in torch.split((~norms.isfinite()).nonzero().flatten(), _CPU_BAD_ROWS):
         out[rows, 1] = (~blocks[rows].isfinite().all(1)).to(out.dtype)
 
 
