@@ -1,8 +1,8 @@
 """AdamW on flat tensors, in place, with the arithmetic of PyTorch's fused optimizer on CUDA.
 
-`adamw` steps by a gradient. `reduce_adamw` steps by the mean that a ring reduction's last hop computes from the
-received partial sum and this rank's own summand. `add_rows_adamw` steps by the mean that `add_rows` computes from the
-summands of all ranks (`rows.py`). Neither mean is written to memory.
+`adamw` updates weights with a gradient. `reduce_adamw` updates weights with the mean that a ring reduction's last hop
+computes from the received partial sum and this rank's own summand. `add_rows_adamw` updates weights with the mean that
+`add_rows` computes from the summands of all ranks (`rows.py`). Neither mean is written to memory.
 
 Bytes per element, read and written, if weights and moments take `s` bytes (12 in fp32, 5.0625 with split weights and
 codes) and a gradient takes `g` bytes: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16` and
@@ -27,7 +27,7 @@ negligible compared with 1. Second, the kernel does not multiply a weight if `de
 because `lr` is zero, PyTorch multiplies, and turns an infinite weight into NaN and -0 into 0.
 
 Unlike PyTorch, the kernel can multiply the gradient by a factor first, and clamp the subtrahend of the last line to a
-limit. A factor of 1 and an infinite limit change no bit. Narrow weights and moments are converted to fp32, stepped in
+limit. A factor of 1 and an infinite limit change no bit. Narrow weights and moments are converted to fp32, updated in
 fp32, and converted back, as `split.py` and `moments.py` describe. If moments are 8-bit codes, roots and quotients are
 the device's approximations, off by two units in the last place at most, and the division by `sqrt(bias2)` is a
 multiplication by its inverse.
@@ -107,7 +107,7 @@ def step_block(
     in_group: tl.tensor,
     UNSCALE: tl.constexpr,
 ) -> None:
-    """Step the elements at `offsets` [G, 32] of a state by their gradient `total`.
+    """Update the elements at `offsets` [G, 32] of a state with their gradient `total`.
 
     `group` [G, 1] has the numbers of the groups, and `row` [G, 1] the number of each group's row of scalars. Elements
     outside of `mask` and groups outside of `in_group` are not accessed. The `total` of such elements must be zero, so
@@ -170,13 +170,13 @@ def step_block(
 
 
 def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None) -> None:
-    """Step weights in place by a gradient. The host does not wait for the device.
+    """Update weights and moments in place with a gradient. The host does not wait for the device.
 
     Args:
-        state: weights [S], fp32 or split, and moments [S]. Elements of inactive rows are not changed.
+        state: weights [S], fp32 or split, and moments [S]. Elements whose row of `table` is inactive are not changed.
         grad: gradient [S], fp32, bf16 or fp16.
         table: the table with the scalars of the step.
-        unscale: whether to divide each element of `grad` in place by the `grad_scale` of its row first.
+        unscale: whether to first divide each element of `grad` in place by the `grad_scale` of the element's row.
         bad: optional output [], int32, set to 1 if the gradient of a stepped element is NaN or infinite.
 
     Raises:
@@ -190,7 +190,9 @@ def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, ba
 def reduce_adamw(
     state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step weights in place by the gradient `(received + own) / divisor`, which is computed in fp32 and never stored.
+    """Update weights and moments in place with the gradient `(received + own) / divisor`.
+
+    The gradient is computed in fp32 and never stored.
 
     Args:
         state: as for `adamw`.
@@ -211,7 +213,7 @@ def reduce_adamw(
 def add_rows_adamw(
     state: State, rows: Tensor, table: Table, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step weights in place by the gradient that `add_rows` computes. The gradient is never stored.
+    """Update weights and moments in place with the gradient that `add_rows` computes. The gradient is never stored.
 
     Args:
         state: as for `adamw`.

@@ -31,8 +31,8 @@ from .state import State
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 19
-"""Number of elements per chunk. The division into chunks changes no bit, because this is a multiple of 32 (see "Lengths
-on the CPU" in `kernels/README.md`)."""
+"""Number of elements per chunk. The division into chunks changes no bit, because the length is a multiple of 32 (see
+"Lengths on the CPU" in `kernels/README.md`)."""
 
 _NARROW_CHUNK = 1 << 17
 """Number of elements per chunk if moments are narrow. Decoding and encoding need a dozen temporaries of this length.
@@ -76,7 +76,7 @@ def temporary_nbytes(numel: int, moments: str) -> int:
 
 
 class _Buffers(threading.local):
-    """Buffers that each thread keeps from step to step, because new pages would take as long as stepping a chunk."""
+    """Buffers that each thread keeps from step to step, because new pages would take as long as updating a chunk."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, torch.dtype], Tensor] = _CpuMemory()
@@ -88,8 +88,8 @@ class _Buffers(threading.local):
         if buffer is None or len(buffer) < numel:
             with torch.inference_mode(False):  # later steps may run outside of inference mode
                 buffer = torch.empty(numel, dtype=dtype, device="cpu")
-            # In a dispatch mode, the buffer may have another type. Such a buffer is invalid after the mode, and not
-            # kept.
+            # In a dispatch mode, the buffer may have another type. Such a buffer is invalid after the mode, so it is
+            # not kept.
             if type(buffer) is Tensor:
                 self._kept[name, dtype] = buffer
         return buffer[:numel]
@@ -127,11 +127,11 @@ class CpuStep:
 
 
 def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None = None) -> None:
-    """Step weights in place by a gradient.
+    """Update weights and moments in place with a gradient.
 
     Args:
         state: weights and moments [S], all in fp32, fp64, bf16 or fp16, or in the narrow formats.
-        grad: gradient [S] in the dtype of the weights. If weights are computed in fp32, it may also be bf16 or fp16.
+        grad: gradient [S] in the dtype of the weights. If weights are computed in fp32, bf16 and fp16 are also allowed.
         step: constants of the step.
         bad: optional output [], int32, set to 1 if the gradient has a NaN or infinity.
 
@@ -149,7 +149,7 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
 def reduce_adamw_cpu(
     state: State, received: Tensor, own: Tensor, step: CpuStep, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step weights in place by the gradient `(received + own) / divisor`, which is computed chunk by chunk.
+    """Update weights and moments in place with the gradient `(received + own) / divisor`, chunk by chunk.
 
     Args:
         state: as for `adamw_cpu`.
@@ -171,7 +171,7 @@ def reduce_adamw_cpu(
 def add_rows_adamw_cpu(
     state: State, rows: Tensor, step: CpuStep, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step weights in place by the gradient that `add_rows` computes, chunk by chunk.
+    """Update weights and moments in place with the gradient that `add_rows` computes, chunk by chunk.
 
     Args:
         state: as for `adamw_cpu`.
@@ -209,7 +209,7 @@ def _sums(
 
 
 def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
-    """Return the chunk `given` of a gradient in the dtype of the weights, divided by its scale. Divide `given` too."""
+    """Divide a gradient chunk in place by `grad_scale`, if set, and return the chunk in the dtype of the weights."""
     wide = given.to(weight)
     if step.grad_scale is not None:
         wide.div_(_constant(step.grad_scale))
@@ -225,7 +225,7 @@ def _look(grad: Tensor, bad: Tensor | None) -> None:
 
 
 def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None:
-    """Step each chunk of a state by its gradient."""
+    """Update each chunk of a state with its gradient."""
     run = _operator(step) if step.hyper.max_update == inf else _limited(step)
     start = 0
     for piece, g in zip(state.split(_chunk_of(state)), gradients, strict=True):
@@ -244,7 +244,10 @@ def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None
 
 
 def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return a function that steps by PyTorch's operator. With a scale, it also writes the divided gradient back."""
+    """Return a function that updates tensors by PyTorch's operator.
+
+    With `grad_scale`, the operator also divides the gradient, and writes the quotient back.
+    """
     number, scale = _constant(step.number), None if grad_scale is None else _constant(grad_scale)
     options: dict[str, Any] = step.hyper._asdict()
     del options["max_update"]
@@ -262,7 +265,7 @@ def _constant(value: float) -> Tensor:
 
 
 def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return a function that steps moments by PyTorch's operator, and weights by at most `lr * max_update`."""
+    """Return a function that updates moments by PyTorch's operator, and limits each update to `lr * max_update`."""
     lr, beta1, beta2, eps, weight_decay, max_update = step.hyper
     still = _operator(replace(step, hyper=step.hyper._replace(lr=0.0, weight_decay=0.0)))
 

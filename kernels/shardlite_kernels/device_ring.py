@@ -2,7 +2,7 @@
 `signals.py` describes the protocol.
 
     ring_reduce_scatter   out = the mean of this rank's segment over all ranks, cast
-    ring_reduce_adamw     the same, but the mean is the gradient of an AdamW step and is never written
+    ring_reduce_adamw     an AdamW step with this mean as the gradient; the mean is never written
 
 One launch runs all hops. Each program moves some blocks of each segment through all steps. `D - 1` messages of a
 program are in flight: while one message is summed, the next messages are transferred. In step `t` of a reduction, rank
@@ -72,12 +72,12 @@ def wrapped(rank: tl.tensor, world: tl.tensor) -> tl.tensor:
 
 @jit
 def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
-    """Return four numbers for an action of a program: its message, its step, its sent and its received message.
+    """Return four numbers for an action of a program: a message, a step, a sent message and a received message.
 
     The first number is the index of the message within the step. The numbers of the sent and the received message are
     indices within the launch. The last step sends nothing and the first step receives nothing, so these numbers are
-    meaningless there. One batch of `DEPTH - 1` messages after the other goes through all steps. The last batch may be
-    smaller.
+    meaningless in these steps. Messages go through all steps in batches of `DEPTH - 1` messages, one batch after the
+    other. The last batch may be smaller.
     """
     done = action // (world * (DEPTH - 1)) * (DEPTH - 1)
     batch = tl.minimum(messages - done, DEPTH - 1)
@@ -96,7 +96,7 @@ class Links(NamedTuple):
     """Addresses of each rank's flags [W]."""
 
     error: Tensor
-    """The error word of this rank [1], to which its programs write their failure."""
+    """The error word of this rank [1]. A program of this rank that fails writes its failure to this word."""
 
 
 class Result(NamedTuple):
@@ -217,13 +217,13 @@ def ring_reduce_adamw(
     wire: torch.dtype = torch.float32,
     bad: Tensor | None = None,
 ) -> None:
-    """Step `state` by the gradient that `ring_reduce_scatter` would write in fp32. The gradient is never stored.
+    """Update `state` by AdamW with the gradient that `ring_reduce_scatter` would write in fp32.
 
-    Other ranks may launch `ring_reduce_scatter` with an fp32 `out` instead, because the messages are the same. After a
-    failure (see `ring_reduce_scatter`), only some elements have been stepped.
+    The gradient is never stored. Other ranks may launch `ring_reduce_scatter` with an fp32 `out` instead, because the
+    messages are the same. After a failure (see `ring_reduce_scatter`), only some elements have been updated.
 
     Args:
-        state: weights and moments [S], which are stepped in place.
+        state: weights and moments [S], which are updated in place.
         full: [W*S], fp32, bf16 or fp16.
         table: scalars of the step.
         peers: memory of all ranks.
@@ -237,7 +237,7 @@ def ring_reduce_adamw(
     """
     who = "ring_reduce_adamw"
     check_step(who, state, table)
-    block = block_size(torch.empty(0))  # that of fp32: with more elements per thread, registers would be spilled
+    block = block_size(torch.empty(0))  # as for fp32: with more elements per thread, registers would be spilled
     _launch(who, full, peers, state.param.numel(), (Result(None, bad), state, table), block, epoch, divisor, wire)
 
 
@@ -265,7 +265,7 @@ def ring_reduce_adamw_reference(
 
 
 def _before_the_last(fulls: Sequence[Tensor], rank: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the partial sum [S] that `rank` receives for its own segment in the last step, and its own summand [S]."""
+    """Return the partial sum [S] that `rank` receives in the last step, and the rank's own summand [S]."""
     segments = [full.view(len(fulls), -1)[rank] for full in fulls]
     order = [*segments[rank + 1 :], *segments[: rank + 1]]
     partial_sum = order[0].to(wire)
@@ -285,7 +285,7 @@ def _launch(
     divisor: int,
     wire: torch.dtype,
 ) -> None:
-    """Check the arguments and launch a reduction of segments [n]. `last` has the arguments of the last step.
+    """Check the arguments and launch a reduction of segments [n]. The tuple `last` has the arguments of the last step.
 
     Raises:
         ValueError: shapes, devices or dtypes do not match, or a number is out of range.

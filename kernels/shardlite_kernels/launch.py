@@ -126,8 +126,8 @@ def launch(
         n: number of elements per row.
         block: number of elements per program.
         rows: number of rows, up to 65535. The second index of a program (`program_id(1)`) is its row.
-        together: number of programs that must all run at once, because they wait for programs of other devices. If the
-            GPU has no room for all of them, the launch fails.
+        together: number of programs that must all run at the same time, because they wait for programs of other
+            devices. If the GPU has no room for all these programs, the launch fails.
         constexprs: compile-time constants of the kernel.
 
     Raises:

@@ -6,8 +6,8 @@ resumes from a checkpoint has the same bits as an uninterrupted run.
     bits = mix(position * GOLDEN + key)        key = mix(step, number of the parameter) - start * GOLDEN
 
 `position` counts elements in an arena (the buffer of many parameters), and `start` is the position of the parameter's
-first element. `mix` is the finalizer of MurmurHash3 (Appleby, public domain): each bit of its input changes each bit of
-its output half of the time. All arithmetic is on unsigned 32-bit integers.
+first element. `mix` is the finalizer of MurmurHash3 (Appleby, public domain): each bit of the input changes each bit of
+the output half of the time. All arithmetic is on unsigned 32-bit integers.
 """
 
 from __future__ import annotations

@@ -192,5 +192,5 @@ def _step_cpu(scales: Tensor) -> Tensor:
 
 
 def _chunks(tensor: Tensor, shared: int = 1) -> tuple[Tensor, ...]:
-    """Split a tensor into chunks. Each element of the tensor belongs to `shared` encoded numbers."""
+    """Split a tensor into chunks of `CPU_CHUNK` encoded numbers. `shared` encoded numbers share one element."""
     return torch.split(tensor, CPU_CHUNK // shared)

@@ -117,7 +117,7 @@ def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
 
     Args:
         near: one of the neighbours of each number, fp32 or fp64.
-        inexact: whether each exact number differs from `near`. If it does not, `near` is returned.
+        inexact: whether each exact number differs from `near`. For exact numbers equal to `near`, `near` is returned.
         outwards: whether each exact number is further from zero than `near`.
     """
     bits = near.view(torch.int32 if near.dtype == torch.float32 else torch.int64)

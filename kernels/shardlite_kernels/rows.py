@@ -83,7 +83,7 @@ def sum_tree(
     else:
         total = sum_tree(rows_ptr, offsets, mask, stride, FIRST, COUNT // 2, NATIVE)
         other = sum_tree(rows_ptr, offsets, mask, stride, FIRST + COUNT // 2, COUNT // 2, NATIVE)
-        if COUNT > 2:  # if `COUNT` is 2, both are rows, which rounding would not change
+        if COUNT > 2:  # if `COUNT` is 2, `total` and `other` are rows, which rounding would not change
             total = as_stored(rows_ptr, total, NATIVE)
             other = as_stored(rows_ptr, other, NATIVE)
         total += other
@@ -91,8 +91,8 @@ def sum_tree(
 
 
 UNSPECIALIZED = ("begin",)
-"""Arguments of kernels that differ between ranks. If Triton compiled special versions for their values, ranks would run
-different code."""
+"""Arguments of kernels whose values differ between ranks. If Triton compiled special versions for some values, ranks
+would run different code."""
 
 
 @partial(jit, unspecialized=UNSPECIALIZED)
@@ -124,7 +124,7 @@ def _add_rows_kernel(
 def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
     """Write `(rows[first] + rows[first + 1] + ... + rows[first - 1]) / divisor` into `out`.
 
-    The result has the bits of adding the rows by one `hop` after the other. The same dtypes are allowed.
+    The result has the bits of adding the rows by one `hop` after the other. `hop` describes the allowed dtypes.
 
     Args:
         out: output [S].
@@ -228,7 +228,7 @@ def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) ->
 
 
 def _ring_cpu(rows: Tensor, first: int, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of all rows except the last in ring order, and this last row. A sum is written to `memory`."""
+    """Return the sum of all rows except the last in ring order, and the last row. Sums are written to `memory`."""
     total, *others, last = [*rows[first:], *rows[:first]]
     for other in others:
         hop_cpu(memory, total, other)

@@ -1,10 +1,10 @@
 """Compute the scalars of an AdamW step, which all elements of a parameter share: one row per parameter, on the device.
 
-Scalars are not arguments of the kernel, because the host may not know them. A step that is skipped because of
-infinities is not counted, and the host would have to wait for the device to learn whether this happened. So the device
-computes the scalars of all rows together, with a few operators of PyTorch. A second table has the number of the row for
-each group of 32 elements. So one launch can step parameters with different hyper-parameters and step counts, and a new
-learning rate never recompiles a kernel.
+Scalars are not arguments of the kernel, because the host may not know the scalars. A step that is skipped because of
+infinities is not counted, and the host would have to wait for the device to learn whether a step was skipped. So the
+device computes the scalars of all rows together, with a few operators of PyTorch. A second table has the number of the
+row for each group of 32 elements. So one launch can update parameters with different hyper-parameters and step counts,
+and a new learning rate never recompiles a kernel.
 
 Legend: `R` rows. `fp32(x)` is `x` rounded to fp32.
 """
@@ -73,7 +73,7 @@ BETA1, BETA2, EPS, DECAY, STEP_SIZE, ROOT_BIAS2, LIMIT, FACTOR, GRAD_SCALE, ACTI
 
 
 class Table(NamedTuple):
-    """Tables that a launch reads in addition to its tensors. These tensors have `G` groups of 32 elements."""
+    """Tables that a launch reads in addition to the state and the gradient, which have `G` groups of 32 elements."""
 
     rows: Tensor
     """The number of each group's row in `keys` and `scalars` [G], int16 or int32."""

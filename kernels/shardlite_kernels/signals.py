@@ -7,11 +7,11 @@ program has two flags. Each flag is in the memory of the rank that waits for it,
     previous rank --- message ---> [slots]   rank                 `arrived`: number of messages that were written
                   <-- room -------                                `freed`:   number that the next rank has read
 
-**A flag** is `epoch * 2^32 + count`. The epoch is the number of the launch, and the count is a number of messages in
-this launch. So flags only grow and are never reset. A flag of an earlier launch is never mistaken for a flag of this
-launch, and a neighbour in another launch is detected. A flag is written with release semantics, after a barrier that
-orders the stores of the whole program. A flag is read with acquire semantics. Both accesses are at system scope. So
-after a program has read a count, it also reads the current data of the counted messages.
+**A flag** has the value `epoch * 2^32 + count`. The epoch is the number of the launch, and the count is a number of
+messages in this launch. So flags only grow and are never reset. A flag of an earlier launch is never mistaken for a
+flag of this launch, and a neighbour in another launch is detected. A flag is written with release semantics, after a
+barrier that orders the stores of the whole program. A flag is read with acquire semantics. Both accesses are at system
+scope. So after a program has read a count, the program also reads the current data of the counted messages.
 
 **No slot is overwritten early.** Message `j` is written to slot `j % D` once `freed` is at least `max(0, j - D + 1)` in
 this epoch. For `j >= D` this means that the next rank has read message `j - D`, the previous message in the slot. For

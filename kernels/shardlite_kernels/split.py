@@ -5,7 +5,7 @@
     low, int8                        mmmmmmmm                 the remainder, which may be negative
 
 As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, and splitting takes a few integer
-operations. If the result of joining is split, the same parts result. The error is at most half a unit of the 24th bit,
+operations. Splitting a joined number gives the same parts again. The error is at most half a unit of the 24th bit,
 2^-16 relative, so an addend below 2^-17 of a number is lost. The bf16 part is the bf16 number nearest to the rounded
 number. For about one number in 512, which is near a tie, the bf16 part is not the bf16 number nearest to the original
 number.
@@ -145,7 +145,7 @@ def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
 
 
 def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
-    """Specification of `join`. On the CPU it takes two passes over `out`."""
+    """Specification of `join`. On the CPU, the specification takes two passes over `out`."""
     out.copy_(high)  # the conversion to fp32 shifts the bits left by 16
     out.view(torch.int32).add_(low, alpha=256)
 

@@ -1,4 +1,4 @@
-"""Compute statistics of gradients, by which gradients are clipped and steps with a NaN or infinity are skipped.
+"""Compute statistics of gradients. The statistics are used to clip gradients and to skip steps with NaNs or infinities.
 
 A row describes a block of `B` elements by two numbers: the sum of their squares, and a flag, which is 1 if one of the
 elements is NaN or infinite, else 0. Row `i` covers elements `[i*B, (i+1)*B)`. So every kernel that has computed a block

@@ -1,7 +1,7 @@
 """Collectives on 1-D tensors, and the context that all units (sharded submodules) of one model share to run them.
 
-In: a 1-D tensor, a `Transport`, and the name of the operation. Out: the gathered tensor, or the sum, added in the
-order of the ring. All ranks get the same bits. `schedule.py` writes an algorithm as a list of transfers (defined in
+In: a 1-D tensor, a `Transport`, and the name of the operation. Out: the gathered tensor, or the sum of the ranks'
+tensors. All ranks get the same bits. `schedule.py` writes an algorithm as a list of transfers (defined in
 `transfers.py`), `executor.py` executes the transfers, and `streams.py` overlaps operations with the computation. Read
 `collectives.py` first.
 """

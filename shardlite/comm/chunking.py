@@ -77,7 +77,7 @@ class Cut:
         return len({stop - start for start, stop in self.bounds}) == 1
 
     def ranges(self, part: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return where the range `part` of each segment lies in the buffer: `(start, stop)`, clipped to the segment."""
+        """Return `(start, stop)` in the buffer of the range `part` of each segment, clipped to the segment."""
         return [(min(low + part[0], high), min(low + part[1], high)) for low, high in self.bounds]
 
     def sizes(self, part: tuple[int, int]) -> list[int]:
@@ -112,7 +112,7 @@ class Cut:
         return pieces
 
     def _of_part(self, segment: int, part: int, parts: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each message of a segment's part as its offset in the segment, and its start and stop in the buffer."""
+        """For each message of a part, yield the offset in the segment, and the start and stop in the buffer."""
         start, stop = self.bounds[segment]
         length = -(-(stop - start) // (parts * self.grain)) * self.grain
         end = min(start + (part + 1) * length, stop)

@@ -51,9 +51,10 @@ def staging_numel(
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    Over most transports, the buffer holds two chunks. Over a batched transport, it holds all messages of a step. Over a
-    transport that lends, it holds the sum of several messages, if a rank adds several messages at a time. Over
-    collectives of a process group, it holds one row per rank, or only the other rank's row if there are two ranks.
+    Over most transports, the buffer holds two chunks. Over a batched transport, the buffer holds all messages of a
+    step. Over a transport that lends, the buffer holds the sum of several messages if a rank adds several messages at a
+    time, and is empty otherwise. Over collectives of a process group, the buffer holds one row per rank, or only the
+    other rank's row if there are two ranks.
     Chunks are multiples of `grain` elements. If the reduction computes statistics, `grain` is the length of a block of
     statistics.
 
@@ -67,7 +68,10 @@ def staging_numel(
 
 
 def stages_in_out(transport: Transport) -> bool:
-    """Return whether a reduction without staging can receive messages in `out`, as a ring can if segments are equal."""
+    """Return whether a reduction over `transport` can receive messages in `out` instead of staging memory.
+
+    The reduction then needs no staging memory if all segments are equal.
+    """
     return transport.algorithm == "ring" and not transport.lends and not isinstance(transport, WholeCollectives)
 
 
@@ -79,7 +83,7 @@ def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | No
 
 
 def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, operation: Operation = UNNAMED) -> None:
-    """Fill `full` [n] in place, given that segment `r` already holds this rank's shard.
+    """Fill `full` [n] in place with the segments of all ranks. Segment `r` must already hold this rank's shard.
 
     At step `t` rank `r` sends segment `r-t`, which it received at step `t-1`, and receives segment `r-1-t`. After `W-1`
     steps every segment has passed all ranks. Every segment is received in its place, without staging.
@@ -115,7 +119,7 @@ def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, op
 
 
 class StoreMean(NamedTuple):
-    """The last addition (the last hop) of a reduction, which divides the sum and stores it."""
+    """The last addition (the last hop) of a reduction. This last hop divides the sum and stores the mean."""
 
     out: Tensor | None = None
     """Memory for the result, [numel of the shard]. `None` stores the result in the shard's place in `full`."""
@@ -147,11 +151,11 @@ def reduce_scatter(
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
 ) -> Tensor:
-    """Add `full` [n] over the ranks and return this rank's segment of the sum, which `last` may divide.
+    """Sum `full` [n] over the ranks, and return this rank's segment of the sum. The callback `last` may divide the sum.
 
     At step `t` rank `r` sends the partial sum of segment `r-1-t`, receives the partial sum of segment `r-2-t`, and adds
-    its own summand to it. So segment `k` is added in the order `k+1, k+2, ..., k`, for any cuts, chunk size and
-    transport. The sum is divided once, at the end, by true division.
+    its own summand to the received sum. So segment `k` is added in the order `k+1, k+2, ..., k`, for any cuts, chunk
+    size and transport. The sum is divided once, at the end, by true division.
 
         W=3   start          after t=0            after t=1
         r=0   [a0 a1 a2]     [a0    c1+a1 a2   ]  [b0+c0+a0 .        .       ]
@@ -160,22 +164,23 @@ def reduce_scatter(
 
     The rest of `full` is overwritten with partial sums, which are sent in the dtype of `full`.
 
-    `last` makes the last addition. By default, the sum is stored in the shard's place. `StoreMean(out, divisor, stats)`
-    divides the sum, stores the mean in `out`, and computes the statistics of the mean. For a bf16 or fp16 `full`, `out`
-    may be fp32: the last addition and the division are then rounded to fp32 only. Any other `last` consumes the sum,
-    and the returned shard is then undefined. A single rank does not call such a `last`, because it has no addition to
-    make. If `last` computes statistics or consumes the sum, each message has a whole number of blocks of statistics. So
-    the statistics do not depend on the size of messages.
+    The callback `last` makes the last addition. Without `last`, the sum is stored in the shard's place. The callback
+    `StoreMean(out, divisor, stats)` divides the sum, stores the mean in `out`, and computes the statistics of the mean.
+    For a bf16 or fp16 `full`, `out` may be fp32: the last addition and the division are then rounded to fp32 only. Any
+    other callback consumes the sum, and the returned shard is then undefined. If there is only one rank, such a
+    callback is not called, because there is no addition to make. If the callback computes statistics or consumes the
+    sum, each message has a whole number of blocks of statistics. So the statistics do not depend on the size of
+    messages.
 
-    Messages are received in `staging`, which has at least `staging_numel(...)` elements and is allocated if it is not
-    given. A ring needs no staging if `out` is given and has the dtype of `full`, and all segments are equal: the ring
-    then receives messages in `out`.
+    Messages are received in the buffer `staging`, which needs at least `staging_numel(...)` elements. If the caller
+    passes no `staging`, this function allocates the buffer. A ring needs no staging buffer if the caller passes an
+    `out` in the dtype of `full`, and all segments are equal: the ring then receives messages in `out`.
 
     Args:
         full: this rank's summand, [n].
         transport: connects the ranks.
         cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
-        last: makes the last addition.
+        last: callback that makes the last addition.
         staging: memory for messages.
         operation: names the operation in errors and counts.
 
@@ -225,9 +230,9 @@ def reduce_scatter(
 def ring_step(
     full: Tensor, transport: Transport, step: FusedStep, *, divisor: int = 1, operation: Operation = UNNAMED
 ) -> None:
-    """Add `full` [n] over the ranks, and make an AdamW step by this rank's segment of the mean, in one kernel.
+    """Sum `full` [n] over the ranks, and update weights by AdamW with this rank's segment of the mean, in one kernel.
 
-    `rings_in_kernel()` must be true. Other ranks may call `reduce_scatter` instead, with an `out` in fp32.
+    `rings_in_kernel()` must return true. Other ranks may call `reduce_scatter` with an fp32 `out` instead.
 
     Raises:
         LayoutError: `full` is not 1-D and contiguous, or cannot be summed or divided.
@@ -250,7 +255,7 @@ def all_reduce(
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
 ) -> None:
-    """Add `full` [n] over the ranks in place and divide by `divisor`, with a reduce-scatter and an all-gather.
+    """Sum `full` [n] over the ranks in place, and divide the sum by `divisor`, with a reduce-scatter and an all-gather.
 
     All ranks end with the same bits, since each segment is summed by one rank only. If the transport lends, every rank
     sends a short buffer whole to all other ranks, and adds all segments in the order of the ring. This takes one round
@@ -348,7 +353,10 @@ def _reduction(transport: Transport) -> Schedule:
 
 
 def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
-    """Exchange the summands of this rank's segment (a row per rank) and add them, or let the process group do both."""
+    """Exchange the summands of this rank's segment (a row per rank), and add the summands.
+
+    If the process group can add such a buffer itself, let the process group both exchange and add the summands.
+    """
     needed = transport.rows_numel(cut, full.itemsize, cut.grain)
     if staging is None:
         staging = full.new_empty(needed)
@@ -365,14 +373,14 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
 
 
 def _is_flag(full: Tensor, transport: Transport) -> bool:
-    """Return whether one collective gives the same bits as a ring: it adds integers, or one float in ring order."""
+    """Return whether one whole all-reduce gives the bits of a ring: for integers, or for one float in ring order."""
     return full.dtype not in _FLOATS or (full.numel() == 1 and transport.algorithm in IN_RING_ORDER)
 
 
 def _slots(
     full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None, free: Tensor | None
 ) -> Sequence[Tensor]:
-    """Return slots for incoming partial sums, in `staging` or in `free` (memory that is unused until the last step)."""
+    """Return slots for incoming partial sums, in `staging` or in `free`, which is unused until the last step."""
     if free is not None and free.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
         free = None
     if free is not None and stages_in_out(transport) and cut.even:

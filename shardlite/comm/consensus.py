@@ -35,7 +35,7 @@ class Ranks:
 
     @property
     def all(self) -> list[dist.ProcessGroup | None]:
-        """All groups of this rank. A collective over each of them in turn reaches every rank."""
+        """All groups of this rank. A collective over one group after the other reaches every rank."""
         return [self.shard] if self.replicas is None else [self.shard, self.replicas]
 
     @property
@@ -97,8 +97,8 @@ def agree(
 ) -> None:
     """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
-    A rank with a problem must also call this, so that other ranks do not wait for it. Errors name a rank by its
-    number in its group.
+    A rank with a problem must also call this function, so that other ranks do not wait for this rank. Errors name a
+    rank by its number in its group.
 
     Raises:
         LayoutError: another rank has a problem, or the facts of a rank differ from rank 0's. Raised on every rank that

@@ -39,12 +39,12 @@ Reallocating pages costs about 1 ms per MiB on a CPU (measured with two ranks on
 """
 
 MANY = 16
-"""Minimum number of ranks that agree by collectives. If there are fewer, each rank sends a message to every other."""
+"""Minimum number of ranks that agree by collectives. Fewer ranks agree by messages from each rank to every other."""
 
 
 @dataclass
 class WeightVersion:
-    """Counter of the changes of a model's weights, by optimizer steps and by loads."""
+    """Counter of the optimizer steps and loads that have changed a model's weights."""
 
     number: int = 0
 
@@ -83,7 +83,7 @@ class Context:
     """
 
     hosts: tuple[Transport, Transport | None]
-    """The two transports for tensors in CPU memory, which the ranks' hosts exchange."""
+    """The two transports over which the ranks' hosts exchange tensors in CPU memory."""
 
     rounds: GlooCollectives | None
     """Collectives for short agreements of the ranks that shard the model, or `None` if there are fewer than `MANY`
@@ -133,7 +133,7 @@ class Context:
 
     @property
     def transports(self) -> list[Transport]:
-        """The `inline` transports without `None`. An operation over each of them in turn reaches every rank."""
+        """The `inline` transports except `None`. An operation over one transport after the other reaches every rank."""
         return [each for each in self.inline if each is not None]
 
     def all_reduce_host(self, numbers: Tensor, operation: Operation) -> None:
@@ -192,7 +192,10 @@ class Context:
 
     @contextmanager
     def reporting_failures(self, what: str = "its forward") -> Iterator[None]:
-        """If the block raises, publish a failure report, because other ranks may wait. `what` names the block in it."""
+        """If the block raises an error, publish a failure report, because other ranks may wait.
+
+        The report names the block by the argument `what`.
+        """
         self.reports.withdraw()
         defer_interrupts()  # repeated, because a notebook resets Python's handler for each cell
         try:
@@ -208,7 +211,7 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """This rank among all ranks, replicas included."""
+        """Number of this rank among all ranks, replicas included."""
         replica = 0 if self.replicas is None else self.replicas.rank
         return replica * self.transport.world_size + self.transport.rank
 
@@ -218,7 +221,7 @@ class Context:
         return memory if dtype == memory.dtype else memory.view(dtype)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Release memory that no unit has used for a step. `keep`: release all unused memory except this many bytes."""
+        """Release memory that no unit has used for a step or, with `keep`, all unused memory except `keep` bytes."""
         for transport in self.transports:
             transport.trim(keep=keep)
 
@@ -234,7 +237,7 @@ class Context:
         return total
 
     def queue(self, name: str, *, blocking: bool = False) -> StreamQueue:
-        """Return a new queue for operations over these transports. `blocking`: the operations always block the host."""
+        """Return a new queue for operations over these transports. If `blocking`, all operations block the host."""
         blocking = blocking or any(transport.blocking for transport in self.transports)
         return make_queue(
             name, self.device, self.streams, blocking=blocking, reports=self.reports, high_priority=self.high_priority
@@ -284,8 +287,8 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
 def _connect(group: dist.ProcessGroup | None, **options: Any) -> Transport:
     """Connect this rank to the other ranks of `group`, as `connect` does.
 
-    Some backends connect ranks only at the first message. So this function sends a message, while all ranks still make
-    the same calls.
+    Some backends connect ranks only at the first message. So this function sends a message now, while all ranks still
+    make the same calls.
     """
     transport = connect(group, **options)
     if transport.batched:

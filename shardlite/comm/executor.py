@@ -71,8 +71,8 @@ class Channel(NamedTuple):
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive chunks, each with its peer, and wait for all of them.
 
-        Chunks for many peers take several exchanges. Messages are assigned to exchanges by the distance
-        between their ranks, so the sender and the receiver assign a message to the same exchange.
+        Chunks for many peers take several exchanges. The distance between the sender and the receiver of a message
+        determines the exchange, so both ranks assign the message to the same exchange.
         """
         rank, world_size = self.transport.rank, self.transport.world_size
         batches: list[list[Message]] = [[] for _ in range(0, world_size, _MOST_DISTANCES)]
@@ -109,11 +109,11 @@ def run_gather(channel: Channel, schedule: Schedule, pieces: Pieces) -> None:
 
 
 def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
-    """Add received pieces to this rank's pieces, in place, and forward the sums. `last` makes the final additions.
+    """Add received pieces to this rank's pieces in place, and forward the sums.
 
-    Messages are staged in `slots`, each as long as the longest chunk. A batched transport needs a slot for each chunk
-    that arrives in a step. Other transports need two or more slots. If the transport lends, a slot holds the sum of
-    several lent messages instead.
+    The callback `last` makes the final additions. Messages are staged in `slots`, each as long as the longest chunk. A
+    batched transport needs a slot for each chunk that arrives in a step. Other transports need two or more slots. If
+    the transport lends, a slot holds the sum of several lent messages instead.
     """
     transport, tag, _ = channel
     if transport.batched:
@@ -168,7 +168,7 @@ def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, i
 
 
 class _Slots:
-    """Inbox of staged messages. While the message in one slot is added, other slots receive the next messages."""
+    """Inbox of staged messages. While the message in one slot is added, the next messages arrive in other slots."""
 
     def __init__(self, channel: Channel, expected: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
         self._transport, self._tag, _ = channel
@@ -178,7 +178,7 @@ class _Slots:
             self._post(slot)
 
     def sums(self, sources: int, start: int, own: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Add one chunk from each of `sources` ranks; yield `(start, sum, own)`. Then reuse the sum's memory."""
+        """Add one chunk from each of `sources` ranks, and yield `(start, sum, own)`. Then reuse the sum's memory."""
         total, free = self._take()
         for _ in range(sources - 1):
             more, slot = self._take()
@@ -211,7 +211,7 @@ class _Loans:
         self._slot = slots[0] if slots else None
 
     def sums(self, sources: int, start: int, own: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Add one chunk from each of `sources` ranks; yield `(start, sum, own)` of each block."""
+        """Add one chunk from each of `sources` ranks block by block, and yield `(start, sum, own)` for each block."""
         loans = [self._loans.popleft() for _ in range(sources)]
         lent = [loan.look() for loan in loans]
         if sources == 1:
@@ -273,12 +273,16 @@ def _departing(channel: Channel, departures: Sequence[Departure], pieces: Pieces
 
 
 def _sent(transfers: Sequence[Transfer], pieces: Pieces) -> list[tuple[Tensor, int]]:
-    """Return the chunks of `transfers`, which a rank sends in a step, each with its target rank."""
+    """Return the chunks that a rank sends in a step, given the step's `transfers`. Each chunk has its target rank."""
     return [(chunk, each.target) for each in transfers for _, chunk in pieces(each.segment, each.part)]
 
 
 def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:
-    """Yield each arrival, and what finishes its sum: `last` at the final arrival of a part of this rank's segment."""
+    """Yield each arrival with the function that adds the arriving messages to this rank's piece.
+
+    The function is the callback `last` for the final arrival of each part of this rank's segment, and `_in_place` for
+    all other arrivals.
+    """
     final = {arrival.part: i for i, arrival in enumerate(program.arrivals) if arrival.segment == rank}
     for i, arrival in enumerate(program.arrivals):
         stays = arrival.segment == rank and final[arrival.part] == i

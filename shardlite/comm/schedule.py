@@ -29,7 +29,7 @@ from shardlite.config import ALGORITHMS, Algorithm
 from shardlite.errors import LayoutError
 
 IN_RING_ORDER: frozenset[Algorithm] = frozenset({"ring", "direct"})
-"""Algorithms whose reductions add in the order of the ring. All of them return the same bits."""
+"""Algorithms whose reductions add in the order of the ring. These algorithms all return the same bits."""
 
 Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot be an operand of `|`)
 """Tree of additions: `((1, 2), 0)` means (rank 1's summand + rank 2's summand) + rank 0's summand."""
@@ -40,8 +40,8 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
 
     `node` is the number of ranks per node, for `hierarchical` only.
 
-    ring: at step `t` rank `r` sends segment `r-t` to `r+1`. At step 0 this is its own segment, and at each later step
-    it is the segment that rank `r` received at the previous step.
+    ring: at step `t` rank `r` sends segment `r-t` to `r+1`. At step 0 rank `r` sends its own segment, and at each later
+    step the segment that it received at the previous step.
 
         W=4   start       t=0         t=1         t=2
         r=0   [a . . .]   [a . . d]   [a . c d]   [a b c d]
@@ -71,7 +71,7 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         r=1   [. b . . . .]   [. b . . e .]   [a b . d e .]
 
     halving (for a gather: recursive doubling), if the number of ranks is a power of two. Each rank exchanges all its
-    segments with the rank half a world away, then with the rank a quarter of a world away, and so on.
+    segments with the rank that is `W/2` ranks away, then with the rank that is `W/4` ranks away, and so on.
 
         W=4   start       t=0         t=1
         r=0   [a . . .]   [a . c .]   [a b c d]
@@ -84,7 +84,9 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
 
 
 def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
-    """Return the schedule that sends the sum of all ranks' segments `k` to rank `k`. `node` is as in `all_gather`.
+    """Return the schedule in which rank `k` receives the sum of segment `k` over all ranks.
+
+    The argument `node` has the same meaning as for `all_gather`.
 
     The schedule is that of an all-gather, with every transfer reversed and in reverse order. A gather sends a piece
     from its owner to several ranks. A reduction sends the sums of these ranks to the owner.
@@ -198,10 +200,10 @@ class _Flow(NamedTuple):
     group: int
     to: int
     back: int
-    """The sent segment is that of the rank `back` places before the sender in the group, if `nodes` is 0."""
+    """If `nodes` is 0, a rank sends the segment of the rank that is `back` places before it in the group."""
 
     nodes: int = 0
-    """Number that is added to the number of the sent segment."""
+    """Number that is added to the index of the sent segment."""
 
     part: int = 0
 
@@ -227,7 +229,7 @@ class _Swap(NamedTuple):
 
     digit: int
     segment: int
-    """The sent segment is that of the rank whose number differs from the sender's number in these binary digits."""
+    """Binary digits. A rank sends the segment of the rank whose number differs from its own in exactly these digits."""
 
     def sent_by(self, rank: int, world_size: int) -> Transfer:
         """Return the transfer that a rank sends."""
@@ -329,7 +331,7 @@ def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ..
 
 
 def _doubling(world_size: int) -> Iterator[tuple[_Swap, ...]]:
-    """Yield swaps of all segments that the ranks hold: between ranks half a world apart, then a quarter, and so on."""
+    """Yield the steps in which ranks `W/2` apart, then `W/4` apart and so on, swap all segments that they hold."""
     held, digit = [0], world_size // 2
     while digit:
         yield tuple(_Swap(digit, other) for other in held)

@@ -29,7 +29,7 @@ _HANG_UP = 1.0
 """Maximum seconds that the end of the program waits for blocked threads after their waits were ended."""
 
 _LEFT = 1e-3
-"""Seconds between two checks for blocked threads."""
+"""Seconds between two checks whether any threads are still blocked."""
 
 _POLL = 5e-5
 """Seconds between two queries of a GPU event."""
@@ -103,7 +103,7 @@ class HostWork:
         return self._is_over
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait until the operation has ended or `obsolete()` is true. Return whether the results may be used."""
+        """Wait until the operation has ended or `obsolete()` returns true. Return whether the results may be used."""
         self._check_owner()
         slow = monotonic() + SLOW
         for pause in _pauses():
@@ -123,7 +123,7 @@ class HostWork:
             self._owner.check()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for success or failure, for at most `seconds`. Return whether the operation has ended."""
+        """Wait at most `seconds` until the operation has ended. Return whether the operation has ended."""
         if not self._is_over:
             if not self._running.acquire(timeout=seconds):
                 return False
@@ -190,7 +190,7 @@ class ThreadQueue:
         return work
 
     def moment(self) -> Moment | None:
-        """Return `None`, because computation on the CPU has already ended."""
+        """Return `None`, because the caller's computation on the CPU has already ended."""
         return None
 
     def stream(self, behind: Moment | None = None) -> AbstractContextManager[object]:
@@ -259,9 +259,9 @@ if hasattr(os, "register_at_fork"):
 class ProgramStreams:
     """The streams on which the program computes. Most programs use one stream.
 
-    The library uses one of them, the home stream, to allocate and free memory and to start operations. The home stream
-    is the stream from which the model was called most recently. If the program calls the model from another stream
-    within a forward or a backward, both streams wait for each other. On the CPU there are no streams.
+    The library uses one of these streams, the home stream, to allocate and free memory and to start operations. The
+    home stream is the stream from which the model was called most recently. If the program calls the model from another
+    stream within a forward or a backward, both streams wait for each other. On the CPU there are no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -279,9 +279,10 @@ class ProgramStreams:
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def move_home(self) -> torch.cuda.Stream | None:
-        """Make the current stream the home stream. Return the new home stream, or `None` if it is the former one.
+        """Make the current stream the home stream. Return the new home stream, or `None` if nothing changes.
 
-        Call this between passes. The new home stream waits for the former one, which may still read cached memory.
+        Call this between passes. The new home stream waits for the former one, because the former home stream may
+        still read cached memory.
         """
         other = self.other()
         if other is not None and self._home is not None and not self.captures():
@@ -290,7 +291,7 @@ class ProgramStreams:
         return other
 
     def other(self) -> torch.cuda.Stream | None:
-        """Return the current stream, or `None` if it is the home stream."""
+        """Return the current stream, or `None` if the current stream is the home stream."""
         if not self.on_gpu:
             return None
         current = torch.cuda.current_stream(self._device)
@@ -305,7 +306,7 @@ class ProgramStreams:
 
     @contextmanager
     def across(self, other: torch.cuda.Stream) -> Iterator[None]:
-        """Run a block on the home stream, after the stream `other`, which then waits for the block."""
+        """Run a block on the home stream, after the work of the stream `other`. `other` then waits for the block."""
         home = self._home
         assert home is not None, "`other` differs from it"
         home.wait_stream(other)
@@ -319,7 +320,7 @@ class ProgramStreams:
             self._home.wait_stream(other)
 
     def record_stream(self, tensor: Tensor) -> None:
-        """Record that the home stream uses a tensor of another stream. Its memory is then reused only after both."""
+        """Record that the home stream uses a tensor of another stream. The memory is reused only after both streams."""
         if self._home is not None:
             tensor.record_stream(self._home)
 
@@ -328,7 +329,7 @@ _IS_HOME = nullcontext()
 
 
 class CudaStreamQueue:
-    """Runs operations on a separate stream. If launching has to wait for messages, `thread` launches the operations.
+    """Runs operations on a separate stream. If launches must wait for messages, `thread` launches the operations.
 
     Memory is safe without `record_stream`. The tensors of an operation are allocated on the caller's stream, and the
     operation waits for the work of this stream. The caller frees or reuses the tensors only after `wait()`, which
@@ -408,10 +409,10 @@ class _StreamWork:
         return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait on the host until the operation has ended or `obsolete()`. Return whether the results may be used.
+        """Wait on the host until the operation has ended or `obsolete()` is true. Return whether results may be used.
 
-        The stream does not wait instead, because its wait could not end early and would block gathers that a peer
-        needs first.
+        A wait of the current stream would not suffice. Such a wait could not end early, and would block gathers that a
+        peer needs first.
         """
         if not self._host.wait_unless(obsolete):
             return False

@@ -21,7 +21,7 @@ class Tally:
     messages: int = 0
     nbytes: int = 0
     across: int = 0
-    """Number of these bytes that were sent to other nodes. Counted only in two-level reductions over collectives."""
+    """The part of `nbytes` that was sent to other nodes. Counted only in two-level reductions over collectives."""
 
     def count(self, tensor: Tensor) -> None:
         """Count one message."""
@@ -44,7 +44,7 @@ class Sent:
     nbytes: int
 
     seconds: float
-    """Duration of gathers and reductions, from start to end on this rank. It is 0 for other purposes. On a GPU,
+    """Duration of gathers and reductions, from start to end on this rank. For other purposes, `seconds` is 0. On a GPU,
     durations are measured only after the first call of `traffic()`.
     """
 

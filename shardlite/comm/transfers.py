@@ -60,7 +60,7 @@ class Arrival:
     part: int
 
     sources: tuple[int, ...]
-    """Sending ranks, in the order of addition. In a gather there is one."""
+    """Sending ranks, in the order of addition. In a gather there is one sending rank."""
 
     targets: tuple[int, ...]
     """Ranks to which the piece is forwarded after it was received and, in a reduction, added."""
@@ -68,10 +68,10 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Program:
-    """The departures and arrivals of one rank. Arrivals are in the order in which the rank takes them.
+    """The departures and arrivals of one rank. Arrivals are in the order in which the rank takes the pieces.
 
-    On each link, pieces are sent in the order in which the receiver takes them. So a rank whose sends are queued while
-    the rank receives needs only one free slot per link, and no two ranks deadlock.
+    On each link, pieces are sent in the order in which the receiver takes the pieces. So if a rank queues its sends and
+    receives meanwhile, the rank needs only one free slot per link, and no two ranks deadlock.
     """
 
     departures: tuple[Departure, ...]

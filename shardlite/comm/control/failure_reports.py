@@ -1,4 +1,4 @@
-"""Failure reports: after a failure, each rank publishes what it was doing, so that every error describes all ranks.
+"""Failure reports: after a failure, each rank publishes what it was doing. So every error describes all ranks.
 
 Without a failure or a long wait nothing is published, so reports take no time. After a failure, connections may be
 closed (gloo closes a connection that has timed out). So reports are sent through the store of the process group.
@@ -36,8 +36,8 @@ _BEATS = 2
 """Number of times that each rank must publish the same operations before the waits count as a deadlock."""
 
 _EAGER = 16
-"""Number of deadlock checks in a wait before checks become rare: afterwards only one in this many is made, because
-long waits of many ranks would otherwise burden the store.
+"""Number of deadlock checks in a wait before checks become rare. Afterwards, only every `_EAGER`-th check is made,
+because long waits of many ranks would otherwise burden the store.
 """
 
 _FAILED = -1
@@ -115,7 +115,7 @@ class FailureReports:
         self._first: dict[int, tuple[int, str]] = {}  # by rank: count and text of the first report with the latest text
         self._deadlock_reason = ""
         self.verdict: CommError | None = None
-        """Error that ends all waits of this rank. An operation that nothing waits for has found the error."""
+        """Error that ends all waits of this rank, or `None`. The failed operation is one that no caller waits for."""
 
         self.failed = ""
         """Why this rank has failed permanently, or `""`. A failed rank starts no further operations."""
@@ -129,7 +129,7 @@ class FailureReports:
         self._since: float | None = None  # time of the current report, which several queues read
 
     def leave(self, note: str) -> float:
-        """Publish what this rank was doing, unless it already has: later failures result from the first failure.
+        """Publish what this rank was doing, unless a report is already published: later failures result from the first.
 
         Return the time of the first report, by `time.monotonic()`.
         """
@@ -203,7 +203,7 @@ class FailureReports:
         raise CommError(f"{waiting}: {why}{self.compare(waiting, why)}")
 
     def raise_verdict(self) -> None:
-        """Raise the error, if any, that was found by an operation that nothing waits for.
+        """If an operation that no caller waits for has found an error, raise this error.
 
         Raises:
             CommError: this rank cannot continue.
@@ -292,7 +292,7 @@ class FailureReports:
         return "" if found is None else f", called in {found.f_code.co_filename}, line {found.f_lineno}"
 
     def compare(self, note: str, why: str) -> str:
-        """Publish `note` with the line of the program, and wait for the other ranks' reports. Return these as text.
+        """Publish `note` with the line of the program, wait for the other ranks' reports, and return their text.
 
         First, log `note` and the reason `why` this rank has failed, and write both to the error file of `torchrun`,
         because `torchrun` may end this process soon. Later failures of this rank do not wait again.

@@ -8,7 +8,7 @@ Python raises `KeyboardInterrupt` between any two lines. Inside this library an 
 inconsistent state: with a filled bucket of gradients that is not reduced, or with a count that increased on this rank
 only. So the interrupt is raised in the program's own code: in a forward, in a hook, or between two calls. A call that
 waits for other ranks is interrupted after half a second, and the rank then starts no further operations. A second
-Ctrl-C does the same to any call.
+Ctrl-C interrupts any call in the same way.
 
 The step of any optimizer counts as a call of the library. An interrupt between the update of the weights and the hook
 that reports the update would leave this rank one step ahead of its reports, while other ranks use this rank's weights.
@@ -52,7 +52,7 @@ _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, CodeType)), None)
 """Code of PyTorch's wrapper of each optimizer's `step`, which calls the pre-hooks, the step and the post-hooks.
 
-`torch.compile` must not trace this library's hooks, so it does not compile this wrapper.
+`torch.compile` does not compile this wrapper, because this library's hooks must not be traced.
 """
 
 

@@ -5,16 +5,16 @@ bucket (buffer of a unit's gradients). A rank that has taken a different branch 
 first need a gather that the waiting rank has not joined yet. So a rank publishes its progress when it leaves the order
 of the units or has to wait for a gather. A rank that waits for a reduction reads the published progress:
 
-    rank 0   has started reductions 3, 4 and 5, waits for 4 ............. reads that rank 1 needs rank 0: fills one more
+    rank 0   has started reductions 3, 4 and 5, waits for 4 ............. reads that rank 1 needs rank 0: fills a bucket
     rank 1   skipped unit 4, has started 3, waits for gather 17, which rank 0 has not joined: publishes this
 
 If all ranks follow the same order, nothing that they publish ends a wait, since a rank that is ahead has started more
 reductions.
 
-If ranks wait for each other, at least one rank detects the deadlock. Proof: of all ranks that wait for a reduction,
-take those that wait for the earliest reduction, `j`. Some rank `a` has not started `j`. Rank `a` waits for no reduction
-up to `j`, so rank `a` waits for a gather. Some rank `b` has not joined this gather. So `b` waits for reduction `j` or a
-later reduction. Rank `b` reads that `a` has not started this reduction and waits for the gather.
+If ranks wait for each other, at least one rank detects the deadlock. Proof: let `j` be the earliest reduction that any
+rank waits for. Some rank `a` has not started `j`. Rank `a` waits for no reduction up to `j`, so rank `a` waits for a
+gather. Some rank `b` has not joined this gather. So `b` waits for reduction `j` or a later reduction. Rank `b` reads
+that `a` has not started this reduction, and that `a` waits for the gather.
 """
 
 import time
@@ -46,7 +46,7 @@ class _Standing:
     """Number of gathers and negotiation rounds that the rank has ever joined. All ranks join the same sequence."""
 
     out_of_turn: int = 0
-    """1 if the rank has all gradients of a unit, but lacks gradients of a unit whose reduction comes earlier."""
+    """1 if the rank has all gradients of a unit, but lacks gradients of a unit with an earlier reduction; else 0."""
 
 
 class Progress:
@@ -104,7 +104,7 @@ class Progress:
         self._publish_news(news)
 
     def filled(self, *, beyond: bool) -> None:
-        """Record a filled bucket. `beyond`: the bucket exceeds the memory limit, and no reduction is in flight."""
+        """Record a filled bucket. `beyond`: whether the bucket exceeds the limit with no reduction in flight."""
         self._mine.buckets += 1
         self._publish_news(beyond)
 

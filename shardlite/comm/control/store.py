@@ -120,7 +120,8 @@ def all_gather_json(
         CommError: a rank did not arrive within `timeout`, or the store does not answer.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    # The random number distinguishes this list from one left in the store by an earlier group of the same name.
+    # The store may still contain the list of an earlier group with the same name. The random number in each
+    # entry distinguishes the lists.
     entry = json.dumps([secrets.token_hex(8), mine])
     if world_size == 1:
         return [json.loads(entry)[1]]

@@ -92,7 +92,7 @@ class _Spans:
         self._starts[i : i + 1], self._stops[i : i + 1] = [part[0] for part in left], [part[1] for part in left]
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a range that none of these ranges covers."""
+        """Yield the parts of the range `[start, stop)` that none of the stored ranges covers."""
         for own_start, own_stop in self:
             if own_stop > start and own_start < stop:
                 if own_start > start:
@@ -118,7 +118,7 @@ class _Returns:
         """Whether to free the pages of blocks immediately, because no further allocation is expected."""
 
     def expect(self, block: "ctypes.Array[ctypes.c_char]", start: int, length: int) -> None:
-        """Reclaim the range of a block when the block is garbage-collected."""
+        """When the block is garbage-collected, reclaim its range."""
         reference = weakref.ref(block, self._reclaim)  # `weakref.finalize` takes much longer
         self._blocks_in_use[id(reference)] = reference, start, length
 
@@ -212,7 +212,7 @@ class Heap(Mapping):
         return tensor
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free pages unused since the previous call. `keep`: free all unused pages except this many bytes.
+        """Free pages unused since the previous call. With `keep`, free all unused pages except `keep` bytes.
 
         `keep=0` also applies to blocks that are freed later, until the next allocation or the next call.
         """

@@ -1,7 +1,7 @@
 """Mailboxes in shared memory: announcements of messages between ranks of one host, and receipts for them.
 
-Each rank has control words at the start of its heap. Every other rank writes to its own words among these. The
-bell is the only word with several writers:
+Each rank has control words at the start of its heap. Among the control words of a rank, each other rank has separate
+words, to which only this other rank writes. The bell is the only word with several writers:
 
     bell | whether this rank has failed | per peer: how many of its announcements were read | per peer: announcements
 
@@ -150,7 +150,8 @@ class Control:
             content = _CONTENT.pack(*message[1:])
             self._bytes[4 * place + 8 : 4 * place + 8 + _CONTENT.size] = content
             self._words[place + 1] = _checksum(message.number, content)
-            self._words[place] = message.number & 0xFFFFFFFF  # last, because it makes the content visible
+            # The number is written after the content, because the number makes the content visible.
+            self._words[place] = message.number & 0xFFFFFFFF
             self.ring()
 
     def ring(self) -> None:
@@ -165,7 +166,7 @@ class Control:
 
 
 class Receipts:
-    """Receipts, stored after the control words of this rank's heap. A rank that takes a message writes its receipt."""
+    """Receipts, stored after the control words of this rank's heap. A rank that takes a message signs its receipt."""
 
     def __init__(self, mapping: Mapping, world_size: int) -> None:
         start = _control_words(world_size)

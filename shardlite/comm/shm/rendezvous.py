@@ -8,8 +8,8 @@ Linux lets a process open this path only if it may read the memory of that proce
 only processes of the same user and privileged processes can open the path. No rank listens on a socket, so other users
 have nothing to connect to. Comparing the inode detects a later process that reuses the ID of an ended process.
 
-A rank holds the lock until its process ends for any reason, and then its peers detect that the lock is free. A forked
-child does not inherit the lock.
+A rank holds the lock until its process ends for any reason. Then the peers of the rank detect that the lock is free. A
+forked child does not inherit the lock.
 """
 
 import fcntl
@@ -143,7 +143,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 class _Alive:
-    """Detector of the end of a peer's process, by the lock on the peer's memory. Thread-safe."""
+    """Function that returns whether a peer's process is alive, from the lock on the peer's memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}

@@ -86,7 +86,7 @@ class Neighbours:
         return {**self._ledger.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
-        """Announce a message [n], immediately or after the peer has read enough earlier announcements."""
+        """Announce a message [n] immediately, or as soon as the peer has read enough earlier announcements."""
         offset = self.heap.offset_of(tensor)
         if offset is None:
             copy = self.heap.empty(tensor.nbytes).view(tensor.dtype)
@@ -115,7 +115,9 @@ class Neighbours:
         return arriving
 
     def wait(self, message: "_InFlight", done: Callable[[], bool]) -> None:
-        """Wait until `done()`, which depends on the peer of `message`. Take all messages that arrive meanwhile.
+        """Wait until `done()` returns true, and take all messages that arrive meanwhile.
+
+        Only an action of the peer of `message` makes `done()` true.
 
         Raises:
             CommError: the peer has ended, a rank has failed, a header is damaged, or the wait timed out.
@@ -236,8 +238,8 @@ class Neighbours:
     def _missing(self, peer: int) -> str:
         """Return which ranks prevent an answer from `peer`, or `""`.
 
-        A rank other than `peer` that has ended may have finished normally. If another rank still needs it, that rank
-        fails and marks itself as failed.
+        A rank other than `peer` whose process has ended may have finished normally. If another rank still needs the
+        ended rank, the waiting rank fails and marks itself as failed.
         """
         failed = [r for r in self._others if self._controls[r].has_quit]
         gone = [r for r in self._others if r not in failed and self.is_gone(r)]
@@ -281,7 +283,7 @@ class SharedMemoryTransport(Transport):
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Free pages unused since the previous call. `keep`: free all unused pages except this many bytes."""
+        """Free pages unused since the previous call. With `keep`, free all unused pages except `keep` bytes."""
         self._neighbours.heap.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:
@@ -353,7 +355,7 @@ class _Departing(_InFlight):
 
 @dataclass(eq=False)
 class _Arriving(_InFlight):
-    """A message to this rank: copied into `tensor`, or read in place."""
+    """A message to this rank. It is copied into `tensor`, or read in the sender's memory if `tensor` is `None`."""
 
     taken: bool = False
 
@@ -372,7 +374,7 @@ class _Arriving(_InFlight):
         self.neighbours.acknowledge(self)
 
     def copy(self) -> None:
-        """Copy the message to `tensor` as bytes, because memory meters would count a tensor of the peer's memory."""
+        """Copy the message to `tensor` by `memmove`, because memory meters would count a view of the peer's memory."""
         assert self.tensor is not None, "it is not read in place"
         assert self.announcement is not None, "it has arrived"
         source = self.neighbours.mappings[self.peer].address + self.announcement.offset

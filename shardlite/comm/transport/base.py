@@ -44,7 +44,9 @@ class Loan(Protocol):
     """A message that is read in the sender's memory."""
 
     def look(self) -> Tensor:
-        """Wait for the message and return its tensor, which must not be written, nor read after `give_back`.
+        """Wait for the message and return its tensor.
+
+        The caller must not write the tensor, and must not read the tensor after `give_back`.
 
         Raises:
             CommError: as `Pending.wait`.
@@ -88,19 +90,19 @@ class Transport:
     """
 
     blocking = True
-    """Whether waits block the host. If so, a caller that has other work to do needs a separate thread for the waits."""
+    """Whether waits block the host. If they do, a caller with other work needs a separate thread for the waits."""
 
     lends = False
     """Whether messages can be read in the sender's memory, with `borrow`."""
 
     algorithm: Algorithm = "ring"
-    """The algorithm of collectives. A class has the value for `algorithm="auto"`, and `connect` sets other values."""
+    """The algorithm of collectives. The value of the class is for `algorithm="auto"`. `connect` sets other values."""
 
     node = 1
-    """Number of ranks per node for the hierarchical algorithm. It is 1 for all other algorithms."""
+    """Number of ranks per node for the hierarchical algorithm, or 1 for all other algorithms."""
 
     holder: Holder | None = None
-    """Object that reports the memory that the transport holds for messages. Several transports may share one."""
+    """Object that reports the memory that the transport holds for messages. Several transports may share a holder."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return uninitialized memory [nbytes] from which tensors can be sent without a copy, where possible."""
@@ -111,7 +113,7 @@ class Transport:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Release memory unused since the previous call. `keep`: release all unused memory except this many bytes.
+        """Release memory unused since the previous call. With `keep`, release all unused memory except `keep` bytes.
 
         Has no effect if the memory belongs to PyTorch's allocators.
         """

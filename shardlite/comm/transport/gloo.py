@@ -3,7 +3,7 @@
 | transport | for | how |
 |---|---|---|
 | `GlooTransport` | CPU tensors | one message per call |
-| `StagedTransport` | CUDA tensors over gloo, which cannot send them | each message is copied through host memory |
+| `StagedTransport` | CUDA tensors (gloo sends only CPU tensors) | each message is copied through host memory |
 
 Failures of `torch.distributed` are raised as `CommError`s that name both ranks. The transport over NCCL is in
 `nccl.py`.
@@ -147,14 +147,14 @@ def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] | None = None) -> Backend:
     """Return a new gloo backend between the ranks of `group`, in their order. Collective.
 
-    If `some` is given, the backend is between these ranks, which include this one. Any two ranks must pass
-    the same `some` or disjoint lists. The connections are closed when the backend is freed.
+    If `some` is not `None`, the backend connects only the ranks in `some`, which must include this rank. Any two ranks
+    must pass either the same list or disjoint lists. The connections are closed when the backend is freed.
 
     Raises:
         CommError: a rank did not arrive or cannot be connected.
     """
     members = range(group.size()) if some is None else some
-    # The token is random, so an earlier group has left no entries in the store under the same token.
+    # The token is random, so the store contains no entries of an earlier group under the same token.
     tokens = all_gather_json(group, secrets.token_hex(8), "another connection over gloo", timeout)
     try:
         return over_gloo(tokens[members[0]], members.index(group.rank()), len(members), timeout)
@@ -163,7 +163,7 @@ def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] 
 
 
 def refused(group: dist.ProcessGroup, members: Sequence[int], backend: str, error: RuntimeError) -> CommError:
-    """Return the `CommError` for ranks that a backend cannot connect."""
+    """Return the `CommError` for the `members` of `group`, which a backend cannot connect."""
     return CommError(
         f"rank {group.rank()} cannot open another connection to ranks {global_ranks(group, members)} over {backend}. "
         f"The backend reports: {error}"
@@ -201,7 +201,7 @@ class GroupTransport(Transport):
         self.world_size = self._group.size()
 
     def _hang_up(self) -> None:
-        """End the waits in which threads are blocked. Has no effect if waits do not block."""
+        """End the waits in which threads are blocked. Has no effect if waits of this transport do not block."""
 
 
 class GlooTransport(GroupTransport):

@@ -2,8 +2,8 @@
 
     gather     `all_gather_into_tensor`, in place; over gloo by messages
     reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank as a row; one kernel then adds the rows
-               in the order of the ring (`shardlite_kernels.add_rows`). With two ranks, each receives one row and adds
-               its own summand from the gradient bucket (`shardlite_kernels.hop`)
+               in the order of the ring (`shardlite_kernels.add_rows`). With two ranks, each rank receives one row and
+               adds its own summand from the gradient bucket (`shardlite_kernels.hop`)
 
 The results have the same bits as with the algorithm `ring`, and the number of calls does not depend on the number of
 ranks. Both NCCL and gloo are supported. Over NCCL a message costs the host more time than a whole collective. A long
@@ -16,8 +16,8 @@ backends and not the functions of `torch.distributed`, which require process gro
 
 **Two levels** (`TwoLevelCollectives`): reduce inside each node first, then across the nodes in shards.
 
-    inside    all-to-all of the `L` ranks of a node: the rank with place `j` receives from each the segments of all
-              ranks with place `j`, `N` of them; the `L` rows are added in the order `j+1, j+2, ..., j`
+    inside    all-to-all of the `L` ranks of a node: the rank with place `j` receives from each rank of the node the
+              `N` segments of all ranks with place `j`; the `L` rows are added in the order `j+1, j+2, ..., j`
     across    all-to-all of the `N` ranks with place `j`: node `m` receives the sums of its segment; the `N` rows are
               added in the order `m+1, m+2, ..., m`, and divided
 
@@ -59,9 +59,9 @@ from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
 FusedStep = tuple[State, Table, Tensor]
-"""Arguments of the kernel that computes a mean and makes an optimizer step by this mean.
+"""Arguments of the kernel that computes the mean of gradients and updates weights with this mean.
 
-They are the weights and moments [S], the table of these tensors, and a flag [] for NaNs.
+The arguments are the weights and moments [S], the table of scalars for these tensors, and a flag [] for NaNs.
 """
 
 
@@ -101,7 +101,7 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the range of elements of each slice of a segment. All but the last slice are multiples of `grain`."""
+        """Return the range of elements of each slice of a segment. Every slice starts at a multiple of `grain`."""
         return slices_of(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
@@ -136,19 +136,22 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
     def nbytes_across(self, cut: Cut, itemsize: int) -> int:
-        """Return the bytes that this rank sends to other nodes in a reduction, or 0 if nodes are not known."""
+        """Return the bytes that this rank sends to other nodes in a reduction, or 0 if nodes are unknown."""
         return 0
 
 
 SHORTEST = 32
-"""Elements of the shortest slice. Longer slices have a multiple of `SHORTEST`, so that rows are aligned to 32 bytes."""
+"""Number of elements of the shortest slice. The lengths of longer slices are multiples of `SHORTEST`, so that rows are
+aligned to 32 bytes.
+"""
 
 
 @lru_cache(maxsize=1024)
 def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -> Sequence[tuple[int, int]]:
     """Divide segments of up to `longest` elements into slices, so that `rows` rows of a slice fit in `nbytes`.
 
-    Return the range of elements of each slice. Slices are as few as possible, and all but the last have equal length.
+    Return the range of elements of each slice. There are as few slices as possible, and all slices except the last
+    have equal length.
     """
     unit = max(grain, SHORTEST)
     most = max(nbytes // (rows * itemsize * unit), 1) * unit
@@ -181,7 +184,11 @@ def slices_in(
 
 @lru_cache(maxsize=1024)
 def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES) -> int:
-    """Return the number of elements of the staging buffer: rows of one slice, or slots for the rows of three slices."""
+    """Return the number of elements of the staging buffer of a reduction.
+
+    If there is one slice, the buffer holds the rows of this slice. Otherwise, the buffer has three slots, and each slot
+    holds the rows of a slice.
+    """
     slices = slices_in(longest, world_size, itemsize, grain, nbytes)
     numel = _row_count(world_size) * max((stop - start for start, stop in slices), default=0)
     return numel if len(slices) <= 1 else _SLOTS * numel
@@ -211,7 +218,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     """A transport whose gathers and reductions are collectives of its process group. Base class for gloo and NCCL."""
 
     fast = False
-    """Whether the process group itself adds the summands of a reduction, in an order that the process group chooses."""
+    """Whether the process group itself adds the summands of a reduction. The process group then chooses the order."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -268,11 +275,11 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     def _exchanges(
         self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor
     ) -> Iterator[tuple[int, Tensor, Pending]]:
-        """Start the exchanges of slices of equal segments. For each slice, yield start, rows and transfer.
+        """Start the exchanges of slices of equal segments. Yield each slice's start, rows and transfer.
 
         Three slots are used in turn. A copy runs after the addition that frees its slot, since both are on the current
-        stream. A transfer runs after the previous transfer, since both are on NCCL's stream, and after the copy that it
-        sends. So a transfer also runs after the addition that frees the slot for its rows.
+        stream. A transfer runs after the previous transfer, since both are on NCCL's stream, and after the copy that
+        this transfer sends. So a transfer also runs after the addition that frees the slot for the transfer's rows.
 
                      transfer 0   transfer 1      transfer 2      transfer 3
             slot 0   sent 0       rows 1          add 1, copy 3   sent 3
@@ -340,11 +347,11 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
 
     def sums(self, cut: Cut) -> bool:
-        """Return whether the process group itself adds such a buffer, by `reduce_scatter`. Segments must be equal."""
+        """Return whether the process group itself adds a buffer with this `cut`, by `reduce_scatter`."""
         return self.fast and cut.even
 
     def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
-        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `staging`.
+        """Return the sum of this rank's segment of `full` [n] over the ranks. The sum is a row [1, n/W] in `staging`.
 
         Raises:
             CommError: a peer failed or is late.
@@ -435,7 +442,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
     def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
         super().__init__(group, timeout)
         self._lost: list[Sequence[Tensor]] = []
-        """Memory of failed collectives, which is kept because gloo may still write to it."""
+        """Tensors of failed collectives, kept so that their memory is not freed while gloo may still write to it."""
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
         """Fill `full` [n] in place, given this rank's segment.
@@ -486,12 +493,12 @@ class TwoLevelCollectives(WholeCollectives):
         self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return staging memory [nbytes], registered with the node's communicator, which carries most of the data."""
+        """Return staging memory [nbytes], registered with `inside`, because `inside` sends most of the data."""
         return self.inside.empty_persistent(nbytes, device)
 
     @property
     def first_row(self) -> int | None:
-        """Index of the row that is added first, which is the next node's row."""
+        """Index of the row that is added first: the row of the next node."""
         return self.across.first_row
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -525,7 +532,7 @@ class TwoLevelCollectives(WholeCollectives):
         return (mine - (stop - start)) * itemsize
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return the number of elements of the staging buffer: one half for rows, the other half for sent data."""
+        """Return the number of elements of the staging buffer. One half is for rows, the other half for sent data."""
         return 2 * super().rows_numel(cut, itemsize, grain)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
@@ -550,7 +557,10 @@ class TwoLevelCollectives(WholeCollectives):
 
     @contextmanager
     def _level(self, where: str) -> Iterator[None]:
-        """Add this rank's number among all ranks to an error that has only its number within the level."""
+        """Add this rank's number among all ranks to an error of the block.
+
+        The error itself has only the rank's number within the level.
+        """
         try:
             yield
         except CommError as error:

@@ -109,8 +109,8 @@ def communicator(
 ) -> Communicator:
     """Return an unused communicator between the ranks of `group`. Collective.
 
-    If `some` is given, the communicator is between these ranks, which include this one. Any two ranks must pass
-    the same `some` or disjoint lists.
+    If `some` is not `None`, the communicator connects only the ranks in `some`, which must include this rank. Any two
+    ranks must pass either the same list or disjoint lists.
 
     Raises:
         LayoutError: `route.registered` is set, and NCCL's allocator is not available on a rank.
@@ -145,12 +145,13 @@ def _agree(
     group: dist.ProcessGroup, members: Sequence[int], offered: Sequence[Communicator], timeout: timedelta
 ) -> tuple[Communicator | None, str]:
     """Return the first communicator that all `members` offer, if any, and a name for a new communicator."""
-    # The name is random, so an earlier group has left no entries in the store under the same name.
+    # The name is random, so the store contains no entries of an earlier group under the same name.
     mine = [secrets.token_hex(8), [[each.name, each.operations] for each in offered]]
     everyone = all_gather_json(group, mine, "an additional communicator of NCCL", timeout)
     rows = [everyone[each] for each in members]
     name, first = rows[0]
-    # The first member's order counts: threads that wrap models concurrently may create communicators in another order.
+    # Search in the order of the first member, because ranks whose threads wrap models concurrently may create
+    # communicators in different orders.
     common = next((each for each, operations in first if all([each, operations] in theirs for _, theirs in rows)), None)
     return next((each for each in offered if each.name == common), None), name
 
@@ -163,7 +164,8 @@ def _connected(
     store = PrefixStore(f"shardlite/nccl/{name}", _get_default_store())
     try:
         made = dist.ProcessGroupNCCL(store, members.index(group.rank()), len(members), options)
-        if route.registered:  # registration requires a communicator, which otherwise the first operation creates
+        if route.registered:
+            # Registration requires a communicator. By default, NCCL creates the communicator at the first operation.
             made.eager_connect_single_device(device)
     except RuntimeError as error:
         raise refused(group, members, "nccl", error) from error
@@ -179,7 +181,7 @@ def _options(group: dist.ProcessGroup, members: Sequence[int], timeout: timedelt
     options._timeout = timeout
     if route.max_ctas is not None:
         options.config.max_ctas = route.max_ctas
-        options.config.min_ctas = min(options.config.min_ctas, route.max_ctas)  # if not set, it is the smallest integer
+        options.config.min_ctas = min(options.config.min_ctas, route.max_ctas)  # the default is the smallest integer
     return options
 
 
@@ -188,7 +190,8 @@ def _purpose(
 ) -> tuple[object, ...]:
     """Return everything that must be equal for one communicator to replace another.
 
-    The result includes the route, because messages run on NCCL's stream, and collectives run on the current stream.
+    The result includes the route, because transports that send messages use the communicator on NCCL's own stream, and
+    transports of whole collectives use it on the current stream.
     """
     config = options.config
     own = [each for name in dir(config) if name[0] != "_" and not callable(each := getattr(config, name))]
@@ -241,7 +244,7 @@ class NcclTransport(GroupTransport):
     blocking = False
 
     _communicator: Communicator | None = None
-    """Communicator of the messages. `None` uses the group's own communicator, whose operations the program orders."""
+    """Communicator of the messages. `None` means the group's own communicator, whose operations the program orders."""
 
     def __init__(self, group: dist.ProcessGroup | Backend | Communicator | None) -> None:
         if isinstance(group, Communicator):

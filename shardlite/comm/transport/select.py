@@ -90,9 +90,10 @@ def connect(
 
 
 def connect_hosts(group: dist.ProcessGroup | None, timeout: timedelta, *, route: Route) -> Transport:
-    """Return a transport for CPU tensors between the ranks of `group`, which may lack a CPU backend. Collective.
+    """Return a transport for CPU tensors between the ranks of `group`. Collective.
 
-    Routes for CUDA tensors and routes without tags are ignored, because hosts exchange messages on several threads.
+    The group needs no backend for CPU tensors. Routes for CUDA tensors are ignored. Routes without tags are ignored
+    too, because hosts exchange messages on several threads.
     """
     if route.transport in ("symmetric_memory", "collectives"):
         route = replace(route, transport="auto")
@@ -111,7 +112,7 @@ def choose(
     apart: bool = False,
     reduces: bool = False,
 ) -> Choice:
-    """Select transport and algorithm, and return them with the reason. Takes the arguments of `connect`.
+    """Return the selected transport, on which the algorithm is set, with the reason. Takes the arguments of `connect`.
 
     Raises:
         LayoutError: as for `connect`.
@@ -207,7 +208,7 @@ def _check(choice: Choice, route: Route) -> None:
 
 
 def _set_algorithm(transport: Transport, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the algorithm that the route names. If the route names none, keep the algorithm of the transport's class."""
+    """Set the algorithm that the route names. By default, keep the algorithm of the transport's class."""
     if isinstance(transport, GroupCollectives):
         transport.fast = route.reduce == "fast"
     if route.order == "tree":
@@ -221,7 +222,7 @@ def _set_algorithm(transport: Transport, route: Route, group: dist.ProcessGroup,
 def _in_two_levels(
     flat: GroupCollectives, device: torch.device, route: Route, group: dist.ProcessGroup, timeout: timedelta
 ) -> WholeCollectives:
-    """Return `flat` with reductions in two levels, or `flat` if there is one node or one rank per node."""
+    """Return a transport that reduces in two levels, or `flat` itself if there is one node or one rank per node."""
     node, ranks = nodes_of(group, timeout), range(flat.world_size)
     if node in (1, len(ranks)):
         return flat  # `flat` adds in the same order

@@ -5,7 +5,7 @@ kernel in Triton's interpreter.
 
     gather      a rank shows its segment in a window, and pulls the other segments from the other windows: W - 1 copies
     reduction   one launch of a kernel that reduces along the ring, from the bucket to the shard or to the AdamW step
-    the rest    (other dtypes, segments of different lengths, counts) rows, shown and pulled, then added by a kernel
+    the rest    (other dtypes, segments of different lengths, counts) rows are shown and pulled, then added
 
     the area of a rank   [ flags | slots of the ring | window 0 | window 1 ]
 
@@ -17,7 +17,7 @@ enqueued on the current stream, and the host never waits.
 **Windows** are used alternately, so one barrier per window is sufficient:
 
     rank 0   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      barrier 1 ends after all ranks
-    rank 1   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      arrived there, so after pull 0
+    rank 1   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      reached it, so after pull 0
 
 `show i` writes to window `i % 2`. In the order of its stream, a rank arrives at barrier `i + 1` after `pull i`. So when
 barrier `i + 1` has ended, no rank reads window `i % 2`, and `show i + 2` may overwrite the window. With a single
@@ -84,8 +84,8 @@ class SymmetricMemoryTransport(WholeCollectives):
     A waiting stream spins in a kernel. If a peer does not arrive within `timeout`, this kernel or the next kernel
     traps. Later CUDA calls then fail, and the process cannot continue. Calls of this class raise a `CommError`.
 
-    `area` is this rank's allocation, which the transport keeps alive. `programs` is the number of
-    concurrent programs (thread blocks) of a ring kernel.
+    The tensor `area` is this rank's allocation, which the transport keeps alive. A ring kernel runs `programs`
+    concurrent programs (thread blocks).
 
     Raises:
         LayoutError: the areas are too small for this number of ranks.
@@ -187,7 +187,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         return rows
 
     def rings(self, full: Tensor, cut: Cut) -> bool:
-        """Return whether a ring kernel can add such a buffer. The result is equal on all ranks.
+        """Return whether a ring kernel can add `full` [n] over the ranks. The result is equal on all ranks.
 
         The dtype must be fp32, bf16 or fp16, segments must be equal, and the order of addition must not be a tree.
         """
@@ -206,7 +206,7 @@ class SymmetricMemoryTransport(WholeCollectives):
             ring_reduce_scatter(out, full, self._peers, epoch=epoch, divisor=divisor, wire=full.dtype)
 
     def ring_step(self, step: FusedStep, full: Tensor, divisor: int) -> None:
-        """Make an AdamW step by the mean that `ring_reduce` would write to an fp32 `out`.
+        """Update weights by AdamW with the mean that `ring_reduce` would write to an fp32 `out`.
 
         Other ranks may call `ring_reduce` instead.
 
@@ -219,7 +219,7 @@ class SymmetricMemoryTransport(WholeCollectives):
 
     @contextmanager
     def _ring(self, what: str, full: Tensor) -> Iterator[int]:
-        """Run a ring in this block, and yield the ring's epoch. If the ring fails, the stream fails afterwards."""
+        """Run a ring in this block, and yield the ring's epoch. If the ring fails, the stream's later work fails."""
         with self._turn(what, full):
             self._epoch += 1
             yield self._epoch
