@@ -115,7 +115,7 @@ class FailureReports:
         self._first: dict[int, tuple[int, str]] = {}  # by rank: count and text of the first report with the latest text
         self._deadlock_reason = ""
         self.verdict: CommError | None = None
-        """Error that ends all waits of this rank, or `None`. The failed operation is one that no caller waits for."""
+        """Error that ends all waits of this rank, or `None`. It was found by an operation that no caller waits for."""
 
         self.failed = ""
         """Why this rank has failed permanently, or `""`. A failed rank starts no further operations."""
