@@ -3,8 +3,8 @@
 `hardware.json` has the figures with their sources, and marks each achieved rate as measured or assumed. All times
 computed from the figures are predictions.
 
-The model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al., 1993),
-the work per message is separate from the latency, so a link has four costs. With one message per segment, collectives
+The cost model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al.,
+1993), the work per message is separate from the latency, so a link has four costs. With one message per segment, collectives
 take (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
 
                       ring                                            direct
@@ -147,7 +147,7 @@ class Cluster:
     def seconds(self, operation: Operation, nbytes: int, world_size: int, *, hierarchical: bool = False) -> float:
         """Return the time of a gather or reduction of a buffer of `nbytes`, as the library runs it.
 
-        Over NCCL a gather is a ring. A reduction is one exchange among all ranks, and a kernel adds the
+        Over NCCL, a gather is a ring. A reduction is one exchange among all ranks, and a kernel adds the
         received rows. A `hierarchical` reduction is two exchanges: one inside each node and one across nodes. On a CPU,
         gathers and reductions follow the schedule `direct` over shared memory.
         """
@@ -162,7 +162,7 @@ class Cluster:
         return self.base + collective_seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
 
     def _in_two_levels(self, nbytes: int, nodes: int) -> float:
-        """Return the time of a reduction of `nbytes` inside each node, then of each rank's part across the nodes."""
+        """Return the time to reduce `nbytes` inside each node, and then to reduce each rank's part across the nodes."""
         across = self.nic._replace(beta=self.nic.beta * self.node / self.nics)
         first = collective_seconds("reduce-scatter", "direct", nbytes, self.node, self.inside)
         second = collective_seconds("reduce-scatter", "direct", nbytes // self.node, nodes, across)
@@ -170,7 +170,7 @@ class Cluster:
 
 
 def _link(card: Card, wire: str, rate: float = 0.0) -> LinkCost:
-    """Return the costs of the link or the wire with the name `wire`. A wire has `rate` bytes per second.
+    """Return the costs of the link or the wire with the name `wire`. A wire transfers `rate` bytes per second.
 
     For a wire, an addition reads two numbers from the card's memory and writes one number.
     """
