@@ -34,7 +34,7 @@ class _Parser(ArgumentParser):
     """A parser that reports wrong usage in one line, without the usage message. Each command has such a parser."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:  # type: ignore[override]
-        """Parse the arguments, and exit if an argument is unknown. A command's parser checks the command's arguments."""
+        """Parse the arguments. Exit if an argument is unknown. A command's parser checks the command's arguments."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")

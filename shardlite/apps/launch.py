@@ -116,7 +116,7 @@ def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite",
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""If this environment variable of `torchrun` is 1, each attempt of `--max-restarts` has its own store.
+"""An environment variable of `torchrun`. If its value is 1, each attempt of `--max-restarts` has its own store.
 
 Otherwise all attempts share the store of torchrun's agent. In that store, gloo finds the addresses of dead processes
 (PyTorch 2.13).

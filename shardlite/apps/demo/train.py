@@ -247,7 +247,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _validate(run: Run) -> float:
-    """Return the mean loss on validation text. Each rank has its own part of this text, and keeps this part."""
+    """Return the mean loss on validation text. Each rank always validates on the same part of the text."""
     run.model.eval()
     losses = [
         _loss(run.model, *_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()

@@ -152,7 +152,7 @@ def _count(source: Source) -> int:
     try:
         with torch.device("meta"):
             model = source.make()
-    except (NotImplementedError, RuntimeError):  # the constructor of the model reads values
+    except (NotImplementedError, RuntimeError):  # the constructor reads values of meta tensors, which have none
         model = source.make()
     return sum(param.numel() for param in model.parameters())
 

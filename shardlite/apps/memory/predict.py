@@ -164,7 +164,10 @@ class _Replay:
         yield
 
     def _leave(self, unit: int) -> None:
-        """Free full weights after a forward, except the root's. In a backward, free only units without gradients."""
+        """After a unit's forward, free its full weights. In the backward, free only units without gradients.
+
+        This method does not free the root's weights.
+        """
         if self._users[unit] > 0 or self._units[unit].is_root:
             return
         if not self._backward:

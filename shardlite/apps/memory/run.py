@@ -147,7 +147,7 @@ def measure_all(
 
     Args:
         source: the model, for predictions and for the rows of systems that fail.
-        program: measures a system with the same model.
+        program: the program that measures a system with the same model.
         systems: the systems by name. A system whose package is not installed is skipped, and its name is printed to
             standard error.
         ranks: numbers of processes on this machine.
@@ -207,7 +207,7 @@ def _draw_timeline(source: Source, setting: Setting, program: Program, picture: 
 
 
 def _prediction(source: Source) -> Callable[[str, System, int], Row]:
-    """Return a function that predicts the bytes of a system. It predicts nothing if the model cannot be traced."""
+    """Return a function that predicts the bytes of a system. For an untraceable model, it predicts nothing."""
     try:
         predictor = Predictor(source, progress=say)
     except ValueError as error:

@@ -63,7 +63,7 @@ def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline)
 
 
 def comparison(plan: RankPlan, timeline: Timeline) -> Iterator[tuple[str, int, int, int]]:
-    """Yield for each purpose its name and its bytes at its peak: the least and the most predicted, and the measured."""
+    """For each purpose, yield its name and the bytes at its peak: least predicted, most predicted, and measured."""
     late, prompt, measured = plan.timeline.most, plan.prompt.most, timeline.most
     for name in (*PURPOSES, ACTIVATIONS):
         least, most = sorted((prompt.get(name, 0), late.get(name, 0)))

@@ -4,15 +4,16 @@
 computed from the figures are predictions.
 
 The cost model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al.,
-1993), the work per message is separate from the latency, so a link has four costs. With one message per segment, collectives
-take (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
+1993), the work per message is separate from the latency, so a link has four costs. With one message per segment,
+and if additions do not overlap with messages, collectives take (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
 
                       ring                                            direct
     all-gather        (W-1) (alpha + overhead) + (W-1)/W M beta       alpha + (W-1) overhead + (W-1)/W M beta
     reduce-scatter    the same, and (W-1)/W M gamma                   the same, and (W-1)/W M gamma
 
-if additions do not overlap with messages. If they overlap, `direct` takes the longer of the two times. The model
-ignores caches, ranks that share a processor, and links that share a wire.
+If additions overlap with messages, a `direct` reduce-scatter takes `alpha` plus the longer of two times: that of one
+message and all additions, or that of all messages and one addition. The model ignores caches, ranks that share a
+processor, and links that share a wire.
 
 Legend: `W` ranks, `M` bytes in the whole buffer.
 """

@@ -249,7 +249,7 @@ def _checkpoint(plans: Sequence[UnitPlan]) -> None:
 
 @cache
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose call goes through `checkpoint`. No random state is kept: fake tensors have none."""
+    """Return a subclass whose call goes through `checkpoint`. No random state is kept, as fake tensors have none."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(kind.__call__, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -139,7 +139,7 @@ class _Run:
         return self._cluster.seconds("all-gather", full, self._ranks)
 
     def _reduce_seconds(self, unit: UnitBudget) -> float:
-        """Return the time of a reduction. Stage 0 adds the time of a gather; `in_backward` adds the time of the update."""
+        """Return the time of a reduction. Stage 0 adds the time of a gather, and `in_backward` adds the update."""
         setting, seconds = self._plan.setting, 0.0
         for flat in unit.flats:
             args = flat.bucket, self._ranks

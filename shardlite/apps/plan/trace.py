@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Call:
-    """One forward of a unit, as its backward sees it (see `weights/saved_tensors.py`)."""
+    """One forward of a unit, and the use of the unit's weights by its backward (see `weights/saved_tensors.py`)."""
 
     def __init__(self, unit: int, hooks: "_Hooks") -> None:
         self.unit, self.hooks = unit, hooks

@@ -107,7 +107,7 @@ class Sum:
     """Precision of `g_r`."""
 
     def error(self, name: str, master: torch.dtype) -> Tensor:
-        """Return the bound on the error of the ring's mean. `W` operations round to the reduce dtype."""
+        """Return the bound on the error of the ring's mean, after `W` roundings to the reduce dtype."""
         return rounding(self.magnitudes[name], self.world_size, self.precision.reduce_of(master))
 
     def simple(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:

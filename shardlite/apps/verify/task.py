@@ -101,7 +101,7 @@ def joined_batch(batches: Sequence[Batch]) -> Batch | None:
 
 
 def joins(task: Task, loss: Tensor) -> bool:
-    """Return whether the joined batch of the first step has in fp64 the same loss as `loss`, the mean over the ranks.
+    """Return whether, in fp64, the joined batch of the first step has the loss `loss`, the mean over the ranks.
 
     The losses differ if tensors lack a batch dimension, if ranks average over different numbers of items, or if the
     model draws random numbers.

@@ -116,7 +116,7 @@ def replicated(task: Task, mean: Mean) -> tuple[Record, bool]:
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
-    """Train with PyTorch's data parallelism. `unused`: in some step, a rank does not use all parameters."""
+    """Train with PyTorch's data parallelism. Set `unused` if a rank does not use all parameters in some step."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")

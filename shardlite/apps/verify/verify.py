@@ -84,7 +84,10 @@ class Report:
 
     @property
     def first_failure(self) -> str | None:
-        """The first tensor beyond its bound, or `None`. The text has rank, tensor, system, both values and the bound."""
+        """The first tensor beyond its bound, or `None`.
+
+        The text names the rank, the tensor and the system, and contains both values and the bound.
+        """
         return next((row.failure for row in self.rows if row.failure is not None), None)
 
     def table(self) -> str:
@@ -112,7 +115,7 @@ def verify(
     group: dist.ProcessGroup | None = None,
     elastic: bool = False,
 ) -> Report:
-    """Train a model with ShardLite at each stage and with reference methods, with AdamW, and compare.
+    """Train a model with ShardLite at each stage and with reference methods, and compare. The optimizer is AdamW.
 
     Collective over an initialized process group on the CPU. The model is made about fifteen times, and a few copies of
     its weights and gradients exist at the same time. At the end, rank 0 trains on the batches of all ranks. The other
