@@ -185,7 +185,7 @@ def wrapped_system(
     """Return a system that wraps a model and trains it with an optimizer.
 
     Args:
-        wrap: function of a model, its units, the group and `precision` that wraps the model; see `wrap_fsdp2`.
+        wrap: function that wraps a model. It takes the arguments of `wrap_fsdp2`.
         precision: passed to `wrap`.
         optimizer: function that returns the optimizer of the wrapped model's parameters.
         **others: fields of the `System`.
