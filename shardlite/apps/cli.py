@@ -16,7 +16,7 @@ from shardlite.apps.options import COMMANDS, add_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `shardlite ARGV` and return its exit status. Wrong usage exits with status 2, as in argparse."""
+    """Run `shardlite ARGV` and return its exit status. On wrong usage, exit with status 2, as argparse does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="shardlite", description="Sharded training for PyTorch, small enough to read.")
     parser.add_argument("--version", action="version", version=f"shardlite {__version__}")
@@ -31,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(ArgumentParser):
-    """A parser that reports wrong usage in one line, without the usage message. Each command has such a parser, too."""
+    """A parser that reports wrong usage in one line, without the usage message. Each command has such a parser."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:  # type: ignore[override]
-        """Parse the arguments, and exit if one is unknown. A command's parser checks the arguments of the command."""
+        """Parse the arguments. Exit if an argument is unknown. A command's parser checks the command's arguments."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")

@@ -27,13 +27,13 @@ def inspect(path: str | os.PathLike[str], *, check: bool = True, every: bool = F
     """Yield lines that describe a checkpoint.
 
     Args:
-        path: the folder of a checkpoint, or the folder of a run, whose newest checkpoint is described.
+        path: the folder of a checkpoint, or the folder of a run. For a run, the newest checkpoint is described.
         check: whether to read all files and compare their checksums.
         every: whether to list each tensor instead of the parts of the model.
 
     Raises:
         CheckpointError: there is no checkpoint, or a file is missing or damaged. The files are checked after all
-            other lines.
+            other lines have been yielded.
     """
     checkpoint = Checkpoint(find(Path(path)))
     yield f"{checkpoint.folder}"
@@ -77,7 +77,7 @@ def _parts(checkpoint: Checkpoint, tensors: Tensors) -> Iterator[str]:
 
 
 def _sums(held: Sequence[TensorStorageMetadata]) -> tuple[str, str, str, str]:
-    """Return the table cells of some weights: numbers of weights and elements, dtype with the most bytes, and bytes."""
+    """Return the table cells of some weights: numbers of weights and elements, main dtype by bytes, and all bytes."""
     dtypes: Counter[str] = Counter()
     for each in held:
         dtypes[_dtype(each)] += _nbytes(each)
@@ -87,7 +87,7 @@ def _sums(held: Sequence[TensorStorageMetadata]) -> tuple[str, str, str, str]:
 
 
 def _titled(weights: Tensors) -> dict[tuple[str, str], list[str]]:
-    """Return the names of the weights in each line of the table, by title and number of equal blocks.
+    """For each line of the table, return the names of its weights. A key is the title and the number of equal blocks.
 
     If there would be too many lines, each outermost module has a line instead.
     """
@@ -113,7 +113,8 @@ def _titled(weights: Tensors) -> dict[tuple[str, str], list[str]]:
 
 
 def _module_of(name: str) -> tuple[str, int | None]:
-    """Return the outermost numbered block that holds a weight, as stem and number, or else the innermost module.
+    """Return the outermost numbered block that holds the weight, as stem and number. Without one, return the innermost
+    module.
 
     `h.3.mlp.weight` belongs to `("h", 3)`, and `norm.weight` belongs to `("norm", None)`.
     """

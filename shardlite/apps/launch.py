@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks that the launcher has started, or `None` without a launcher."""
+    """Return the number of ranks that the launcher has started, or `None` if no launcher started this process."""
     return int(environment["WORLD_SIZE"]) if "RANK" in environment else None
 
 
@@ -62,7 +62,7 @@ def place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, 
 
 
 def launch(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
-    """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status.
+    """Run `shardlite ARGUMENTS` in `ranks` processes of this machine and return the exit status.
 
     If a process fails, all processes are restarted, at most `restarts` times. See `run_agent` for signals.
     """
@@ -108,7 +108,7 @@ def on_signals(names: Sequence[str], act: Callable[[int], object]) -> Iterator[N
 
 
 def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite", restarts: int = 0) -> list[str]:
-    """Return the command that starts `python -m MODULE ARGUMENTS` on `ranks` processes."""
+    """Return the command that starts `python -m MODULE ARGUMENTS` in `ranks` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts)] if restarts else []
     # Without "--", torchrun would interpret `--master` as an abbreviation of its own options.
@@ -116,15 +116,15 @@ def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite",
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""If this environment variable of `torchrun` is 1, each attempt of `--max-restarts` has its own store.
+"""An environment variable of `torchrun`. If its value is 1, each attempt of `--max-restarts` has its own store.
 
-Otherwise all attempts share the store of torchrun's agent, in which gloo finds the addresses of dead processes
+Otherwise all attempts share the store of torchrun's agent. In that store, gloo finds the addresses of dead processes
 (PyTorch 2.13).
 """
 
 
 def environment_for(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environment` with a share of the cores per rank and a store per attempt.
+    """Return `environment` with variables that give each rank a share of the cores, and each attempt its own store.
 
     Variables that are already set keep their values.
     """

@@ -81,7 +81,7 @@ def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
 
 
 def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
-    """Return the number of ranks that a launcher has started, or `None` without a launcher.
+    """Return the number of ranks that a launcher has started, or `None` if no launcher started this process.
 
     If `--ranks` differs from this number, exit.
     """

@@ -94,10 +94,10 @@ def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
 
 
 def _check_checkpoints(settings: Settings, options: Namespace) -> None:
-    """Check that `--resume` finds a checkpoint, and that a new run does not overwrite another one.
+    """Check that `--resume` finds a checkpoint, and that a new run does not overwrite the files of an earlier run.
 
-    A run with `--checkpoints` resumes without `--resume` if there is a checkpoint. Ranks that torchrun restarts after a
-    failure always resume.
+    With `--checkpoints`, a run resumes from an existing checkpoint even without `--resume`. Ranks that torchrun
+    restarts after a failure always resume.
 
     Raises:
         ValueError: a check failed. The message names the option to give or to omit.

@@ -36,11 +36,11 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate each pair of elements of `x` [... t d] by an angle proportional to its position.
+    """Rotate each pair of elements of the vectors `x` [... t d] by an angle proportional to the vector's position.
 
-    The product of two rotated vectors depends on their positions only through the distance, so blocks need no other
-    position encoding (Su et al. 2021, "RoFormer"). Pair `i` consists of the elements i and i + d/2. The
-    angle of pair `i` per position is 10000^(-2i/d).
+    The product of two rotated vectors depends on their positions only through the distance of the positions, so
+    blocks need no other position encoding (Su et al. 2021, "RoFormer"). Pair `i` consists of the elements i and
+    i + d/2. From one position to the next, the angle of pair `i` grows by 10000^(-2i/d).
     """
     t, d = x.shape[-2:]
     speed = 10000.0 ** (torch.arange(0, d, 2, device=x.device) / -d)
@@ -74,7 +74,7 @@ class GPT(nn.Module):
 
     Args:
         config: the shape of the model.
-        recompute: whether blocks are recomputed in the backward, instead of keeping their activations.
+        recompute: whether the backward recomputes the blocks, so that their activations need not be kept.
     """
 
     def __init__(self, config: GPTConfig, *, recompute: bool = False) -> None:

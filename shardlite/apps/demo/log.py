@@ -1,4 +1,4 @@
-"""Values of each step during the run: printed, and written to a CSV file or for TensorBoard."""
+"""Print the values of each step during the run, and write them to a CSV file or for TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ validation between the two rows.
 """
 
 Values = Mapping[str, float]
-"""Values of a step by column. Columns without a value are missing."""
+"""The values of a step by column. A column without a value has no entry."""
 
 
 def open_log(kind: str, folder: Path, *, after: int) -> CSVLog | TensorBoardLog:
-    """Open the log of a run in `folder`. Discard rows that an earlier process wrote for steps after `after`."""
+    """Open the log of a run in `folder`. Discard rows of an earlier process for steps after step number `after`."""
     folder.mkdir(parents=True, exist_ok=True)
     return CSVLog(folder / "log.csv", after) if kind == "csv" else TensorBoardLog(folder / "tensorboard", after)
 
 
 class CSVLog:
-    """A CSV file with a row per step. It can be read during the run."""
+    """A CSV file with a row per step. Other programs can read the file during the run."""
 
     def __init__(self, path: Path, after: int) -> None:
         columns, kept = ["step", *COLUMNS], []

@@ -48,7 +48,7 @@ class Progress:
         self._is_open = False
 
     def show(self, point: Point, held: int) -> None:
-        """Show `point`, the remaining time, the training speed, and the bytes `held` by the library on a rank."""
+        """Show `point`, the remaining time, the training speed, and the bytes that the library holds (`held`)."""
         if point.validation is not None:
             self._validation = f"val {point.validation:.3f}"
         if self._out.isatty():
@@ -66,12 +66,12 @@ class Progress:
             self._is_open = False
 
     def _is_due(self, step: int) -> bool:
-        """Return whether to print a line: after the first step, each tenth of the run, and a minute of silence."""
+        """Return whether a line is due: after the first step, each tenth of the run, and a minute without a line."""
         tenth = step % max(1, self._steps // 10) == 0
         return step in (1, self._steps) or tenth or perf_counter() - self._printed >= _SILENCE
 
     def _line(self, point: Point, held: int, width: int | None = None) -> str:
-        """Return the line, without the less important parts that do not fit into `width` characters."""
+        """Return the line. If it is longer than `width` characters, leave out the less important parts."""
         passed, taken = perf_counter() - self._begin, point.step - self._first
         left = passed / taken * (self._steps - point.step)
         parts = [

@@ -11,17 +11,17 @@ class GPTConfig:
     """The shape of a GPT.
 
     Raises:
-        ValueError: a number is not positive, or the width is not a multiple of twice the heads.
+        ValueError: a number is not positive, or the width is not a multiple of twice the number of heads.
     """
 
     layers: int = 6
     """Number of blocks."""
 
     width: int = 384
-    """Elements of the hidden state per byte."""
+    """Number of elements of the hidden state per byte."""
 
     heads: int = 6
-    """Attention heads."""
+    """Number of attention heads."""
 
     context: int = 128
     """Maximum number of bytes per sequence."""
@@ -80,7 +80,7 @@ class Settings:
     """Dtype in which gradients are summed: fp32, bf16 or fp16."""
 
     master: str = "fp32"
-    """Format of the weights that the optimizer steps: fp32, or split24 (a bf16 part and 8 more bits)."""
+    """Format of the weights that the optimizer updates: fp32, or split24 (a bf16 part and 8 more bits)."""
 
     optimizer: str = "adamw"
     """ShardLite's "adamw", or an elementwise optimizer of PyTorch such as "torch.SGD"."""
@@ -89,7 +89,7 @@ class Settings:
     """Format of the moments of "adamw": fp32, bf16 or int8."""
 
     in_backward: bool = False
-    """Whether "adamw" steps in the backward, without clipping."""
+    """Whether "adamw" updates the weights during the backward, without clipping the gradients."""
 
     transport: str = "auto"
     """Transport of messages, as in `shardlite.Route`."""

@@ -47,10 +47,10 @@ class Corpus:
 
 
 def read_corpus(source: Path | None, *, context: int, limit: int = TEXT_LIMIT) -> Corpus:
-    """Read up to `limit` bytes of the file or folder `source`, or of Python's standard library if `None`.
+    """Read up to `limit` bytes of the file or folder `source`, or of Python's standard library if `source` is `None`.
 
-    The text is cut into 20 equal stretches. The last tenth of each stretch is for validation, so both parts cover the
-    whole text.
+    The text is cut into 20 equal stretches. The last tenth of each stretch is for validation, so both the
+    training bytes and the validation bytes come from all over the text.
 
     Raises:
         ValueError: `source` does not exist, has no text, or has too little text for a sequence of `context` bytes.
@@ -72,14 +72,14 @@ def read_corpus(source: Path | None, *, context: int, limit: int = TEXT_LIMIT) -
 
 
 def unigram_entropy(text: Bytes) -> float:
-    """Return the loss of the best model without context on `text`, in nats per byte."""
+    """Return the loss on `text` of the best model that ignores the context, in nats per byte."""
     counts = np.bincount(text)
     share = counts[counts > 0] / len(text)
     return float(-(share * np.log(share)).sum())
 
 
 def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Draw a batch of `shape` (b, t) from `text`: bytes x [b t] and the byte after each of them, y [b t].
+    """Draw a batch of `shape` (b, t) from `text`: bytes x [b t], and the next byte after each of these bytes, y [b t].
 
     `key`, such as (seed, rank, step), seeds the random numbers of the draw.
     """
@@ -88,7 +88,7 @@ def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> 
 
 
 def draw_sequences(text: Bytes, length: int, keys: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Draw a sequence of `length` bytes x [b t] for each key, and the byte after each of them, y [b t].
+    """Draw a sequence of `length` bytes x [b t] for each key, and the next byte after each of these bytes, y [b t].
 
     A key, such as (seed, number of the sequence), is the seed of its sequence, so a sequence does not depend on the
     rank that draws it.
@@ -117,7 +117,7 @@ def _files(source: Path | None) -> Iterator[Path]:
     for path in sorted(root.rglob("*" if source else "*.py")):
         parts = path.relative_to(root).parts
         skipped = any(part.startswith(".") for part in parts) if source else not _NOT_PYTHON_CODE.isdisjoint(parts)
-        if not skipped and path.is_file() and 0 not in _read([path], 8192):  # text has no zero bytes
+        if not skipped and path.is_file() and 0 not in _read([path], 8192):  # a file with a zero byte is not text
             yield path
 
 

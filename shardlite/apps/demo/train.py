@@ -35,10 +35,10 @@ from shardlite.comm import all_gather_json
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
 
-_MEASURED_STEP = 2  # index of the step; earlier steps allocate the optimizer state and all buffers
-_VALIDATIONS = 8  # at equal intervals; the last validation is at the end of the run
+_MEASURED_STEP = 2  # index of the step that is measured; earlier steps allocate the optimizer state and all buffers
+_VALIDATIONS = 8  # number of validations, at equal intervals; the last validation is at the end of the run
 _VALIDATION_BATCHES = 8
-_TRAIN, _VALIDATION = 0, 1  # numbers of the parts of the text, in the key of a sequence
+_TRAIN, _VALIDATION = 0, 1  # numbers that stand for the two parts of the text in the keys of sequences
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def precision_of_run(settings: Settings) -> Precision:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
-    """Return the optimizer of a run. AdamW has weight decay for matrices, other optimizers have none."""
+    """Return the optimizer of a run. AdamW applies weight decay to matrices. Other optimizers apply none."""
     kind = settings.optimizer.removeprefix("torch.")
     if kind not in ("adamw", "AdamW"):
         made: Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=settings.lr)
@@ -146,7 +146,7 @@ def _resume(run: Run) -> tuple[list[Point], int]:
 
 
 def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
-    """Copy the run into memory if redundancy is enabled. Save a checkpoint if one is due or if the run `ends`."""
+    """Copy the run into memory if redundancy is enabled. Save a checkpoint if one is due, or if `ends` is true."""
     settings, step = run.settings, len(curve)
     if settings.checkpoints is None:
         return
@@ -247,7 +247,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _validate(run: Run) -> float:
-    """Return the mean loss on validation text. Each rank has its own part of this text, which never changes."""
+    """Return the mean loss on validation text. Each rank always validates on the same part of the text."""
     run.model.eval()
     losses = [
         _loss(run.model, *_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()

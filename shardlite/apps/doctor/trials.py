@@ -57,7 +57,7 @@ class Call:
 
 
 def run_trials() -> bool:
-    """Examine this machine as one of the ranks. Rank 0 prints. Return whether no trial has failed."""
+    """Examine this machine as one of the ranks. Rank 0 prints. Return `True` if no trial has failed."""
     with launch.process_group() as device:
         devices = dict.fromkeys((torch.device("cpu"), device))
         findings = {str(each): {name: _examine(name, each) for name in get_args(TransportName)} for each in devices}
@@ -183,7 +183,7 @@ def milliseconds(call: Call) -> float:
 
 
 def start_together(group: dist.ProcessGroup | None = None) -> None:
-    """Return at the same moment on all ranks of one machine, which have one clock. Collective.
+    """Return at the same moment on all ranks of one machine, because these ranks share a clock. Collective.
 
     A barrier is not enough: ranks return from it one after the other, with delays that may be as long as a short call.
     Ranks of several machines, whose clocks differ, start as they would after a barrier.

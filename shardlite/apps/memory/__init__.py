@@ -1,7 +1,7 @@
 """`shardlite memory`: measure and predict the memory of a training step in ShardLite and in other systems.
 
-In: a model, as for `shardlite plan`, systems, and numbers of ranks. Out: a row per system and number of ranks, tables
-and plots, and one step by purpose. Read `run.py` first, then `measure.py`.
+In: a model (named as for `shardlite plan`), systems, and numbers of ranks. Out: a row per system and number of ranks,
+tables and plots, and the bytes of one step by purpose. Read `run.py` first, then `measure.py`.
 
     command.py    the options                       run.py      starts the ranks of each system
     measure.py    measures one system on a rank     systems.py  the systems, built from one model

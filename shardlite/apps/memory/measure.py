@@ -5,9 +5,9 @@ All sizes are bytes per rank:
 | key | meaning |
 |---|---|
 | `tensor_bytes` | the peak of all tensors in a step, on rank 0 |
-| `predicted_bytes` | an upper bound of `tensor_bytes` by arithmetic (`predict.py`); absent if no rules are known |
-| `predicted_least_bytes` | a lower bound of `tensor_bytes`, if each reduction ends before the next gradient |
-| `purposes` | `memory()` at that peak of all tensors; the rest are activations, and gradients not in a bucket yet |
+| `predicted_bytes` | an upper bound of `tensor_bytes` by arithmetic (`predict.py`); absent for systems without rules |
+| `predicted_least_bytes` | a lower bound of `tensor_bytes`: the peak if each reduction ends before the next gradient |
+| `purposes` | `memory()` at the moment of `tensor_bytes`; the rest are activations and gradients not in a bucket |
 | `compute`, `weight_bytes` | dtype of forward and backward, and the weights of the plain model in this dtype |
 | `error` | why the system could not be measured; such a row has no sizes |
 
@@ -73,7 +73,7 @@ def measure(
         source: the model, and the batch of all steps.
         system: the system to measure.
         group: the ranks.
-        process: also sample the size of the processes.
+        process: whether to sample the size of the processes, too.
         steps: number of steps in which processes are sampled.
     """
     system.prepare()
@@ -124,7 +124,7 @@ def compared(rows: list[Row]) -> list[Row]:
 
 
 def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, steps: int) -> tuple[Trainer, Row]:
-    """Build and warm up a system, and return it with the sizes of the processes."""
+    """Build and warm up a system, and return its trainer and the sizes of the processes."""
     gc.collect()
     sampler = _Sampler(group)
     made = source.make()
@@ -152,7 +152,7 @@ def _count(source: Source) -> int:
     try:
         with torch.device("meta"):
             model = source.make()
-    except (NotImplementedError, RuntimeError):  # the constructor of the model reads values
+    except (NotImplementedError, RuntimeError):  # the constructor reads values of meta tensors, which have none
         model = source.make()
     return sum(param.numel() for param in model.parameters())
 
@@ -182,7 +182,7 @@ class _Sampler:
     def sample(self) -> tuple[int, int]:
         """Return the peak since the previous call, and the current size, in bytes.
 
-        Sets `when` to the moment of the peak, in nanoseconds of the monotonic clock.
+        The attribute `when` is set to the moment of the peak, in nanoseconds of the monotonic clock.
         """
         dist.barrier(self._group)
         answer = [0, 0, 0]

@@ -22,7 +22,7 @@ class Footprint:
     """Bytes on one rank during one step."""
 
     held: dict[str, int]
-    """Bytes by purpose, each at its own peak. Purposes peak at different moments, so their sum may exceed `peak`."""
+    """Peak bytes of each purpose. Purposes peak at different moments, so the sum of their peaks may exceed `peak`."""
 
     activations: int
     """Bytes that have no purpose in `held`, at the moment of the peak."""
@@ -32,7 +32,7 @@ class Footprint:
 
 
 def peak_of(step: Callable[[], object], purposes: Callable[[], dict[str, int]]) -> tuple[int, dict[str, int]]:
-    """Run `step`. Return the peak of all tensors in bytes, and the result of `purposes` at that moment."""
+    """Run `step`. Return the peak of all tensors in bytes, and the result of `purposes` at the moment of the peak."""
     with Meter(on_peak=purposes) as meter:
         step()
     return meter.peak, meter.at_peak or {}
@@ -62,7 +62,7 @@ def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # allocates the optimizer's state
+    step()  # this first step allocates the optimizer's state
     track_state(ledger, optimizer)
     return measure_step(step, ledger)
 

@@ -104,7 +104,7 @@ def _save(figure: Figure, file: Path) -> Path:
 
 
 def _draw_bars(rows: Sequence[Row]) -> Figure:
-    """Draw a bar in MiB for each system: its tensors at their peak by purpose, then other memory of the process."""
+    """Draw a bar in MiB for each system: first its tensors by purpose at their peak, then other process memory."""
     figure, (axes,) = new_figure(8, 1.6 + 0.3 * len(rows))
     left, names, bars = [0.0] * len(rows), [row["system"] for row in rows], list(map(_parts, rows))
     longest = max(sum(bar.values()) for bar in bars) / 2**20
@@ -145,7 +145,7 @@ def _parts(row: Row) -> dict[str, int]:
 
 
 def _draw_ranks(rows: Sequence[Row]) -> Figure:
-    """Draw peak tensor bytes against ranks, measured as points and predicted as lines. ShardLite has its own panel."""
+    """Draw peak tensor bytes against ranks: points are measured, lines are predicted. ShardLite has its own panel."""
     names = dict.fromkeys((not row["purposes"], row["system"]) for row in rows)
     panels = [[name for other, name in names if other is kind] for kind in (True, False)]
     panels = list(filter(None, panels))

@@ -50,9 +50,9 @@ class Predictor:
         }
 
     def bounds(self, name: str, system: System, ranks: int) -> tuple[int, int] | None:
-        """Return the least and the greatest possible peak of a rank in bytes, or `None` if no rules are known.
+        """Return the least and the greatest possible peak of a rank in bytes, or `None` for a system without rules.
 
-        The bounds differ only for ShardLite, whose peak depends on when reductions end. DeepSpeed has no rules here.
+        The bounds differ only for ShardLite, whose peak depends on when reductions end. DeepSpeed has no rules.
 
         Raises:
             SourceError: the model cannot be traced with fake tensors.
@@ -105,7 +105,7 @@ def plain_peak(events: Sequence[Event]) -> int:
 
 
 def largest_part(numels: Sequence[int], ranks: int) -> int:
-    """Return the number of elements that rank 0 steps.
+    """Return the number of elements that rank 0 updates.
 
     Each parameter, the largest first, goes to the rank with the fewest elements so far.
     """
@@ -116,7 +116,7 @@ def largest_part(numels: Sequence[int], ranks: int) -> int:
 
 
 class _Replay:
-    """Replays a step of a fully sharded system. `_gather` and `_reduce` yield after each change of the bytes."""
+    """Replays a step of a fully sharded system. `_gather` and `_reduce` yield each time the held bytes have changed."""
 
     def __init__(self, units: Sequence[UnitBudget], ranks: int) -> None:
         self._units, self._ranks = units, ranks
@@ -164,7 +164,10 @@ class _Replay:
         yield
 
     def _leave(self, unit: int) -> None:
-        """Free full weights after a forward, except the root's. In a backward, free only units without gradients."""
+        """After a unit's forward, free its full weights. In the backward, free only units without gradients.
+
+        This method does not free the root's weights.
+        """
         if self._users[unit] > 0 or self._units[unit].is_root:
             return
         if not self._backward:

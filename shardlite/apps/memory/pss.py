@@ -1,7 +1,7 @@
 """Sample the proportional set size of some processes together, from outside: `python pss.py PID...`.
 
-A page that `n` processes share counts as `1/n` in each, so the sum is the memory of all processes together. The kernel
-keeps no maximum of this size, so this program reads the size repeatedly. The program imports only small modules.
+A page that `n` processes share counts as `1/n` in each, so the sum over the processes is their memory together. The
+kernel keeps no maximum of this size, so this program reads the size repeatedly. The program imports only small modules.
 
 The program answers each line of its input with `peak now when`: the peak since the previous line and the current size,
 both in bytes, and the moment of the peak in nanoseconds of the monotonic clock, which all processes share.

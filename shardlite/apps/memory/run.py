@@ -1,6 +1,6 @@
 """Start the ranks of each system, one system after the other, and print the rows that they measure.
 
-Each rank runs the same command line, with the name of one system and the path of a file for the row. The row of a
+Each rank runs the same command line, plus the name of one system and the path of a file for the row. The row of a
 system that fails has an `error`.
 """
 
@@ -66,7 +66,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
     for measured in measure_all(_named(source), program, systems, sorted(set(options.ranks))):
         rows += measured
         print(render(measured), end="\n\n", flush=True)
-        if options.json is not None:  # each time, because a long run may be interrupted
+        if options.json is not None:  # write the file each time, because a long run may be interrupted
             options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if options.json is not None:
         print(f"wrote {options.json}")
@@ -98,13 +98,13 @@ class Program:
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=lambda: RETURNS)
     facts: Row = field(default_factory=lambda: {"malloc": "returns", "busy": 0})
-    """Keys of every row that describe how the program was run."""
+    """Entries of every row. They describe how the program was run."""
 
     def measure(self, system: str, ranks: int) -> Row:
         """Run one system, and return the row of its rank 0, or a row with only `error`.
 
         Raises:
-            SystemExit: this process received a signal that ends it, and passed it on to the ranks.
+            SystemExit: this process received a signal to terminate, and passed the signal on to the ranks.
         """
         with tempfile.TemporaryDirectory() as folder:
             file, log = Path(folder) / "row.json", Path(folder) / "stderr"
@@ -147,8 +147,9 @@ def measure_all(
 
     Args:
         source: the model, for predictions and for the rows of systems that fail.
-        program: measures a system with the same model.
-        systems: the systems by name. Systems whose package is not installed are left out, and named on standard error.
+        program: the program that measures a system with the same model.
+        systems: the systems by name. A system whose package is not installed is skipped, and its name is printed to
+            standard error.
         ranks: numbers of processes on this machine.
     """
     known = _prediction(source)
@@ -183,7 +184,7 @@ def _parse(options: Namespace) -> tuple[Source, Setting, dict[str, System]]:
 
 
 def _named(source: Source) -> Source:
-    """Return a source whose words begin with the name of the model, as the words of rows do."""
+    """Return the source with a description (`words`) that begins with the name of the model, as in rows."""
     return replace(source, words=f"{source.name}, {source.words.removesuffix(' per rank')}")
 
 
@@ -206,7 +207,7 @@ def _draw_timeline(source: Source, setting: Setting, program: Program, picture: 
 
 
 def _prediction(source: Source) -> Callable[[str, System, int], Row]:
-    """Return a function that predicts the bytes of a system, or predicts nothing if the model cannot be traced."""
+    """Return a function that predicts the bytes of a system. For an untraceable model, it predicts nothing."""
     try:
         predictor = Predictor(source, progress=say)
     except ValueError as error:

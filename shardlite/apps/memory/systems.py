@@ -51,7 +51,7 @@ class Trainer:
     """Function that runs the forward and returns the loss []."""
 
     update: Callable[[], None]
-    """Function that steps the parameters and drops the gradients."""
+    """Function that updates the parameters and drops the gradients."""
 
     backward: Callable[[Tensor], object] = torch.autograd.backward
     units: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -145,7 +145,9 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _import(package: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 compiles `optim` with `torch.jit`
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # PyTorch 2.13 compiles `optim` with `torch.jit`, which is deprecated
         return importlib.import_module(package)
 
 
@@ -183,9 +185,9 @@ def wrapped_system(
     """Return a system that wraps a model and trains it with an optimizer.
 
     Args:
-        wrap: wraps a model, given its units, the group and `precision`; see `wrap_fsdp2`.
+        wrap: function that wraps a model. It takes the arguments of `wrap_fsdp2`.
         precision: passed to `wrap`.
-        optimizer: returns the optimizer of the wrapped model's parameters.
+        optimizer: function that returns the optimizer of the wrapped model's parameters.
         **others: fields of the `System`.
     """
 

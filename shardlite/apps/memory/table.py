@@ -35,12 +35,12 @@ def runs(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def model_stem(row: Row) -> str:
-    """Return the name of a file for all rows of a model, without its extension: `footprint-gpt2`."""
+    """Return the name of a file for all rows of a model, without the extension: `footprint-gpt2`."""
     return "footprint-" + "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in row["model"])
 
 
 def run_stem(row: Row) -> str:
-    """Return the name of a file for the run of a row, without its extension: `footprint-gpt2-2ranks-busy`."""
+    """Return the name of a file for the run of a row, without the extension: `footprint-gpt2-2ranks-busy`."""
     ways = ["default-malloc"] * (row.get("malloc") == "default") + ["busy"] * bool(row.get("busy"))
     return "-".join([model_stem(row), f"{row['ranks']}ranks", *ways])
 
@@ -63,7 +63,7 @@ def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline)
 
 
 def comparison(plan: RankPlan, timeline: Timeline) -> Iterator[tuple[str, int, int, int]]:
-    """Yield each purpose with the least and the most predicted bytes, and the measured bytes, at the purpose's peak."""
+    """For each purpose, yield its name and the bytes at its peak: least predicted, most predicted, and measured."""
     late, prompt, measured = plan.timeline.most, plan.prompt.most, timeline.most
     for name in (*PURPOSES, ACTIVATIONS):
         least, most = sorted((prompt.get(name, 0), late.get(name, 0)))

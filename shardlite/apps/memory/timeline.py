@@ -56,7 +56,7 @@ class Timeline:
     """Bytes by purpose of each sample, including activations. Empty for a system without `memory()`."""
 
     most: Mapping[str, int]
-    """Peak of each purpose, which may lie between samples. Purposes peak at different moments."""
+    """Peak bytes of each purpose. A peak may lie between two samples. Purposes peak at different moments."""
 
     @property
     def peak(self) -> int:
@@ -74,7 +74,7 @@ class Timeline:
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Timeline":
-        """Return the timeline whose `asdict` is `row`."""
+        """Return the timeline from which `asdict` has made `row`."""
         return Timeline(**{**row, "phases": [Phase(**phase) for phase in row["phases"]]})
 
 
@@ -113,7 +113,7 @@ class _Recorder:
         self.meter: Meter[None] = Meter(on_operator=self._sample)
         self._model = trainer.model
         self._before = before  # bytes that existed before the model was created
-        self._chunks = chunks  # the part of `before` that earlier models have left as chunks, which `memory()` counts
+        self._chunks = chunks  # bytes of `before` in chunks of earlier models, which `memory()` counts, too
         for number, module in enumerate(trainer.units.values()):
             self._hook(number, module)
 
@@ -126,7 +126,7 @@ class _Recorder:
         self._sample()
 
     def held(self, bytes_of: Callable[[Held], int]) -> dict[str, int]:
-        """Return the bytes of each purpose, without the chunks that earlier models have left."""
+        """Return the bytes of each purpose, without the chunks of earlier models."""
         known = self._model.memory() if isinstance(self._model, ShardLite) else {}
         held = {name: bytes_of(each) for name, each in known.items() if name in PURPOSES}
         if CHUNKS in held:
@@ -134,7 +134,7 @@ class _Recorder:
         return held
 
     def _sample(self) -> None:
-        """Record all live bytes. Memory that no operator has used yet is known to `memory()`, but not to the meter."""
+        """Record all live bytes. `memory()` counts memory that no operator has used yet. The meter does not."""
         held = self.held(lambda each: each.now)
         total = max(self.meter.live - self._before, sum(held.values()))
         self.totals.append(total)

@@ -3,16 +3,17 @@
 `hardware.json` has the figures with their sources, and marks each achieved rate as measured or assumed. All times
 computed from the figures are predictions.
 
-The model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al., 1993),
-the work per message is separate from the latency, so a link has four costs. With one message per segment, collectives
-take (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
+The cost model is that of Hockney (1994, Parallel Computing 20) with a term for additions. As in LogP (Culler et al.,
+1993), the work per message is separate from the latency, so a link has four costs. With one message per segment,
+and if additions do not overlap with messages, collectives take (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19)
 
                       ring                                            direct
     all-gather        (W-1) (alpha + overhead) + (W-1)/W M beta       alpha + (W-1) overhead + (W-1)/W M beta
     reduce-scatter    the same, and (W-1)/W M gamma                   the same, and (W-1)/W M gamma
 
-if additions do not overlap with messages. If they overlap, `direct` takes the longer of the two times. The model
-ignores caches, ranks that share a processor, and links that share a wire.
+If additions overlap with messages, a `direct` reduce-scatter takes `alpha` plus the longer of two times: that of one
+message and all additions, or that of all messages and one addition. The model ignores caches, ranks that share a
+processor, and links that share a wire.
 
 Legend: `W` ranks, `M` bytes in the whole buffer.
 """
@@ -147,7 +148,7 @@ class Cluster:
     def seconds(self, operation: Operation, nbytes: int, world_size: int, *, hierarchical: bool = False) -> float:
         """Return the time of a gather or reduction of a buffer of `nbytes`, as the library runs it.
 
-        Over NCCL a gather is a ring. A reduction is one exchange among all ranks, and a kernel adds the
+        Over NCCL, a gather is a ring. A reduction is one exchange among all ranks, and a kernel adds the
         received rows. A `hierarchical` reduction is two exchanges: one inside each node and one across nodes. On a CPU,
         gathers and reductions follow the schedule `direct` over shared memory.
         """
@@ -162,7 +163,7 @@ class Cluster:
         return self.base + collective_seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
 
     def _in_two_levels(self, nbytes: int, nodes: int) -> float:
-        """Return the time of a reduction of `nbytes` inside each node, then of each rank's part across the nodes."""
+        """Return the time to reduce `nbytes` inside each node, and then to reduce each rank's part across the nodes."""
         across = self.nic._replace(beta=self.nic.beta * self.node / self.nics)
         first = collective_seconds("reduce-scatter", "direct", nbytes, self.node, self.inside)
         second = collective_seconds("reduce-scatter", "direct", nbytes // self.node, nodes, across)
@@ -170,7 +171,7 @@ class Cluster:
 
 
 def _link(card: Card, wire: str, rate: float = 0.0) -> LinkCost:
-    """Return the costs of the link or the wire with the name `wire`. A wire has `rate` bytes per second.
+    """Return the costs of the link or the wire with the name `wire`. A wire transfers `rate` bytes per second.
 
     For a wire, an addition reads two numbers from the card's memory and writes one number.
     """

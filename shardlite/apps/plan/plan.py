@@ -83,7 +83,7 @@ class Setting:
 
 
 def setting_of(options: Namespace) -> Setting:
-    """Return the setting of a command line, from the options `training` of `options.json`.
+    """Return the setting of a command line, from the shared options `training` in `options.json`.
 
     Raises:
         ValueError: the dtypes cannot be combined.
@@ -103,13 +103,13 @@ class RankPlan:
     setting: Setting
     budget: Budget
     timeline: StepTimeline
-    """The step if each reduction ends as late as possible, which gives upper bounds."""
+    """The step if each reduction ends as late as possible. Its bytes are upper bounds."""
 
     events: Sequence[Event]
 
     @cached_property
     def prompt(self) -> StepTimeline:
-        """The step if each reduction ends before the next gradient, which gives lower bounds."""
+        """The step if each reduction ends before the next gradient. Its bytes are lower bounds."""
         return timeline_of(self.budget, self.events, prompt=True)
 
     @property
@@ -165,7 +165,7 @@ class Planner:
         self.trainable = sum(self.trained_numels)
         layers = (each.parameters(recurse=False) for each in self._module.modules())
         self.largest_layer = max(sum(param.numel() for param in layer) for layer in layers)
-        """The most parameters that a single module has, without those of its submodules."""
+        """The largest number of parameters of a single module, without the parameters of its submodules."""
 
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
         self.events = cache(self._trace)
@@ -240,7 +240,7 @@ class Planner:
 
 
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:
-    """Let the backward recompute each unit whose class occurs more than once."""
+    """Make the backward recompute each unit whose class occurs more than once."""
     classes = [type(plan.module) for plan in plans]
     for plan in plans:
         if classes.count(kind := type(plan.module)) > 1:
@@ -249,7 +249,7 @@ def _checkpoint(plans: Sequence[UnitPlan]) -> None:
 
 @cache
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose call goes through `checkpoint`. No random state is kept: fake tensors have none."""
+    """Return a subclass whose call goes through `checkpoint`. No random state is kept, as fake tensors have none."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(kind.__call__, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -38,7 +38,7 @@ _SIZES = [10 ** (6 + i / 8) for i in range(41)]
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `width` x `height` inches, and its axes, which have small labels and no upper or right spines.
+    """Return a figure of `width` x `height` inches and its axes, with small labels and without upper or right spines.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

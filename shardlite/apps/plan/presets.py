@@ -40,7 +40,7 @@ PRESETS: dict[str, Shape] = {name: Shape(**shape) for name, shape in _SHAPES.ite
 
 
 def check_model(model: str) -> None:
-    """Check that `model` is the name of a preset, an existing path, or has the form `module:name`.
+    """Check that `model` is the name of a preset, is an existing path, or has the form `module:name`.
 
     Raises:
         SourceError: `model` is none of these.

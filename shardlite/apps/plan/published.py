@@ -12,7 +12,7 @@ def model_states(n: float, stage: int = 0, world_size: int = 1) -> float:
     Without sharding, the states take 16 n bytes: for example 5.12 GB for BERT-Large (0.32 billion parameters), 24 GB
     for GPT-2 (1.5), 275 GB for Turing-NLG (17.2) and 2800 GB for GPT-3 (175).
     """
-    states = 12 * n, 2 * n, 2 * n  # optimizer state, gradients, weights: each stage shards one more
+    states = 12 * n, 2 * n, 2 * n  # optimizer state, gradients, weights: each stage shards one more of them
     return sum(states[:stage]) / world_size + sum(states[stage:])
 
 

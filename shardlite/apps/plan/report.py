@@ -20,7 +20,7 @@ COLUMNS = {
     "other": ("buffers", "staging", "chunks of a step"),
     "activations": (ACTIVATIONS,),
 }
-"""Columns of the table, and the purposes whose bytes each column adds up."""
+"""For each column of the table, the purposes whose bytes the column adds up."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@
 Gathers and reductions overlap with the computation. The computation waits for a gather that has not ended, or for a
 free bucket. This waiting time is exposed communication. `build.timeline` gives the order of operations, and the cost
 model gives the times of collectives. The simulation ignores launches, operators that compute little, stragglers, and
-that collectives slow the computation down.
+the slowdown of the computation by collectives.
 
 Legend: `W` ranks.
 """
@@ -139,7 +139,7 @@ class _Run:
         return self._cluster.seconds("all-gather", full, self._ranks)
 
     def _reduce_seconds(self, unit: UnitBudget) -> float:
-        """Return the time of a reduction. Stage 0 adds the time of a gather; `in_backward` adds that of the step."""
+        """Return the time of a reduction. Stage 0 adds the time of a gather, and `in_backward` adds the update."""
         setting, seconds = self._plan.setting, 0.0
         for flat in unit.flats:
             args = flat.bucket, self._ranks

@@ -38,7 +38,7 @@ class Source:
     def loss(self, module: nn.Module, dtype: torch.dtype | None) -> Callable[[], Tensor]:
         """Return a function that calls `module` and returns the loss []. Floating-point inputs are cast to `dtype`.
 
-        The function holds the batch, as a program holds it until the next step.
+        The function holds the batch, as a program holds its batch until the next step.
         """
         given = self.batch()
         if dtype is not None:
@@ -118,7 +118,7 @@ def _of_import_path(model: str, batch: int, context: int | None, inputs: str | N
     length = context or 1024
 
     def given() -> tuple[Tensor, ...]:
-        """Return inputs, or inputs and targets if the forward takes two positional arguments."""
+        """Return the inputs. If the forward takes two positional arguments, also return the targets."""
         module = make()
         needed = [p for p in signature(module.forward).parameters.values() if p.kind.name.startswith("POSITIONAL")]
         return (_zeros(batch, length),) * max(1, min(2, len(needed)))

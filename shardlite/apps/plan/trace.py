@@ -55,12 +55,12 @@ def trace(
     with recorder:
         result = loss()
         torch.autograd.backward(result)
-    recorder.note(Kind.END)  # here, while the batch and the loss are alive
+    recorder.note(Kind.END)  # noted here, while the batch and the loss are alive
     return recorder.events
 
 
 class _Recorder(TorchDispatchMode):
-    """Intercepts every operator. Weights and buffers of the module are not counted, because the budget has them."""
+    """Intercepts every operator. Weights and buffers of the module are not counted: the budget includes them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Call:
-    """One forward of a unit, as its backward sees it (see `weights/saved_tensors.py`)."""
+    """One forward of a unit, and the use of the unit's weights by its backward (see `weights/saved_tensors.py`)."""
 
     def __init__(self, unit: int, hooks: "_Hooks") -> None:
         self.unit, self.hooks = unit, hooks
@@ -130,7 +130,7 @@ class _Handle:
 
 
 class _SavedTensors:
-    """Saved-tensor hooks for weights. Other tensors are passed to the hooks that were active before these."""
+    """Saved-tensor hooks for weights. Other tensors are passed to the hooks that were active before."""
 
     def __init__(self, hooks: "_Hooks") -> None:
         self.hooks = hooks
@@ -169,7 +169,7 @@ class _Hooks:
         """
         self.note = note
         self.home = {storage_key(param): unit.index for unit in units for param in unit.params()}
-        """The unit of each storage of weights."""
+        """The index of the unit to which each storage of weights belongs."""
 
         self.live: dict[int, list[_Call]] = {unit.index: [] for unit in units}
         """Calls with handles, oldest first."""

@@ -22,7 +22,7 @@ def title(key: str) -> str:
 
 
 def unit(key: str, values: Sequence[Any]) -> tuple[float, str]:
-    """Return the divisor of the shown values and the name of their unit, which is empty for counts and ratios."""
+    """Return the divisor of the shown values, and the name of their unit. Counts and ratios have an empty name."""
     words = key.partition(".")[0].split("_")
     if "vs" in words:
         return 1, ""

@@ -17,7 +17,7 @@ from shardlite.apps.report.plots import plot
 from shardlite.apps.report.rows import SETTINGS, Bench, Row, Run, bench_of, by_bench, by_setting, flat, read_rows
 
 _PROVENANCE = ("machine", "torch", "python", "triton", "cuda", "date", "file")
-_IN_WORDS = ("model", "parameters", "optimizer")  # settings that the value of `words` includes
+_IN_WORDS = ("model", "parameters", "optimizer")  # keys whose values the text under the key `words` includes
 # Keys whose values are shown without the key.
 _PLAIN = ("words", "machine", "date", "file", "operation", "optimizer", "training")
 
@@ -28,7 +28,7 @@ def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], 
     Args:
         paths: files with one JSON object per line, or folders of such files (`*.jsonl`).
         out: the HTML file.
-        progress: called with a few words before each bench.
+        progress: function that is called with a few words before each bench.
 
     Raises:
         ValueError: a line is not a row, or there are no rows. The message names file and line.
@@ -69,7 +69,7 @@ def _section(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _run(run: Run, bench: Bench) -> dict[str, Any]:
-    """Return a run for the template.
+    """Return the content of a run for the template.
 
     Keys whose values differ between the rows are columns of the table. Other keys are listed above the table.
     """

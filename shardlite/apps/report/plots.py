@@ -60,7 +60,7 @@ def _lines(axes: Any, rows: Run, bench: Bench, key: str) -> None:
     for row in rows:
         series.setdefault(_name(row, rows, bench), []).extend(_points(row, bench.axis, key))
     places, heights = zip(*(point for points in series.values() for point in points), strict=True)
-    few = len(set(places)) <= 12  # each value gets a tick
+    few = len(set(places)) <= 12  # if there are few values, each value gets a tick
     for number, (name, points) in enumerate(series.items()):
         style = {"color": _SERIES[number % 7], "marker": _MARKERS[number % 7] if few else ""}
         axes.plot(*zip(*sorted(points), strict=True), label=name, **style)

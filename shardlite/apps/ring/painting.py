@@ -64,7 +64,7 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
 
 
 def _shortens(schedule: Schedule, told: Sequence[Frame]) -> bool:
-    """Return whether a cell shows a run of neighbours by its first and last rank."""
+    """Return whether any cell shortens a run of neighbouring ranks to the first and the last rank."""
     orders = [order for frame in told for held in frame.held for order in held.values()]
     return any(re.search(r"\d\.\.", _name(order, schedule.world_size)) for order in orders)
 

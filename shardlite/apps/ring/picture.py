@@ -16,10 +16,13 @@ from shardlite.comm import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm import schedule as schedules
 
 WIDTH, HEIGHT = 120, 100
-"""Maximum columns of a page, and lines of its tables. If the tables of all ranks do not fit, rank 0 is shown."""
+"""The maximum number of columns of a page, and of lines in its tables.
+
+If the tables of all ranks do not fit, rank 0 is shown.
+"""
 
 NARROW = 40
-"""Minimum columns of a page, also on a narrower terminal."""
+"""The minimum number of columns of a page, even if the terminal is narrower."""
 
 _MOST = 2  # maximum number of neighbours that a sum lists if space is short
 _LONGEST_NOTE = 42  # columns: a longer list of messages is replaced by the number of messages
@@ -42,7 +45,7 @@ class Frame:
     """For each rank, the content of each `(segment, part)`: the order of its sum, or the owner of the segment."""
 
     sent: tuple[Transfer, ...]
-    """Transfers of this step. The frame of the end has no transfers."""
+    """Transfers of this step. The frame after the final step has no transfers."""
 
     def sent_by(self, rank: int) -> list[Transfer]:
         """Return the transfers from `rank` in this step."""
@@ -184,7 +187,7 @@ def _tables(schedule: Schedule, told: Sequence[Frame], most: int, width: int) ->
 
 
 def _cells(frame: Frame, rank: int, part: int, schedule: Schedule, most: int) -> list[str]:
-    """Return the content of this part of each segment on a rank. Sent pieces are in brackets."""
+    """Return the content of the part with the number `part` of each segment on a rank. Sent pieces are in brackets."""
     sent = {each.segment for each in frame.sent_by(rank) if each.part == part}
     orders = [frame.held[rank].get((k, part)) for k in range(schedule.world_size)]
     names = ["." if order is None else brief(order, schedule.world_size, most) for order in orders]
@@ -214,7 +217,7 @@ def _ranks(count: int) -> str:
 
 
 def _one_rank(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str]:
-    """Return one line per step about rank 0 (two if segments have two parts), with a letter per segment."""
+    """Return one line per step about rank 0 (two lines if segments have two parts), with a letter per segment."""
     world, adds = range(schedule.world_size), schedule.operation == "reduce-scatter"
     legend = "o own numbers, + a sum, # the sum of all" if adds else "o there"
     lines = [

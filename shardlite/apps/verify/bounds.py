@@ -92,8 +92,8 @@ class Sum:
     in any order of additions. So the distance of this mean from the exact mean is at most `gamma(k) * M`, where `M` is
     the mean of `|g_r|`. The distance of two means is at most the sum of their distances from the exact mean. The ring
     and the simple twin add `W` gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each
-    gradient by the rounded `1/W`, then adds: `k = 1 + 1 + W - 1`. If a result is subnormal, an addition is exact, and
-    the error of a division or a product is at most half the smallest number.
+    gradient by the rounded `1/W`, then adds the products: `k = 1 + 1 + W - 1`. If a result is subnormal, an addition is
+    exact, and the error of a division or a product is at most half the smallest number.
     """
 
     world_size: int
@@ -107,7 +107,7 @@ class Sum:
     """Precision of `g_r`."""
 
     def error(self, name: str, master: torch.dtype) -> Tensor:
-        """Return the bound on the error of the ring's mean, which is rounded `W` times to the reduce dtype."""
+        """Return the bound on the error of the ring's mean, after `W` roundings to the reduce dtype."""
         return rounding(self.magnitudes[name], self.world_size, self.precision.reduce_of(master))
 
     def simple(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
@@ -116,7 +116,7 @@ class Sum:
         return _within(ours, theirs, allowed)
 
     def data_parallel(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
-        """Judge a gradient against `DistributedDataParallel`, which adds `p_r` in the dtype of the parameter."""
+        """Judge a gradient against `DistributedDataParallel`, which adds the `p_r` in the parameter's dtype."""
         casts = self.casts[name] * _FP64
         added = rounding(self.magnitudes[name] + casts, self.world_size + 1, theirs.dtype)
         return _within(ours, theirs, self.error(name, ours.dtype) + casts + added)
@@ -161,7 +161,7 @@ class Batching:
 
 
 def _within(ours: Tensor, theirs: Tensor, allowed: Tensor) -> Judgement:
-    """Judge two tensors by the element with the largest difference relative to its allowance."""
+    """Judge two tensors by the element with the largest difference relative to its allowed difference."""
     apart = difference(ours, theirs)
     shares = torch.where(apart == 0, 0.0, apart / allowed)
     worst = int(shares.argmax())

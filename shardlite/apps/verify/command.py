@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Check the options. Then start the ranks, or verify as one of them. Return 1 if a tensor exceeds its bound."""
+    """Check the options. Then start the ranks, or verify as a started rank. Return 1 if a tensor exceeds its bound."""
     started = started_ranks(parser, options)
     with usage_errors(parser):
         settings = settings_of(options)
@@ -37,7 +37,7 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
         report = verify(lambda: GPT(settings.gpt), batch, settings.steps, **chosen)
         if dist.get_rank() == 0:
             print(report.table(), flush=True)
-        dist.barrier()  # wait for the table, because torchrun ends all ranks when one fails
+        dist.barrier()  # wait for the table, because torchrun ends all ranks when one rank fails
     finally:
         dist.destroy_process_group()
     return 0 if report.ok else 1

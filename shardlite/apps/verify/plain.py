@@ -6,8 +6,8 @@ twin, computes the gradients of its own batch, and gathers the gradients of the 
     master --cast--> parameter -> gradient --cast--> sum of a rank -> sum of all ranks / their number -> master's .grad
     fp32             compute      compute            reduce           reduce, in the end fp32
 
-Legend: `W` ranks, `S` elements per shard; a flat (flat parameter) [W*S] holds the parameters of one kind in
-one unit.
+Legend: `W` ranks, `S` elements per shard; a flat is a flat parameter [W*S], which holds the
+parameters of one kind in one unit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
 def add_round(parts: Sequence[Tensor], k: int, divisor: int, dtype: torch.dtype) -> Tensor:
     """Add the ranks' parts of segment `k` in the order k+1, k+2, ..., k, and divide the sum.
 
-    Partial sums are rounded to the dtype of the parts, in which they are sent. The final sum is divided and then
+    Partial sums are rounded to the dtype of the parts, and are sent in that dtype. The final sum is divided and then
     rounded to `dtype`.
     """
     exact = torch.promote_types(parts[0].dtype, torch.float32)
@@ -125,7 +125,7 @@ class Twin:
             name: nn.Parameter(param.detach().to(kinds[name].layout.dtype, copy=True), param.requires_grad)
             for name, param in self._own.items()
         }
-        """The parameters that the optimizer steps, by name."""
+        """The parameters that the optimizer updates, by name."""
 
         self._mean = mean
         self._precision = precision
@@ -218,7 +218,7 @@ class PaddedAdamW(torch.optim.AdamW):
     """PyTorch's fused AdamW on flat copies of the parameters, padded with zeros to a multiple of 32 elements.
 
     PyTorch's vector loop rounds the last `n % 16` elements differently, so padding changes bits. If a gradient is not
-    finite, no parameter is stepped, as in ShardLite.
+    finite, no parameter is updated, as in ShardLite.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -227,7 +227,7 @@ class PaddedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step each parameter that has a gradient. Each parameter has its own step count."""
+        """Update each parameter that has a gradient. Each parameter has its own step count."""
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         whole = [(param, param.data, param.grad) for param in params]
         if all(bool(grad.isfinite().all()) for _, _, grad in whole):

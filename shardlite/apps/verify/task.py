@@ -37,7 +37,7 @@ class Task:
     weight_decay: float
     units: UnitPolicy
     precision: Precision
-    """Precision of ShardLite and the replicas. PyTorch's data parallelism and one process do not use it."""
+    """Precision of ShardLite and the replicas. PyTorch's data parallelism and the one process ignore it."""
 
     seed: int
     group: dist.ProcessGroup | None
@@ -101,7 +101,7 @@ def joined_batch(batches: Sequence[Batch]) -> Batch | None:
 
 
 def joins(task: Task, loss: Tensor) -> bool:
-    """Return whether the joined batch of the first step has the same loss in fp64 as the mean `loss` over the ranks.
+    """Return whether, in fp64, the joined batch of the first step has the loss `loss`, the mean over the ranks.
 
     The losses differ if tensors lack a batch dimension, if ranks average over different numbers of items, or if the
     model draws random numbers.

@@ -50,10 +50,10 @@ class Record:
     """The results of a system."""
 
     losses: list[Tensor]
-    """The loss [] of each step: of this rank, or of all ranks if one process trained on all batches."""
+    """The loss [] of each step: this rank's loss, or the mean over all ranks if one process trained on all batches."""
 
     gradients: Gradients
-    """Whole gradients of the first step, averaged over the ranks. `None` if no rank used the parameter."""
+    """Whole gradients of the first step, averaged over the ranks. `None` for a parameter that no rank used."""
 
     weights: Weights
     """Whole parameters and floating-point buffers after the last step."""
@@ -88,7 +88,7 @@ class Survey:
 
 
 def sharded(task: Task, stage: int) -> Record:
-    """Train by ShardLite."""
+    """Train with ShardLite at `stage`."""
     module = task.model()
     shapes = {name: param.shape for name, param in module.named_parameters()}
     model, optimizer = _sharded(task, module, stage=stage, group=task.group)
@@ -116,7 +116,7 @@ def replicated(task: Task, mean: Mean) -> tuple[Record, bool]:
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
-    """Train by PyTorch's data parallelism. `unused` is whether, in any step, a rank does not use all parameters."""
+    """Train with PyTorch's data parallelism. Set `unused` if a rank does not use all parameters in some step."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
@@ -130,7 +130,7 @@ def data_parallel(task: Task, *, unused: bool) -> Record:
 def one_process(task: Task, *, join: bool) -> Record:
     """Train on the batches of all ranks in this process.
 
-    With `join`, the batches are joined to one batch if possible. Otherwise the loss is the mean of the ranks' losses.
+    With `join`, the batches are joined into one batch if possible. Otherwise the loss is the mean of the ranks' losses.
     """
     module, ranks = task.model(), range(task.world_size)
 
@@ -151,7 +151,7 @@ def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
         number of ranks; and the numbers of ranks of the latter run. Only rank 0 gets parameters.
     """
     counts = [1 << i for i in range(task.world_size.bit_length())]
-    made = {count: dist.new_group(range(count)) for count in counts}  # ranks outside the group must also call it
+    made = {count: dist.new_group(range(count)) for count in counts}  # ranks outside a group must also call `new_group`
     groups = {count: group if task.rank < count else None for count, group in made.items()}
     path = counts[::-1][: task.steps]
     edges = [i * task.steps // len(path) for i in range(len(path) + 1)]
@@ -161,7 +161,7 @@ def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
         folder = Path(all_gather_json(task.group, own, "a folder")[0])
         for count, (start, stop) in zip(path, pairwise(edges), strict=True):
             changing = _train_parts(task, groups[count], range(start, stop), folder)
-            all_gather_json(task.group, None, "a run on fewer ranks")  # now no rank uses the folder
+            all_gather_json(task.group, None, "a run on fewer ranks")  # after this call, no rank uses the folder
     return fixed, changing, path
 
 
@@ -183,7 +183,7 @@ def survey(task: Task) -> Survey:
 def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
     """Compute the first step in fp64, with the mean of the losses on the batches of `ranks`.
 
-    Return `None` if the model does not run in fp64, or has fp64 parameters, so that fp64 would not be more exact.
+    Return `None` if the model does not run in fp64, or if it has fp64 parameters, for which fp64 is not more exact.
     """
     if any(param.dtype == torch.float64 for param in module.parameters()):
         return None

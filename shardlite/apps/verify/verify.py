@@ -1,4 +1,4 @@
-"""Train a model by ShardLite and by reference methods, and report the differences.
+"""Train a model with ShardLite and with reference methods, and report the differences.
 
 ShardLite's highest stage is compared with its lower stages, with replicas whose gradients are averaged in a written-out
 order, with PyTorch's data parallelism, and with one process that has all batches. Stages and replicas keep master
@@ -84,7 +84,10 @@ class Report:
 
     @property
     def first_failure(self) -> str | None:
-        """The first tensor beyond its bound, or `None`. The text has rank, name, system, both values and the bound."""
+        """The first tensor beyond its bound, or `None`.
+
+        The text names the rank, the tensor and the system, and contains both values and the bound.
+        """
         return next((row.failure for row in self.rows if row.failure is not None), None)
 
     def table(self) -> str:
@@ -112,7 +115,7 @@ def verify(
     group: dist.ProcessGroup | None = None,
     elastic: bool = False,
 ) -> Report:
-    """Train a model by ShardLite at each stage and by reference methods, with AdamW, and compare.
+    """Train a model with ShardLite at each stage and with reference methods, and compare. The optimizer is AdamW.
 
     Collective over an initialized process group on the CPU. The model is made about fifteen times, and a few copies of
     its weights and gradients exist at the same time. At the end, rank 0 trains on the batches of all ranks. The other
@@ -128,7 +131,7 @@ def verify(
         lr: learning rate.
         weight_decay: decoupled weight decay.
         units: as in `ShardLite`.
-        precision: as in `ShardLite`. PyTorch's data parallelism and one process do not use it.
+        precision: as in `ShardLite`. PyTorch's data parallelism and the one process ignore it.
         seed: seed of all random numbers.
         group: the ranks; `None` is the default group.
         elastic: also train with `order="tree"` on 1, 2, 4, ... ranks, and once on a decreasing number of ranks, from
@@ -175,7 +178,7 @@ def _compare_all(task: Task) -> Iterator[ReportRow]:
         yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
     survey = twins.survey(task)
     summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
-    # Two terms have the same sum in either order. The ring and the twin add more terms in different orders.
+    # Two terms have the same sum in either order. The ring and the twin add more than two terms in different orders.
     bounds = SAME if world_size <= 2 else {"first loss": same_bits, "gradients": summed.simple}
     simple, unused = twins.replicated(task, simple_mean)
     yield from _compare(ours, "simple twin", simple, bounds)
