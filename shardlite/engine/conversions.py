@@ -27,7 +27,7 @@ _wrapped: "WeakSet[nn.Module]" = WeakSet()
 def refuse_conversions(module: nn.Module, ignored: Iterable[nn.Module], params: Collection[Tensor]) -> None:
     """Refuse conversions of `module` and its submodules.
 
-    Exceptions are `ignored` modules, and modules whose parameters are all in `params`.
+    Modules in `ignored`, and modules whose parameters are all in `params`, may still be converted.
     """
     own = set(module.modules()) - {inner for each in ignored for inner in each.modules()}
     for each in own:

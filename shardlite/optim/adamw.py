@@ -62,7 +62,7 @@ class AdamW(Optimizer):
             fp32 moments for every format, and every format can load it.
         in_backward: step each shard during the backward, as soon as its gradient is ready. One kernel does the last
             addition of a reduction and the step, and no gradient is kept. See `docs/precision.md` for the restrictions.
-            Call `step()` after each backward as usual, which closes the step.
+            Call `step()` after each backward as usual: this call closes the step.
         max_norm: clip gradients to this global norm inside the step, in registers. Gradients are not modified. If the
             reduction computes the norm (see `ShardLite.clip_grad_norm_`), clipping needs no pass over the gradients.
             `grad_norm` is the norm of the latest step. Not allowed with `in_backward`.

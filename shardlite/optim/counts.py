@@ -68,7 +68,8 @@ class _Counts:
     """Step counts of the shards on one device.
 
     Each shard is given as three integers: the index of its parameter group, the index of its parameter in the
-    optimizer, and the index in the moments' arena at which the whole parameter would start if the arena held all of it.
+    optimizer, and an index in the moments' arena. The whole parameter would start at this index if the arena
+    held the whole parameter.
     """
 
     def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:
@@ -85,7 +86,7 @@ class HostCounts(_Counts):
     """Step counts of shards in CPU memory."""
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return whether one call can step two shards: they are `adjacent` and have the same group and count."""
+        """Return whether two shards are `adjacent` and have the same group and count, so one call can step both."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:

@@ -268,7 +268,7 @@ class Alarm:
         self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
 
     def look(self) -> None:
-        """Clear the flag. Raise if the flag was set.
+        """End a step: clear the flag. If the flag was set, raise now or, on a GPU, some steps later.
 
         Raises:
             NonFiniteError: the flag was set.

@@ -1,7 +1,7 @@
 """Bytes held by this rank, by purpose.
 
-A `Ledger` counts storages, not tensors: all views of a buffer are one entry, which is removed when the storage is
-freed. The ledger does not know units, ranks or devices. The owner of a buffer names the buffer's purpose.
+A `Ledger` counts storages, not tensors: all views of a buffer are one entry. The entry is removed when the storage
+is freed. The ledger does not know units, ranks or devices. The owner of a buffer names the buffer's purpose.
 
 PyTorch keeps one Python object per storage as long as the storage exists, even if only views or the autograd graph
 hold the storage. So a weak reference to that object detects that the storage is freed.

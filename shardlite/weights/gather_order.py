@@ -98,7 +98,7 @@ class GatherOrder:
         return gathers[self._place] if self._place < len(gathers) else None
 
     def turn(self, unit: int) -> list[int] | None:
-        """Advance past the next gather of `unit` in the order. Return the gathers that come before it.
+        """Advance past the next gather of `unit` in the order. Return the gathers before that gather.
 
         Return `None` if the rest of the order has no gather of `unit`.
         """
@@ -182,7 +182,7 @@ class GatherOrder:
 
 
 def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
-    """Return a sequence that has both sequences as subsequences, and contains their common elements once."""
+    """Return a sequence that has both sequences as subsequences. Elements that match appear only once in it."""
     if first == second:
         return first
     out: list[int] = []
