@@ -1,7 +1,7 @@
 """Hooks in modules, autograd and optimizers.
 
 In: the program's forwards, backwards and steps, and its accesses to parameters outside of them. Out: calls of the
-packages `weights`, `grads` and `optim` in the right order. Read `module_hooks.py` first, then `backward.py` and
+packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py` and
 `optimizer_hooks.py`. `patches.py` lists the changes in PyTorch.
 """
 

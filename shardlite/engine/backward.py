@@ -1,9 +1,10 @@
 """Follow each backward from its first event to its end: gradients arrive, units are reduced and resharded.
 
-Autograd has no hook for the start of a backward. So the first event of a backward opens a `BackwardRun` and registers
-a callback for its end. An event is the use of a saved weight, the recomputation of a unit, or a gradient. Backwards
-nest, because reentrant checkpointing runs a backward inside a node of another backward. The first event always belongs
-to the outermost backward, in which the forward is recomputed. The end of the outermost backward closes the run.
+Autograd has no hook for the start of a backward. So the first event of a backward opens a `BackwardRun` and registers a
+callback for its end. An event is the use of a saved weight, the recomputation of a unit, or the arrival of a gradient.
+Backwards nest, because reentrant checkpointing runs a backward inside a node of another backward. The first event
+always belongs to the outermost backward, in which the forward is recomputed. The end of the outermost backward closes
+the run.
 """
 
 import weakref
@@ -47,9 +48,10 @@ class Backward:
             gatherer: unshards weights.
             units: all units of the model.
             streams: the streams on which the program computes.
-            begin_steps: function that is called at the first gradient of a backward. The argument `steps` says whether
-                an optimizer may step inside this backward. The function returns the steps of that optimizer, or `None`.
-            parts: runs the loops over parts. If given, gradients may arrive only inside these loops.
+            begin_steps: function that is called at the first gradient of a backward. The function's argument `steps`
+                says whether an optimizer may step inside this backward. The function returns the steps of that
+                optimizer, or `None`.
+            parts: runs the loops over parts. If `parts` is not `None`, gradients may arrive only in these loops.
         """
         self._parts = parts
         self._reducer = reducer
@@ -62,7 +64,7 @@ class Backward:
 
         self._run: BackwardRun | None = None
         self._mode = Mode.STEP
-        self._saves_memory = False  # `saves_memory` of the latest backward before a step
+        self._saves_memory = False  # the value of `saves_memory` in the latest backward before a step
         self._caught: set[nn.Parameter] = set()
         self._recorded: set[Unit] = set()
         self._hidden: set[Unit] = set()
@@ -158,7 +160,7 @@ class Backward:
     def gradient(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
         """Return the accumulated gradient of one of the module's own parameters, or `None` if there is none.
 
-        A gradient that is reduced is no longer accumulated.
+        A gradient no longer counts as accumulated after its reduction.
         """
         accumulated = self._reducer.buckets[unit].gradient(param)
         latest = self._run.latest if self._run is not None else None
@@ -173,7 +175,7 @@ class Backward:
     def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
         """Record a forward of a unit.
 
-        A forward that autograd has not `recorded` belongs to reentrant checkpointing and is recomputed in the backward.
+        If autograd has not `recorded` the forward, reentrant checkpointing runs the forward again in the backward.
         """
         if recorded:
             self._recorded.add(unit)
@@ -209,7 +211,7 @@ class Backward:
             self._mode = before
 
     def accumulates(self) -> bool:
-        """Return whether backwards currently keep gradients, for a later backward to add to or to reduce."""
+        """Return whether backwards currently keep gradients, which a later backward adds to or reduces."""
         return self._mode is not Mode.STEP
 
     def died(self) -> bool:
@@ -221,7 +223,7 @@ class Backward:
 
         Args:
             graded: whether any shard has a gradient.
-            inside: whether the optimizer steps inside the backward.
+            inside: whether an optimizer steps the model inside the backward.
 
         Raises:
             PhaseError: the latest backward ended in an exception, or gradients are accumulated and not reduced.
@@ -258,8 +260,8 @@ class Backward:
 
         Autograd sums the gradients of all recorded forwards and delivers the sum once per parameter. A hidden forward,
         which autograd has not recorded, delivers its gradients after its recomputation. If a unit ran in both kinds of
-        forward, or the loss of a forward was never used, the number of deliveries is unknown. The unit is then reduced
-        at the end of the backward.
+        forward, or the outputs of a forward did not contribute to the loss, the number of deliveries is unknown. The
+        unit is then reduced at the end of the backward.
         """
         if unit not in self._hidden:
             return run.has_all(unit, rounds=1)
@@ -270,17 +272,17 @@ class Backward:
     def _close(self) -> None:
         """End the outermost backward. A backward without gradients (`torch.autograd.grad`) has nothing to reduce.
 
-        If a reduction fails, the backward counts as a backward that ended in an exception.
+        If a reduction fails, `died` returns `True`, as after any backward that ended in an exception.
         """
         run = self._run
         assert run is not None, "autograd calls back once per backward"
         with self._streams.at_home():
-            self._gatherer.end_pass()  # peers may still need weights before they can reduce
+            self._gatherer.end_pass()  # first, because peers may still need weights before they can reduce
             if run.has_gradients and run.mode is Mode.PART:
                 run.end_part()
             elif run.has_gradients and run.mode.reduces:
                 run.finalize()
-                self._gatherer.confirm_ends()  # each rank sent its gradient flags after the end of its pass
+                self._gatherer.confirm_ends()  # each rank has sent its gradient flags after the end of its pass
             if run.has_gradients and self._parts is not None:
                 self._parts.end_backward()
             self._end(run)

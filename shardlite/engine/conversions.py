@@ -1,9 +1,9 @@
 """Refuse conversions of wrapped modules (`.to()`, `.half()`, `.cuda()`), and cast inputs and outputs.
 
-PyTorch converts a module with `nn.Module._apply`, which would move the module's parameters to new memory, but not the
-shards. So a conversion of any module of the model raises before anything is changed, unless the conversion would have
-no effect (`.to()` the model's device). A conversion of a module that contains the model raises when it reaches the
-model. By then, PyTorch has converted the modules that come before the model.
+PyTorch converts a module with `nn.Module._apply`, which would move the module's parameters to new memory, but would not
+move the shards. So a conversion of any module of the model raises before anything is changed, unless the conversion
+would have no effect (`.to()` the model's device). A conversion of a module that contains the model raises when it
+reaches the model. By then, PyTorch has converted the modules that come before the model.
 """
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping
@@ -27,7 +27,7 @@ _wrapped: "WeakSet[nn.Module]" = WeakSet()
 def refuse_conversions(module: nn.Module, ignored: Iterable[nn.Module], params: Collection[Tensor]) -> None:
     """Refuse conversions of `module` and its submodules.
 
-    Exceptions are `ignored` modules, and modules whose parameters are all in `params`.
+    Modules in `ignored`, and modules whose parameters are all in `params`, may still be converted.
     """
     own = set(module.modules()) - {inner for each in ignored for inner in each.modules()}
     for each in own:
@@ -65,11 +65,11 @@ _numbers = count(1)
 
 
 def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion would change a tensor. Convert a small tensor of the same dtype and device to test.
+    """Return whether a conversion would change a tensor. As a test, convert a small tensor of its dtype and device.
 
-    A copy with the same values, as made by `.to("cpu:0")`, is not a change. The uninitialized memory of `to_empty()` is
-    a change. Each call fills the small tensor with another value, so that uninitialized memory does not contain the
-    same value by chance.
+    A copy with the same values, such as the result of `.to("cpu:0")`, is not a change. The uninitialized memory that
+    `to_empty()` returns is a change. Each call fills the small tensor with another value, so that uninitialized memory
+    does not contain the same value by chance.
     """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)

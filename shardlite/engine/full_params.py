@@ -64,7 +64,7 @@ class FullParameters:
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
         """Unshard the units of the named parameters, or all units if `names` is empty.
 
-        At exit, copy changed weights to the shards or, without `writeback`, undo the changes.
+        At exit, copy changed weights to the shards. If `writeback` is false, undo the changes instead.
 
         Raises:
             LayoutError: there is no parameter with one of these names.
@@ -95,7 +95,7 @@ class FullParameters:
             yield
 
     def state_dict(self, rank: int | None, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return CPU copies of all parameters and persistent buffers or, if given, only of those in `names`.
+        """Return CPU copies of all parameters and persistent buffers. If `names` is given, copy only the named ones.
 
         Ranks other than `rank` get an empty dict. If `rank` is `None`, every rank gets the copies.
         """
@@ -153,7 +153,7 @@ class FullParameters:
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load this rank's part of the parameters, and buffers. A value may be such a part or a whole tensor."""
+        """Load buffers, and this rank's part of each parameter. A value may be such a part or a whole tensor."""
         for name, entry in self.entries().items():
             if name not in state_dict:
                 continue
@@ -167,7 +167,7 @@ class FullParameters:
                 flat.write_param(i, given)
 
     def __deepcopy__(self, _: object) -> "FullParameters":
-        """Raise. The module's hooks hold this object, so a copy of the module would contain a copy of this object."""
+        """Raise an error. The module's hooks hold this object, so `deepcopy` of the module copies this object too."""
         raise LayoutError(NO_COPY)
 
     def entries(self) -> dict[str, Tensor]:
@@ -180,10 +180,10 @@ class FullParameters:
         return {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
 
     def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool, whole: bool = False) -> LayoutError | None:
-        """Return why a state dict does not fit the model, or `None` if it fits.
+        """Return an error that says why a state dict does not fit the model, or `None` if the state dict fits.
 
         Args:
-            state_dict: tensors, or this rank's shards, by name.
+            state_dict: by name, whole tensors or this rank's shards.
             strict: whether the names must be exactly those of the model.
             whole: whether only whole tensors fit. Otherwise shards fit too.
         """
@@ -209,13 +209,13 @@ class FullParameters:
         return None
 
     def other_names(self, state_dict: Mapping[str, object]) -> tuple[list[str], list[str]]:
-        """Return the missing and the unexpected names of a state dict, in order."""
+        """Return two lists for a state dict: the missing names and the unexpected names."""
         entries = self.entries()
         missing = [name for name in entries if name not in state_dict]
         return missing, [name for name in state_dict if name not in entries]
 
     def _own_range(self, entry: Tensor) -> tuple[int, int]:
-        """Return the range of elements of an entry that this rank keeps."""
+        """Return the range of this rank's elements in an entry."""
         place = self._places.get(entry)
         return (0, entry.numel()) if place is None else place[1].range_of(place[2])
 
@@ -240,13 +240,13 @@ class FullParameters:
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
     def _write_back(self, units: Sequence[Unit], before: "Mapping[Flat, _Before]") -> None:
-        """Copy this rank's part of changed full weights into its shards.
+        """Copy this rank's part of changed full weights into this rank's shards.
 
         A unit that has changed on any rank counts as changed on all ranks, because a gather needs all ranks.
 
         Raises:
-            PhaseError: shards were changed inside `gathered()`, and writing back would undo that change. Raised on
-                every rank.
+            PhaseError: shards were changed inside `gathered()`, and writing back full weights would undo this change.
+                Raised on every rank.
         """
         self._gatherer.settle()
         changed = {flat for flat, each in before.items() if each.changed()}
@@ -289,7 +289,7 @@ class _Before:
     flat: Flat
     copy: Tensor
     version: int
-    """Version of the shard when it was copied. A step increments the version, writes into full weights do not.
+    """Version of the shard when the shard was copied. A step increments the version. Writes into full weights do not.
 
     A step is not undone.
     """
@@ -300,8 +300,8 @@ class _Before:
     def take_over(self) -> None:
         """Keep the writes: increment the version, so that ranks gather the shard again.
 
-        If the weights are split, only the upper halves were written. The lower half of each changed element becomes
-        zero.
+        If the weights are split into two halves, only the upper halves were written. The lower half of each changed
+        element becomes zero.
         """
         if self.flat.low is not None:
             self.flat.low.masked_fill_(self.flat.local != self.copy, 0)
@@ -314,7 +314,7 @@ class _Before:
 
 
 def _misfit(name: str, value: object, entry: Tensor, own: tuple[int, int]) -> str:
-    """Return why `value` cannot be loaded into an entry of the model, or an empty string.
+    """Return the reason why `value` cannot be loaded into an entry of the model, or an empty string.
 
     `own` is the range of elements that this rank keeps.
     """

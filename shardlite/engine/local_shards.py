@@ -76,7 +76,7 @@ class Shards:
         self._watch = Watch((each.shard, each.flat, each.index) for each in self.entries if self.are_parts)
 
     def attach(self, hooks: ModuleHooks, backward: Backward) -> None:
-        """Make the module's own parameters gather their values by `hooks` and get their gradients from `backward`."""
+        """Connect the module's own parameters: `hooks` gather their values, and `backward` provides their gradients."""
         self.hooks, self.backward = hooks, backward
         for index, each in enumerate(self.entries):
             attach(each.param, _Owner(each.slot.name, ref(self), index))
@@ -109,7 +109,7 @@ class Shards:
         return {each.shard: (slot.name, *own, slot.numel) for each, slot, own in entries}
 
     def shard_tensors(self, context: Context) -> dict[Tensor, Callable[..., ShardTensor]]:
-        """Return for each shard a function that makes a `ShardTensor` of a tensor with the shard's shape.
+        """Return a function for each shard. The function turns a tensor of the shard's shape into a `ShardTensor`.
 
         Return an empty dict if every shard is a whole parameter.
         """
@@ -129,7 +129,7 @@ class Shards:
         return [*self, *(each.param for each in self.entries)]
 
     def first_unsharded(self, params: Iterable[Tensor]) -> str | None:
-        """Return the name of the first of `params` that is the module's own parameter and not a shard, or `None`."""
+        """Return the name of the first parameter in `params` that is the module's own and not a shard, or `None`."""
         found = (self._by_param.get(param) for param in params)
         return next((each.slot.name for each in found if each is not None and each.param is not each.shard), None)
 
@@ -137,7 +137,7 @@ class Shards:
         """Check that the program has not changed a shard in a way that would have no effect.
 
         Raises:
-            LayoutError: a shard has new memory, a hook, or another `requires_grad` than its parameter.
+            LayoutError: a shard has new memory or a hook, or its `requires_grad` differs from that of its parameter.
         """
         with as_they_are():
             for each in self.entries:
@@ -160,7 +160,7 @@ class Shards:
                     each.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
-        """Record a step: increment the versions of stepped shards, because PyTorch's fused optimizers do not."""
+        """Record a step. Increment the versions of stepped shards, because PyTorch's fused optimizers do not."""
         self._trace.emit("step")
         self._watch.after_step()
         self.mark_changed(stepped)
@@ -169,14 +169,14 @@ class Shards:
         """Increment the versions of changed shards. Gathers and autograd detect changed weights by these versions."""
         ours = [entry for shard in changed if (entry := self._by_id.get(id(shard))) is not None]
         torch.autograd.graph.increment_version([each.shard for each in ours])
-        if self._permanent:  # autograd may have saved full weights, which change with their shards or soon after
+        if self._permanent:  # autograd may have saved full weights, and these change with their shards or soon after
             full = [each.param for each in ours if each.param is not each.shard]
             torch.autograd.graph.increment_version([param for param in full if not isinstance(param, Placeholder)])
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """The access of one of the module's own parameters to the wrapped model, by weak references."""
+    """The connection from one of the module's own parameters to the wrapped model, by weak references."""
 
     name: str
     shards: "ref[Shards]"
@@ -198,7 +198,7 @@ class _Owner:
             )
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's gradient of the whole parameter or, once that is reduced, the gradient of the shard."""
+        """Return this rank's gradient of the whole parameter. After the reduction, return the gradient of the shard."""
         if (shards := self.shards()) is None:
             return None
         each = shards.entries[self.index]
@@ -206,7 +206,7 @@ class _Owner:
         return each.shard.grad if waiting is None else waiting
 
     def touch(self) -> None:
-        """Record that the program gets access to the memory of the parameter's values, as through `.data`.
+        """Record that the program gets access to the memory of the parameter's values, for example through `.data`.
 
         Raises:
             LayoutError: no forward or backward is running, so writes would be lost, or a hand-written step would be
@@ -226,7 +226,7 @@ class _Owner:
             )
 
     def drop_gradient(self) -> None:
-        """Drop the parameter's gradient, reduced or not."""
+        """Drop the parameter's gradient, whether or not the gradient has been reduced."""
         if (shards := self.shards()) is not None:
             each = shards.entries[self.index]
             shards.backward.drop_gradient(each.unit, each.param)

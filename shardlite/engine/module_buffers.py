@@ -1,4 +1,4 @@
-"""Broadcast rank 0's buffers that forwards change (running statistics) before the next forward.
+"""Before a forward, broadcast those buffers of rank 0 that earlier forwards have changed (running statistics).
 
 `DistributedDataParallel` does the same by default. Without this broadcast, each rank would have statistics of its own
 batches, and an evaluation would give different results on each rank. Only buffers that some rank may have changed are
@@ -16,7 +16,7 @@ from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError
 
 LARGE = 65536
-"""Number of elements above which a CPU buffer is broadcast only if its values have changed."""
+"""Number of elements. A CPU buffer with more elements is broadcast only if its values have changed."""
 
 
 @dataclass(eq=False)
@@ -42,8 +42,9 @@ class _Place:
     def changed(self) -> bool:
         """Return whether the buffer may have been written or replaced since `record`.
 
-        PyTorch's version counter misses writes by batch normalization and through `.data`. So a floating-point buffer
-        of a module in training mode counts as changed. If such a buffer is large, its fingerprint is compared instead.
+        PyTorch's version counter counts neither writes by batch normalization nor writes through `.data`. So a
+        floating-point buffer of a module in training mode counts as changed. If such a buffer is large, its fingerprint
+        is compared instead.
         """
         buffer = self.buffer
         if buffer is None:
@@ -65,7 +66,7 @@ class Buffers:
     """The buffers of one wrapped model, which rank 0 broadcasts to the other ranks."""
 
     def __init__(self, module: nn.Module, context: Context, ignored: Collection[nn.Module]) -> None:
-        """Find the buffers of `module`, except those of `ignored` modules."""
+        """Find the buffers of `module`, except the buffers of `ignored` modules."""
         self._context = context
         own = {id(buffer) for each in ignored for buffer in each.buffers()}
         places = {
@@ -80,7 +81,7 @@ class Buffers:
             place.record()
 
     def before_forward(self, *, trains: bool) -> None:
-        """Broadcast changed buffers if the previous forward may have changed any.
+        """Broadcast changed buffers if the previous forward may have changed any buffer.
 
         Args:
             trains: whether the next forward may change buffers.
@@ -122,8 +123,8 @@ class Buffers:
                 broadcast(flat, transport, operation=operation)
             if self._context.rank > 0:
                 for buffer, part in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
-                    # A write through `.data` keeps the version. This is safe, because no backward reads statistics
-                    # that autograd has saved. DDP also writes through `.data`.
+                    # A write through `.data` does not change the version. This is safe, because no backward reads
+                    # statistics that autograd has saved. DDP also writes through `.data`.
                     buffer.data.copy_(part.view(buffer.shape))
         for place in self._places:
             place.record()

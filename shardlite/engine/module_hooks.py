@@ -48,7 +48,7 @@ class _Frame:
     outermost: bool = False
     """Whether a pass begins and ends with this module."""
     label: AbstractContextManager[object] | None = None
-    """Label in a profile, if the module is the root of a unit."""
+    """The module's label in a profile. `None` if the module is not the root of a unit."""
 
 
 class ModuleHooks:
@@ -86,10 +86,10 @@ class ModuleHooks:
         during compilation, because the unit is already unsharded.
 
         Args:
-            needs: units that each module uses.
+            needs: the units that each module uses.
             param_locations: places of each unit's parameters.
-            roots: root module of each unit. The first is the whole model.
-            keeps: object to keep alive as long as the module, even if a program drops the wrapped model.
+            roots: the root module of each unit. The first root is the whole model.
+            keeps: an object that must live as long as the module, even if the program drops the wrapped model.
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
@@ -143,7 +143,7 @@ class ModuleHooks:
         return bool(self._frames or self._around) or in_backward()
 
     def reset(self) -> None:
-        """Run `_leave` for each module whose hook after the forward did not run because of an interrupt."""
+        """Run `_leave` for each module whose post-forward hook did not run because of an interrupt."""
         while self._frames and not in_backward():
             self._leave(self._frames[-1].module)
 
@@ -166,7 +166,7 @@ class ModuleHooks:
         if not self._frames and not in_backward():
             frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
         else:
-            self._frames.append(frame := _Frame(module))  # first, because `_leave` also runs after an error
+            self._frames.append(frame := _Frame(module))  # before the units, because `_leave` also runs after an error
         for unit in units:
             self._enter_unit(unit)
             frame.entered.append(unit)
@@ -220,7 +220,7 @@ class ModuleHooks:
             self._thread = thread
 
     def _begin(self, kind: str, module: nn.Module) -> _Frame:
-        """Begin a pass with the forward of a module. Passes of one `kind` are expected to use the same units."""
+        """Begin a pass with the forward of a module. All passes of one `kind` are expected to use the same units."""
         self._evaluating = not torch.is_grad_enabled()
         self._backward.begin_pass(evaluating=self._evaluating)
         mode = "" if module.training else " in eval mode"
@@ -275,7 +275,7 @@ class ModuleHooks:
 
 
 def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[ParamLocation]]:
-    """Return the places of each unit's parameters in the model. A tied parameter has several places.
+    """Return the places in the model of each unit's parameters. A tied parameter has several places.
 
     Parameters of TorchScript modules are omitted, because they cannot be replaced.
     """
@@ -310,7 +310,7 @@ def _of_shards(tensor: Tensor) -> bool:
 
 
 def _without_params(outputs: Any) -> Any:
-    """Return outputs in which copies replace parameters, because the parameters are resharded soon.
+    """Return `outputs` with copies in place of parameters, because the parameters are resharded soon.
 
     Return `None` if the outputs contain no parameters.
     """
@@ -336,7 +336,7 @@ _KEY = -1
 def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """Register the hooks of one module.
 
-    `leave` is also called if the forward raises, because a checkpoint may stop a recomputation early by an exception.
+    `leave` is called even if the forward raises, because checkpointing may stop a recomputation by an exception.
     """
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)

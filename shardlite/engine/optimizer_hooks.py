@@ -1,8 +1,8 @@
-"""Steps of optimizers on wrapped models: the part of a model that steps use, and the hooks of all steps.
+"""Optimizer steps on wrapped models: the components of a model that a step uses, and the hooks of all optimizers.
 
-An optimizer that was built before wrapping, and is not ShardLite's, holds the module's own parameters. These have no
-gradients, so the optimizer would silently train nothing. The first step of such an optimizer raises. A wrapped model is
-notified of each step that changes the model, and can skip the step.
+An optimizer that was built before wrapping, and is not ShardLite's, holds the module's own parameters. These parameters
+have no gradients, so the optimizer would silently train nothing. The first step of such an optimizer raises. A wrapped
+model is notified of each step that changes the model, and can skip the step.
 """
 
 import warnings
@@ -41,10 +41,10 @@ class InBackwardOptimizer:
         self._shards = shards
         self._gatherer = gatherer
         self.followers: WeakSet[Any] = WeakSet()
-        """Averages of the weights. The method `before_change()` of each is called before the trained weights change."""
+        """Objects that average weights. Their method `before_change()` is called before the trained weights change."""
 
     def announce_change(self) -> None:
-        """Notify followers before the trained weights change. A follower raises if the model holds its averages now."""
+        """Notify followers before the trained weights change. A follower raises if its averages are in the model."""
         for each in self.followers:
             each.before_change()
 
@@ -57,12 +57,14 @@ class InBackwardOptimizer:
         """Return the steps of the optimizer that steps inside the backward, if there is one.
 
         Raises:
-            LayoutError: several optimizers step inside the backward, or the only one lacks parameters of the model.
+            LayoutError: several optimizers step inside the backward, or the optimizer lacks parameters of the model.
         """
         return steps_in_backward(self._shards.names)
 
     def prepare_backward(self, *, steps: bool) -> Stepping | None:
-        """Prepare for the first gradient of a backward. Return the optimizer's steps, or `None` if it takes none.
+        """Prepare for the first gradient of a backward.
+
+        Return the optimizer's steps, or `None` if no optimizer steps inside this backward.
 
         Args:
             steps: whether the optimizer may step in this backward.
@@ -111,7 +113,7 @@ class InBackwardOptimizer:
             steps.alarm.wait()
 
     def refuse(self, what: str) -> None:
-        """Refuse `what`, which has no effect if an optimizer steps inside the backward.
+        """Refuse the call `what` if an optimizer steps inside the backward, because the call would have no effect.
 
         Raises:
             PhaseError: an optimizer steps inside the backward.
@@ -168,7 +170,7 @@ class OptimizerBridge:
 
     def mark_changed(self) -> None:
         """Record that all shards were changed on every rank, but not by a step."""
-        self.context.version.number += 1  # ranks compare the number, and so detect a rank that changed no shards
+        self.context.version.number += 1  # ranks compare this number to detect a rank that has changed no shards
         self.in_backward.mark_stepped()
 
 
@@ -190,7 +192,7 @@ _unwrapped: Any = WeakTensorKeyDictionary()
 
 
 def register_model(model: OptimizerBridge) -> None:
-    """Call `model` before and after steps of all optimizers that hold any of its shards."""
+    """Call `model` before and after each step of an optimizer that holds any shard of `model`."""
     for param in model.shards.all_params():
         _models[id(param)] = model
     _known.clear()  # an optimizer may hold parameters that have just been sharded
@@ -216,7 +218,7 @@ def optimizer_tensors(model: OptimizerBridge) -> Iterator[Tensor]:
 
 
 def give_shards(optimizer: Optimizer, model: OptimizerBridge) -> None:
-    """Replace the module's own parameters in an optimizer by their shards.
+    """In an optimizer, replace the module's own parameters by their shards.
 
     Raises:
         LayoutError: the optimizer has already stepped the module's own parameters.
@@ -257,10 +259,10 @@ def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
 
 
 def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None, set[nn.Parameter]]:
-    """Return the wrapped model that `grads` belong to, if any, and the shards whose gradients they are.
+    """Return the wrapped model whose shards have the gradients `grads`, or `None`, and these shards.
 
     Raises:
-        LayoutError: the gradients belong to several models, or only some belong to a wrapped model.
+        LayoutError: the gradients belong to several models, or only some of them belong to a wrapped model.
     """
     wanted = {id(grad) for grad in grads}  # a gradient does not refer to its parameter, so search all shards
     living = (model for each in _models.valuerefs() if (model := each()) is not None)
@@ -283,7 +285,7 @@ def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None,
 def before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Prepare a step: immediately or, if the step has a closure, after the closure. `args[0]` is `optimizer`.
+    """Prepare a step. If the step has a closure, prepare the step after the closure. `args[0]` is `optimizer`.
 
     Returns:
         New arguments for the step, or `None` to keep the given arguments.

@@ -34,7 +34,7 @@ class PartLoop:
         self._had_backward = False
 
     def over(self, step: int | None, seed: int) -> Iterator[int]:
-        """Yield this rank's parts, each with its own random state. Restore the former random state at the end.
+        """Yield this rank's parts. Set a separate random state for each part, and restore the former state at the end.
 
         Args:
             step: number of this loop. `None` means `finished`.

@@ -49,7 +49,7 @@ from shardlite.params import Shard, ShardTensor
 # parameters by position and does not compare shapes, so it would silently load another rank's state.
 
 KEY = "shardlite"
-"""Key of a `state_dict()`, next to `state` and `param_groups`, under which the shards of the state are described."""
+"""Third key of a `state_dict()`, besides `state` and `param_groups`. Its value describes the shards of the state."""
 
 NUMBERS = {"step", "mu_product", "eta", "mu"}
 """Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
@@ -63,7 +63,7 @@ _RESUME = (
 def _state_dict(original: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state, with a description of the shards.
 
-    A `ShardTensor` replaces each tensor that has one element for each element of a shard.
+    In the result, a `ShardTensor` replaces each tensor that has one element for each element of a shard.
     """
     saved = original(optimizer)
     models = models_with(params_of(optimizer))
@@ -74,7 +74,7 @@ def _state_dict(original: Callable[[Optimizer], dict[str, Any]], optimizer: Opti
 
 
 def _load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a state. Raise if, on any rank, the state does not belong to the shards of that rank."""
+    """Load a state. Raise an error if the state of any rank does not belong to the shards of that rank."""
     models = models_with(params_of(optimizer))
     if models:
         name = f"load_state_dict of {type(optimizer).__name__}"
@@ -95,7 +95,7 @@ def _load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_
 
 
 def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[str, Any]:
-    """Return a description of this rank, and for each parameter its name and the elements in this rank's shard."""
+    """Return a description of this rank and, for each parameter, the name and the range of this rank's shard."""
     parts: dict[Tensor, ShardRange] = {shard: part for model in models for shard, part in model.shards.parts().items()}
     params = enumerate(params_of(optimizer))
     return {"of": models[0].place, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
@@ -111,7 +111,7 @@ def _as_shards(
 ) -> dict[str, Any]:
     """Return a state in which a `ShardTensor` replaces each tensor that has one element for each element of a shard."""
     positions = _positions(state_dict)
-    # Optimizers may create states in memory order, which differs between ranks. Gathers need the same order on all.
+    # Optimizers may create states in memory order, which differs between ranks. Gathers need one order on all ranks.
     state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
     state |= state_dict["state"]
     for param, index in zip(params_of(optimizer), positions, strict=True):
@@ -121,7 +121,7 @@ def _as_shards(
 
 
 def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the state of one shard, in which the results of `make` replace the elementwise tensors."""
+    """Return the state of one shard, with results of `make` in place of the elementwise tensors."""
     if isinstance(optimizer, AdamW) and (decoders := optimizer.decoders(entry)):
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
         moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
@@ -136,10 +136,10 @@ def _is_elementwise(key: str, value: object, param: Tensor) -> bool:
 
 
 def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """Return a state in which this rank's elements replace each `ShardTensor`, and why a `ShardTensor` does not fit.
+    """Return a state in which this rank's elements replace each `ShardTensor`, and an error text.
 
-    The second value is `None` if every `ShardTensor` fits. In this case `own` replaces the description in the state,
-    because DCP gives rank 0's description to all ranks.
+    The error text is `None` if every `ShardTensor` fits this rank. In this case `own` replaces the description in the
+    state, because DCP gives rank 0's description to all ranks.
     """
     positions = _positions(state_dict)
     state, found = dict(state_dict["state"]), False
@@ -160,7 +160,7 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
 
 
 def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Return why a state does not fit the optimizer whose shards `own` describes, or `None` if the state fits."""
+    """Return an error text if a state does not fit the optimizer whose shards `own` describes, else `None`."""
     given = state_dict.get(KEY)
     if given is None:
         return _misfit_of_unmarked(optimizer, state_dict, own)
@@ -190,7 +190,7 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 
 
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
-    """Return an error text if a tensor of a state has another shape than `optimizer` requires, else `None`.
+    """Return an error text if a tensor of a state does not have the shape that `optimizer` requires, else `None`.
 
     PyTorch's optimizers keep numbers, and tensors in the parameter's shape. For an optimizer that is not PyTorch's, the
     only known shapes are those of the tensors that the optimizer already holds.
@@ -206,7 +206,7 @@ def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | Non
 
 
 def _tensors(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any, str, Tensor]]:
-    """Yield for each tensor of a state: the parameter, the parameter's key, the tensor's name, and the tensor."""
+    """For each tensor of a state, yield the parameter, the parameter's key, the tensor's name, and the tensor."""
     for param, index in zip(params_of(optimizer), _positions(state_dict), strict=False):
         for key, given in state_dict["state"].get(index, {}).items():
             value = getattr(given, "value", given)  # `AdamW` wraps values so that PyTorch does not convert them
@@ -227,7 +227,7 @@ _Original = Callable[..., Any]
 
 
 def _unscale(original: _Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Divide the gradients by the scale. If any rank finds an infinity, report the infinity to all ranks."""
+    """Divide the gradients by the scale. If any rank finds an infinity, all ranks report an infinity."""
     models = models_of(optimizer)
     for model in models:
         model.in_backward.refuse("a gradient scaler")
@@ -269,7 +269,7 @@ def _total_norm(
 def _clip(
     original: _Original, parameters: _Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
-    """Scale gradients to a norm of at most `max_norm`. If the factor is 1, gradients of shards are not read.
+    """Scale gradients to a norm of at most `max_norm`. If the factor is 1, the gradients of shards are not read.
 
     Raises:
         LayoutError: `parameters` are unsharded parameters of a wrapped model, which have no gradients.
@@ -394,7 +394,7 @@ def set_state_dict_patch(install: Callable[[], object]) -> None:
 
 
 def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of a class, also for existing objects."""
+    """Replace a method of a class. Existing objects of the class get the replacement too."""
     original = getattr(owner, name)
 
     @wraps(original)
@@ -405,7 +405,7 @@ def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> 
 
 
 def _replace_inside(function: Any, replacement: Callable[..., Any]) -> None:
-    """Replace the inner function that PyTorch's `_no_grad` has wrapped. `function` is the wrapper.
+    """Replace the function inside `function`, a wrapper that PyTorch's `_no_grad` has made.
 
     A program that has imported `function` by name gets the replacement too. `_no_grad` keeps the inner function in a
     closure variable, `func`.
@@ -415,7 +415,7 @@ def _replace_inside(function: Any, replacement: Callable[..., Any]) -> None:
 
 
 class _AfterImport:
-    """Import finder for one module, which calls `then` after the module has been executed."""
+    """Import finder for one module. It calls the function `then` after the module has been executed."""
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self._name, self._then = name, then
@@ -427,7 +427,7 @@ class _AfterImport:
         sys.meta_path.remove(self)
         spec: Any = find_spec(fullname)
         if spec is not None:
-            sys.meta_path.insert(0, self)  # stays until the module runs without an error
+            sys.meta_path.insert(0, self)  # this finder stays until the module has been executed without an error
             spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec  # type: ignore[no-any-return]
 

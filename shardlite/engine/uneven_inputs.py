@@ -22,7 +22,7 @@ _NOTHING = object()
 
 
 class Join:
-    """Runs loops of one wrapped model over different numbers of batches per rank."""
+    """Runs loops of one wrapped model in which ranks may have different numbers of batches."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -32,7 +32,7 @@ class Join:
     def over(
         self, batches: Iterable[Batch], reducers: Sequence[Reducer], recover: Sequence[Callable[[], None]]
     ) -> Iterator[Batch]:
-        """Yield this rank's batches, then repeat the last batch until no rank has a batch left.
+        """Yield this rank's batches. Then repeat the last batch until every rank has run out of batches.
 
         Args:
             batches: the batches of this rank.
@@ -70,7 +70,7 @@ class Join:
         """
         context = self._context
         numbers = torch.tensor([not self.joined, has_none], dtype=torch.int32)
-        # The operation's name has no step number, because the name must match on ranks at different steps.
+        # The operation's name has no step number, because the name must be equal on ranks that are at different steps.
         context.all_reduce_host(numbers, context.operation("who has a batch", "join"))
         active, without = numbers.tolist()
         if active and without:

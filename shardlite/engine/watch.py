@@ -23,7 +23,7 @@ from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
 STEPS = 3
-"""Number of steps in a watched period. The first period is at the start, the others around each multiple of `EVERY`."""
+"""Number of steps in a watched period. One period is at the start, and one is around each multiple of `EVERY`."""
 
 EVERY = 50
 """Number of steps from one watched period to the next."""
@@ -44,7 +44,7 @@ _FILLS = _functions("uniform_ normal_ random_ bernoulli_ exponential_ log_normal
 _FILLS |= _functions("randn_like rand_like", torch)
 
 _EXTREMES = _functions("max min amax amin argmax argmin aminmax median mode", Tensor, torch)
-"""Functions that raise for an empty tensor, and so on a rank that has no element of the parameter."""
+"""Functions that raise for an empty tensor. So they raise on a rank that has no element of the parameter."""
 
 _ELEMENTS = _functions("__getitem__ item", Tensor)
 """Functions that raise for an empty tensor if they select a single element."""
@@ -99,7 +99,7 @@ class Watch:
                 _see(shard, (self, part, "the shard"), SeenShard)
 
     def stop(self) -> None:
-        """Restore the ordinary classes of the shards, of their gradients, and of tensors computed from either."""
+        """Restore the ordinary classes of all watched tensors."""
         for tensor in list(self.seen):
             _known.pop(tensor, None)
             tensor.__class__ = tensor.ordinary
@@ -171,9 +171,9 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
-    """Return whether a gradient flows back through the call, as for a penalty in the loss.
+    """Return whether a gradient flows back through the call, as through a penalty in the loss.
 
-    Such a call is correct for a part of a parameter.
+    Such a call gives correct results even if each rank computes it for its own part of a parameter.
     """
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
@@ -191,8 +191,8 @@ def _known_as(argument: Any) -> _Known | None:
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise if a function combines a shard, or its gradient, with a tensor of the shape of the whole parameter.
 
-    The tensor of the whole shape may be the parameter itself, in a hand-written step. In a moving average, it may be a
-    copy that was made before wrapping.
+    In a hand-written step, the other tensor may be the parameter itself. In a moving average, the other tensor may be
+    a copy that was made before wrapping.
     """
     for together in _side_by_side(args):
         parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole]
@@ -210,7 +210,7 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
-    """Yield the tensors that a function combines: its tensor arguments, then the i-th tensors of all lists."""
+    """Yield lists of tensors that a function combines: its tensor arguments, then the i-th tensors of all its lists."""
     yield [each for each in args if isinstance(each, Tensor)]
     lists = [each for each in args if isinstance(each, list | tuple)]
     if len(lists) > 1:
@@ -230,16 +230,16 @@ def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 class _Watched:
-    """Mixin class of tensors that intercept the functions called with them."""
+    """Mixin for tensors that intercept every function that is called with one of them."""
 
     ordinary: ClassVar[type]
-    """The class of the tensor while it is not watched."""
+    """The class of the tensor while the tensor is not watched."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Check the call. Watch the result if it is computed from a watched tensor by a function in `_PASSED_ON`."""
+        """Check the call. If `func` is in `_PASSED_ON` and an argument is watched, watch the result too."""
         kwargs = kwargs or {}
         known = None
         if not torch.compiler.is_compiling():
@@ -295,7 +295,7 @@ class SeenShard(_Watched, Shard):
     @property
     @torch._disable_dynamo
     def grad(self) -> Tensor | None:
-        """The gradient of the shard. Reading it makes the gradient a watched tensor."""
+        """The gradient of the shard. Reading this property turns the gradient into a watched tensor."""
         with as_they_are():
             grad: Tensor | None = _own_grad.__get__(self)
         known = _known.get(self)  # `None` for a copy

@@ -41,8 +41,8 @@ class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter 2019), bit-equal to `torch.optim.AdamW(fused=True)` on the same flat tensors.
 
     Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. The state has PyTorch's names and shapes, so a
-    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. Parameters that are
-    frozen or have no gradient are not stepped, and their step counts do not change.
+    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. Parameters that are frozen or have
+    no gradient are not stepped, and their step counts do not change.
 
     Parameters of wrapped models are stepped by ShardLite's kernels. Other parameters (ignored parameters, parameters of
     models that are not wrapped) are stepped by PyTorch's fused kernel, with moments in the parameter's dtype.
@@ -62,7 +62,7 @@ class AdamW(Optimizer):
             fp32 moments for every format, and every format can load it.
         in_backward: step each shard during the backward, as soon as its gradient is ready. One kernel does the last
             addition of a reduction and the step, and no gradient is kept. See `docs/precision.md` for the restrictions.
-            Call `step()` after each backward as usual, which closes the step.
+            Call `step()` after each backward as usual: this call closes the step.
         max_norm: clip gradients to this global norm inside the step, in registers. Gradients are not modified. If the
             reduction computes the norm (see `ShardLite.clip_grad_norm_`), clipping needs no pass over the gradients.
             `grad_norm` is the norm of the latest step. Not allowed with `in_backward`.
@@ -93,7 +93,7 @@ class AdamW(Optimizer):
     """Global norm [] of the gradients of the latest step, before clipping. `None` without `max_norm`."""
 
     norm: Tensor | None = None
-    """Norm [] to clip by in the next step. If the caller does not set this norm, the step computes it."""
+    """Gradient norm [] for clipping in the next step. If the caller does not set `norm`, the step computes the norm."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class AdamW(Optimizer):
         """Add a parameter group.
 
         Args:
-            param_group: `params`, and hyper-parameters. Missing ones default to those of the constructor.
+            param_group: `params`, and hyper-parameters. The constructor's values replace missing hyper-parameters.
 
         Raises:
             ValueError: a hyper-parameter is out of range, or a parameter's dtype is not supported. Nothing was added.
@@ -190,7 +190,7 @@ class AdamW(Optimizer):
         return layout
 
     def tables(self) -> list[Tensor]:
-        """Return the tensors besides the state: for each group of 32 elements, the row of its count and scalars."""
+        """Return tensors that are not in the state: for each group of 32 elements, the row of its count and scalars."""
         return [] if self._layout is None else [arena.rows for arena in self._layout.arenas]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,7 +284,7 @@ class AdamW(Optimizer):
         norm, self.norm = self.norm, None
         if self.max_norm is None or not has_gradients:
             return None
-        if norm is None:  # sum in the order of `param_groups`, as PyTorch does
+        if norm is None:  # the gradients are summed in the order of `param_groups`, as in PyTorch
             grads = [param.grad for param in self._params() if param.requires_grad and param.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
         self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
@@ -353,7 +353,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSt
     `names` returns the name of each shard of the model.
 
     Raises:
-        LayoutError: several such optimizers hold shards, or the optimizer lacks a trainable shard.
+        LayoutError: several such optimizers hold shards of the model, or the optimizer lacks a trainable shard.
     """
     candidates = [optimizer for optimizer in _optimizers() if optimizer.in_backward]
     shards = names() if candidates else {}
@@ -372,7 +372,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSt
 
 
 def _optimizers() -> list[AdamW]:
-    """Return all live optimizers in a list, because other threads may create optimizers during an iteration."""
+    """Return a list, not an iterator, of all live optimizers: other threads may create optimizers meanwhile."""
     return [optimizer for each in _living.valuerefs() if (optimizer := each()) is not None]
 
 

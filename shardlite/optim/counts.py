@@ -44,10 +44,10 @@ class Amp:
     """A flag [] or [1]. The step has no effect unless the flag is zero."""
 
     grad_scale: Tensor | None = None
-    """The scale of the gradients. A step first divides the gradients by the scale, also in memory."""
+    """The scale of the gradients. A step first divides the gradients by the scale, in place."""
 
     factor: Tensor | None = None
-    """The clipping factor []. A step then multiplies the gradients by the factor, but not in memory."""
+    """The clipping factor []. A step then multiplies the gradients by the factor, without changing them in memory."""
 
 
 class RunSlice(NamedTuple):
@@ -68,7 +68,8 @@ class _Counts:
     """Step counts of the shards on one device.
 
     Each shard is given as three integers: the index of its parameter group, the index of its parameter in the
-    optimizer, and the index in the moments' arena at which the whole parameter would start if the arena held all of it.
+    optimizer, and an index in the moments' arena. The whole parameter would start at this index if the arena
+    held the whole parameter.
     """
 
     def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:
@@ -85,7 +86,7 @@ class HostCounts(_Counts):
     """Step counts of shards in CPU memory."""
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return whether one call can step two shards: they are `adjacent` and have the same group and count."""
+        """Return whether two shards are `adjacent` and have the same group and count, so one call can step both."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
@@ -104,7 +105,7 @@ class HostCounts(_Counts):
         return self._hypers != [_hyper(group) for group in groups]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Add each of `rows` to the step if its entry in `users` [len(rows)] is above 0."""
+        """Add a row of `rows` to the step if the row's entry in `users` is above 0. `users` has one entry per row."""
         self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count > 0}
 
     def is_active(self, row: int) -> bool:
@@ -112,16 +113,19 @@ class HostCounts(_Counts):
         return row in self._active
 
     def update(self, elements: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step by a gradient [S] with PyTorch's operator. Set `bad` [], int32, to 1 if the gradient is not finite."""
+        """Update `elements` with a gradient [S], by PyTorch's operator.
+
+        Set `bad` [], int32, to 1 if the gradient is not finite.
+        """
         if not self._skip:
             adamw_cpu(elements.state, grad, self._step(elements), bad=bad)
 
     def reduce(self, elements: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step by the gradient `(received + own) / divisor`, [S] each. Set `bad` as in `update`."""
+        """Update `elements` with the gradient `(received + own) / divisor`, [S] each. Set `bad` as in `update`."""
         reduce_adamw_cpu(elements.state, received, own, self._step(elements), divisor=divisor, bad=bad)
 
     def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
-        """Step by the sum of `rows` [W, S] divided by `divisor`. Set `bad` as in `update`.
+        """Update `elements` with the sum of `rows` [W, S] divided by `divisor`. Set `bad` as in `update`.
 
         The kernel `add_rows` defines the order of the sum.
         """
@@ -146,7 +150,7 @@ class HostCounts(_Counts):
         return replace(step, table=self._table._replace(rows=elements.rows, first=elements.arena_offset))
 
     def table_of(self, elements: RunSlice) -> Table | None:
-        """Return `None`, because PyTorch's operator steps without a table."""
+        """Return `None`, because PyTorch's operator needs no table."""
         return None
 
 
@@ -193,11 +197,11 @@ class DeviceCounts(_Counts):
         self._keys_now = self._keys()
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Return whether hyper-parameters have changed since `begin_step`, except learning rates on a device."""
+        """Return whether hyper-parameters have changed since `begin_step`. Learning rates on a device are ignored."""
         return self._sent != [_hyper(group, self.steps.device) for group in groups]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Add each of `rows` to the step if its entry in `users` [len(rows)] is above 0."""
+        """Add a row of `rows` to the step if the row's entry in `users` is above 0. `users` has one entry per row."""
         key = tuple(rows)
         if key not in self._row_numbers:
             self._row_numbers[key] = send(rows, torch.int64, self.steps.device)
@@ -239,7 +243,7 @@ StepCounts: TypeAlias = HostCounts | DeviceCounts
 
 
 def _hyper(group: Group, device: torch.device | None = None) -> Hyper:
-    """Return the hyper-parameters of a group on the host. A learning rate on `device` is 0."""
+    """Return a group's hyper-parameters as numbers on the host. A learning rate on `device` is reported as 0."""
     lr = 0.0 if device is not None and _is_here(group["lr"], device) else float(group["lr"])
     beta1, beta2 = group["betas"]
     max_update = group.get("max_update")
@@ -253,7 +257,7 @@ def _is_here(value: Any, device: torch.device) -> bool:
 
 
 def _on(device: torch.device, value: Any) -> Tensor:
-    """Return a number, or a tensor with one element, as an fp32 scalar [] on `device`, without synchronization."""
+    """Return `value` (a number or a one-element tensor) as an fp32 scalar [] on `device`, without synchronization."""
     if _is_here(value, device):
         return value.detach().reshape(()).to(device, torch.float32, non_blocking=True)  # type: ignore[no-any-return]
     return torch.full((), float(value), dtype=torch.float32, device=device)

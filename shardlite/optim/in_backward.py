@@ -1,4 +1,4 @@
-"""Step inside the backward: each parameter when its gradient is ready, or in the last addition of the reduction.
+"""Step inside the backward: step each parameter when its gradient is ready, or in the last addition of a reduction.
 
     open     the first gradient of a backward is ready: read the hyper-parameters of the step
     step     parameters are stepped in any order and on any thread
@@ -29,7 +29,7 @@ from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
 
 LATER = 4
-"""Number of steps after which all ranks raise for a non-finite gradient on a GPU. Hosts have read the flag by then."""
+"""Number of steps from a non-finite gradient on a GPU to the error on all ranks. By then, hosts have read the flag."""
 
 _paused: Counter[Tensor] = Counter()
 """For each parameter in an `accumulating` block, the number of such blocks. Ranks that are threads share the table."""
@@ -54,7 +54,7 @@ class InBackwardSteps:
 
     def __init__(self, optimizer: Optimizer, init_state: WeakMethod[Callable[[], OptimizerLayout]]) -> None:
         """Initialize without an open step. `init_state` creates missing states and returns the optimizer's layout."""
-        self._optimizer = ref(optimizer)  # weak, because hooks hold this object: a deleted optimizer must not step
+        self._optimizer = ref(optimizer)  # weak: hooks hold this object, and a deleted optimizer must not step
         self._init_state = init_state
         self._layout: OptimizerLayout | None = None  # the layout of the open step
         self._handles: dict[Tensor, RemovableHandle] = {}
@@ -96,7 +96,7 @@ class InBackwardSteps:
         return InBackwardStep([(slots[id(param)], start) for param, start in places])
 
     def close(self, optimizer: Optimizer) -> None:
-        """Step the parameters that have a gradient but no hook, because they were frozen. Then count the step.
+        """Step the parameters that have a gradient but no hook, because they were frozen earlier. Then count the step.
 
         Raises:
             NonFiniteError: a gradient contained a NaN or an infinity. On a GPU, the error is raised `LATER` steps
@@ -158,14 +158,14 @@ class InBackwardSteps:
         return self._layout
 
     def _current_layout(self) -> OptimizerLayout:
-        """Return the layout of the open step. If no step is open, return the optimizer's layout, with all states."""
+        """Return the layout of the open step or, without an open step, the optimizer's layout with all states."""
         init_state = self._init_state()
         assert init_state is not None, "an optimizer lives while its backward runs"
         return self._layout or init_state()
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, param: Tensor) -> None:
-        """Step `param` by its gradient, and drop the gradient."""
+        """Update `param` with its gradient, and drop the gradient."""
         assert param.grad is not None
         check_dense(param.grad)
         slot = self._current_layout().by_id.get(id(param))
@@ -188,7 +188,8 @@ class InBackwardSteps:
 class InBackwardStep:
     """The step of parameters whose gradients are in one buffer.
 
-    A call of this object steps by the gradients in a part of the buffer, given their summands.
+    A call of this object computes the gradients in a part of the buffer from their summands, and updates parameters
+    with these gradients.
     """
 
     def __init__(self, members: Sequence[tuple[StateSlot, int]]) -> None:
@@ -207,7 +208,7 @@ class InBackwardStep:
     def __call__(
         self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int | None = 0
     ) -> None:
-        """Step by the gradients in elements `[start, start + n)` of the buffer.
+        """Update the parameters with the gradients in elements `[start, start + n)` of the buffer.
 
         The gradients are `(received + own) / divisor`, [n] each. If `received` is `None`, the gradients are `own`. If
         `own` is `None`, `received` has one row per rank, [W, n]. These rows are added from row `first` on, or as a
@@ -228,7 +229,7 @@ class InBackwardStep:
                     slot.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
 
     def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
-        """Return the state, table and `bad` for one kernel call that steps by a buffer [numel].
+        """Return the state, table and `bad` for one kernel call that steps with all gradients in a buffer [numel].
 
         Return `None` if the step needs several calls. Several calls are needed if parameters and their padding do not
         fill the buffer, as on the last rank.
@@ -242,7 +243,7 @@ class InBackwardStep:
         return None if table is None else (stretch.state, table, self.bad)
 
     def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
-        """Yield for each run that one call can step: the first slot, and the range of its gradients in the buffer."""
+        """For each run that one call can step, yield the first slot and the range of the gradients in the buffer."""
         active = ((slot, start) for slot, start in self._members if slot.counts.is_active(slot.row))
         for run in runs(active, lambda last, begin, slot, start: start - begin == slot.start - last.start):
             (first, begin), (last, _) = run[0], run[-1]
@@ -267,7 +268,7 @@ class Alarm:
         self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
 
     def look(self) -> None:
-        """Clear the flag. Raise if the flag was set.
+        """End a step: clear the flag. If the flag was set, raise now or, on a GPU, some steps later.
 
         Raises:
             NonFiniteError: the flag was set.
@@ -284,7 +285,7 @@ class Alarm:
         elif (seen := self._first.read()) and seen[0]:
             self._raise_if(self._steps >= seen[0] + LATER)
         first = self._first.numbers
-        first.copy_(torch.where(first > 0, first, flag * self._steps))  # in place, so a CUDA graph can be replayed
+        first.copy_(torch.where(first > 0, first, flag * self._steps))  # in place, so that a CUDA graph can be replayed
         self._first.send()
 
     def wait(self) -> None:

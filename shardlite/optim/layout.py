@@ -11,9 +11,9 @@ called arenas, in the order of the shards, padded but without the gaps between s
     on a CPU  [       first run        ]             [ second ]                   one kernel call each
     on a GPU  [                   one run                     ]                   a table excludes p2 from the step
 
-A run is the shards that one kernel call steps. Each element is updated alone, so the bits do not depend on how a buffer
-is cut into runs. There is one exception: PyTorch's CPU code rounds the last `n % 16` elements of a tensor differently.
-So runs end at multiples of 32.
+A run is a sequence of shards that one kernel call steps. Each element is updated alone, so the bits do not depend on
+how a buffer is cut into runs. There is one exception: PyTorch's CPU code rounds the last `n % 16` elements of a tensor
+differently. So runs end at multiples of 32.
 
 All moments of an optimizer have one format (`shardlite_kernels.moments`). A group of 32 elements starts at a parameter
 or at a cut between ranks. Cuts are at multiples of 32, so the elements of a group do not depend on the rank.
@@ -102,7 +102,7 @@ class StateSlot:
         self.start = int(param.storage_offset())
         self.low_start = 0 if self.part.low is None else int(self.part.low.storage_offset())
         self.end = self.start + param.numel()
-        self.stop = self.start + round_up(param.numel(), ALIGN)  # with its padding
+        self.stop = self.start + round_up(param.numel(), ALIGN)  # the end of the padding
 
     def storage(self) -> tuple[int, torch.dtype, torch.device]:
         """Return a key that identifies the shard's storage. Each empty storage has a separate key."""
@@ -229,7 +229,7 @@ def runs(
     """Group slots, in memory order, into runs that one call can step. Slots without elements are skipped.
 
     Each slot comes with the place of its gradient. `goes_on(last, last_place, slot, place)` returns whether the
-    gradients of two slots are as far apart as the slots.
+    gradients of two slots are as far apart in memory as the slots.
     """
     run: list[tuple[StateSlot, Place]] = []
     for slot, place in members:
@@ -244,7 +244,7 @@ def runs(
 
 
 def _follows(slot: StateSlot, last: StateSlot) -> bool:
-    """Return whether one call can step `last` and `slot`. In memory, `slot` comes after `last`."""
+    """Return whether one call can step both slots. `slot` comes after the slot `last` in memory."""
     distance = slot.start - last.start
     return (
         slot.arena is last.arena
@@ -330,7 +330,7 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
 
 
 def check_dense(grad: Tensor | None) -> None:
-    """Raise a `ValueError` if a gradient is sparse."""
+    """Raise `ValueError` if a gradient is sparse."""
     if grad is not None and grad.layout is not torch.strided:
         raise ValueError(f"AdamW: gradients must be dense, got a {grad.layout} gradient")
 
@@ -338,7 +338,8 @@ def check_dense(grad: Tensor | None) -> None:
 def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of one parameter with moments decoded to fp32. Decoding is exact.
 
-    Decoded moments are moved to `device` if it is given. A state whose moments are not bf16 or int8 is not changed.
+    If `device` is given, decoded moments are moved to this device. If the moments are not bf16 or int8, the state is
+    returned unchanged.
     """
     if not _is_narrow(entry):
         return dict(entry)

@@ -54,7 +54,7 @@ def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any],
 
 
 def ordinary_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
-    """Return `entry`, or zeros if it is empty, in the format of PyTorch's fused kernel. `param` is not a shard."""
+    """Return `entry` in the format of PyTorch's fused kernel, or zeros if `entry` is empty. `param` is not a shard."""
     if not entry:
         return {"step": torch.zeros((), device=param.device), **{name: torch.zeros_like(param) for name in MOMENTS}}
     step = torch.as_tensor(entry["step"]).to(param.device, torch.float32, copy=copy)

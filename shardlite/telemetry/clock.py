@@ -6,7 +6,7 @@ from collections import deque
 import torch
 
 _OPEN = 256
-"""If more GPU intervals than this number are pending, those that the GPU has finished are added up."""
+"""Number of pending GPU intervals. If more are pending, the intervals that the GPU has finished are added up."""
 
 
 class Clock:

@@ -18,7 +18,7 @@ class LaggedNumbers:
     def read(self, *, wait: bool = False) -> Sequence[int] | None:
         """Return the numbers of the latest copy that has arrived, or `None` during the capture of a CUDA graph.
 
-        If `wait` is set, first wait for the latest copy that was sent.
+        If `wait` is true, first wait for the latest copy that `send` has started.
         """
         if torch.cuda.is_current_stream_capturing():
             return None  # no event may be queried during a capture

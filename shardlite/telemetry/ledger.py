@@ -1,7 +1,7 @@
 """Bytes held by this rank, by purpose.
 
-A `Ledger` counts storages, not tensors: all views of a buffer are one entry, which is removed when the storage is
-freed. The ledger does not know units, ranks or devices. The owner of a buffer names the buffer's purpose.
+A `Ledger` counts storages, not tensors: all views of a buffer are one entry. The entry is removed when the storage
+is freed. The ledger does not know units, ranks or devices. The owner of a buffer names the buffer's purpose.
 
 PyTorch keeps one Python object per storage as long as the storage exists, even if only views or the autograd graph
 hold the storage. So a weak reference to that object detects that the storage is freed.
@@ -59,11 +59,11 @@ class Held:
 
     now: int
     peak: int
-    """The maximum since the last `reset_peak`. Purposes peak at different moments."""
+    """The maximum since the latest `reset_peak`. Purposes peak at different moments."""
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a live storage, with its bytes. (`weakref.finalize` costs far more.)"""
+    """A weak reference to a live storage, with the storage's size in bytes. (`weakref.finalize` costs far more.)"""
 
     __slots__ = ("key", "nbytes", "purpose")
     key: int
@@ -76,12 +76,12 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 class Ledger:
     """Current and peak bytes by purpose.
 
-    A storage may be freed at any moment and in any thread. So freeing only queues the storage's entry. The next call
-    subtracts the queued entries before it adds anything, so peaks are exact.
+    A storage may be freed at any moment and in any thread. So freeing a storage only queues its entry. The next call
+    of the ledger subtracts the queued entries before it adds any bytes, so peaks are exact.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}  # by id(storage), which is reused only after the entry was queued
+        self._entries: dict[int, _Entry] = {}  # by id(storage): PyTorch reuses an id only after the entry was queued
         self._dead: deque[_Entry] = deque()
         self._current: dict[str, int] = {}
         self._peak: dict[str, int] = {}
@@ -118,7 +118,7 @@ class Ledger:
             return dict(self._current)
 
     def peak(self) -> dict[str, int]:
-        """Return the peak of each purpose since the last `reset_peak`. Purposes peak at different moments."""
+        """Return the peak of each purpose since the latest `reset_peak`. Purposes peak at different moments."""
         with self._lock:
             return dict(self._peak)
 

@@ -3,8 +3,8 @@
 `Meter` intercepts each operator that PyTorch dispatches in forward, backward and optimizer. It tracks the storages of
 the operator's arguments and results in a `Ledger`, which detects that a storage is freed. So a count is exact on any
 device and at any size, and does not depend on the machine's load. The count includes the memory that the program
-requested. It excludes allocator rounding, fragmentation, Python's own memory, and memory that a kernel allocates and
-frees.
+requested. It excludes allocator rounding, fragmentation, Python's own memory, and the memory that a kernel allocates
+and frees itself.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator, and track the storages of its arguments and results.
 
-        A DTensor is unwrapped first: its operators are dispatched again with the tensors that hold its memory.
+        An operator on a DTensor is skipped: PyTorch runs it again on the tensors that hold the DTensor's memory.
         """
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented
@@ -110,7 +110,7 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _intercepting_resizes(self) -> Iterator[None]:
-        """Intercept `storage.resize_(nbytes)`, the only way to resize a storage without an operator."""
+        """Intercept `storage.resize_(nbytes)`, because only this method resizes a storage without an operator."""
         original = UntypedStorage.resize_
 
         def resize(storage: UntypedStorage, nbytes: int) -> Any:
@@ -155,7 +155,7 @@ def _holds_memory(tensor: Tensor) -> bool:
 def _existing_tensors() -> Iterator[Tensor]:
     """Yield all tensors that have a Python object, and their gradients, which may have no Python object."""
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):  # isinstance would run the properties of proxies
+        if issubclass(type(thing), Tensor):  # for a proxy, `isinstance` would run the property `__class__`
             yield thing
             with suppress(RuntimeError):  # the graph of a view whose base was modified in place cannot be read
                 if thing.is_leaf and thing.grad is not None:

@@ -1,4 +1,4 @@
-"""Labels in the traces of `torch.profiler`, which name the unit that is computed, gathered, reduced or awaited."""
+"""Labels in the traces of `torch.profiler`. A label names the unit that is computed, gathered, reduced or awaited."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,14 +9,14 @@ _NO_LABEL = nullcontext()
 
 
 def profile_label(action: str, unit: str) -> AbstractContextManager[object]:
-    """Return a context that labels a block `shardlite::ACTION UNIT` in a profile, or a no-op if no profiler is on."""
+    """Return a context with the profile label `shardlite::ACTION UNIT`, or an empty context if no profiler is on."""
     if not profiler._is_profiler_enabled:
         return _NO_LABEL
     return profiler.record_function(f"shardlite::{action} {unit}")
 
 
 def labelled(block: AbstractContextManager[object], action: str, unit: str) -> AbstractContextManager[object]:
-    """Return the context `block`. If a profiler is on, `block` is inside a label."""
+    """Return the context `block`. If a profiler is on, return a context that enters a label and then `block`."""
     label = profile_label(action, unit)
     return block if label is _NO_LABEL else _both(label, block)
 

@@ -15,7 +15,7 @@ class Trace:
         self._events: deque[tuple[str, str]] = deque(maxlen=keep)
 
     def emit(self, event: str, unit: str = "") -> None:
-        """Append `event` of `unit`."""
+        """Append an event, with the name of the unit to which the event belongs."""
         self._events.append((event, unit))
 
     def take(self) -> list[str]:

@@ -90,12 +90,12 @@ class Gather(NamedTuple):
             del full, sent  # no view of the unit's memory may outlive the gather
 
     def _name(self, flat: int) -> Operation:
-        """Name the gather of one flat. The name of a negotiated gather omits the step: ranks have compared steps."""
+        """Name the gather of one flat. Omit the step if the gather is negotiated: ranks have compared steps."""
         what = f"{'negotiated ' * self.by_hosts}all-gather of unit {self.unit.name!r}, flat {flat}"
         return self.context.operation(what, self.purpose, self.unit.name, at_any_step=self.by_hosts, during=self.during)
 
     def _own_part(self, flat: Flat, full: Tensor | None) -> Tensor:
-        """Return the buffer to gather into, with this rank's part already filled."""
+        """Return the buffer that the gather fills. This rank's part is already filled."""
         if flat.quantized:
             assert flat.rank is not None, "a rank that keeps all weights gathers none"
             payload = self.context.empty(flat.layout.world_size * flat.layout.codes_nbytes, torch.uint8)
@@ -116,7 +116,7 @@ class Gather(NamedTuple):
 
 
 def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -> None:
-    """Fill `full` through host memory, by messages with tags, because other gathers may be in flight."""
+    """Fill `full` through host memory. Messages have tags, because other gathers may be in flight."""
     hosts, _ = context.hosts
     if not full.is_cuda:
         all_gather(full, hosts, operation=operation)
@@ -154,7 +154,8 @@ class GatherQueue:
     def submit(self, *steps: Callable[[], None], behind: Moment | None = None) -> Work:
         """Call the functions `steps` in order, after all functions that were submitted earlier.
 
-        Their operations are stream-ordered after the program's computation until now or, if given, until `behind`.
+        The operations of `steps` are stream-ordered after the program's computation until the moment `behind`. If
+        `behind` is `None`, this moment is now.
         """
         self._context.progress.asks()
         self._last = self._made().submit(*steps, self._context.progress.served, behind=behind)
@@ -210,7 +211,7 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
 
 
 def take_over_all(unit: Unit) -> None:
-    """Write the full weights of a unit that is in use to its shards, and mark the full weights as up to date.
+    """Copy changed full weights of a unit that is in use to the unit's shards. Mark the full weights as up to date.
 
     The program has written the same values on every rank, so each rank copies its own part.
     """
@@ -222,17 +223,17 @@ def take_over_all(unit: Unit) -> None:
 
 
 def differs(flat: Flat, full: Tensor) -> bool:
-    """Return whether this rank's part of the full weights differs from what a gather would write. Waits for a GPU."""
+    """Return whether this rank's part of the full weights differs from a gather's result. The host waits for a GPU."""
     return not flat.in_place and not bool(_unchanged(flat, full).all())
 
 
 def take_over(flat: Flat, full: Tensor) -> None:
-    """Write changed elements to the shard. Unchanged elements keep the shard's precision, which may be higher."""
+    """Write changed elements to the shard. Unchanged elements keep the shard's values, of possibly higher precision."""
     own = flat.own_part(full)
     flat.write(torch.where(_unchanged(flat, full), flat.weights(), own.to(flat.master)))
 
 
 def _unchanged(flat: Flat, full: Tensor) -> Tensor:
-    """Return a mask [S]: which elements of this rank's part of the full weights have not changed since the gather."""
+    """Return a mask [S]: `True` for each element of this rank's part of `full` that is unchanged since the gather."""
     own, gathered = flat.own_part(full), own_as_gathered(flat)
     return (own == gathered) | ((own != own) & (gathered != gathered))  # NaN differs from itself

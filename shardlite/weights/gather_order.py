@@ -3,8 +3,8 @@
 A pass is, for example, a forward or a backward of the model. A gather needs all ranks, but not every rank uses every
 unit in every pass. So the ranks agree on a list of gathers, and each rank goes through its own copy of the list. Before
 a rank gathers a unit, it takes part in the earlier gathers of the list. At the end of the pass, the rank takes part in
-the remaining gathers. If ranks needed further gathers, these are merged into the list for the next pass of the same
-kind.
+the remaining gathers. If ranks needed further gathers, these gathers are merged into the list for the next pass of the
+same kind.
 
     order    blocks.0   blocks.1   blocks.2   head
     rank 0   needs      needs      needs      needs
@@ -39,7 +39,7 @@ class _Kind:
     """Units that this rank is expected to use, in order."""
 
     left_path: bool = False
-    """Whether the latest pass of this kind left `path`."""
+    """Whether the latest pass of this kind deviated from `path`."""
 
 
 class GatherOrder:
@@ -50,12 +50,12 @@ class GatherOrder:
         """Units that this rank has used in this pass."""
 
         self.wanted: list[int] = []
-        """Units of `uses` that were gathered in this pass."""
+        """The units in `uses` that were gathered in this pass."""
 
         self._kinds: dict[str, _Kind] = {}
         self._now = _Kind()
         self._place = 0  # the place of the next gather in the order
-        self._unused: dict[int, int | None] = {}  # units gathered in this pass and not used yet, with their places
+        self._unused: dict[int, int | None] = {}  # units gathered but not yet used in this pass, with their places
         self._records = False  # whether this pass is expected to repeat the previous pass of its kind
         self._on_path = False
         self._final = False
@@ -98,7 +98,7 @@ class GatherOrder:
         return gathers[self._place] if self._place < len(gathers) else None
 
     def turn(self, unit: int) -> list[int] | None:
-        """Advance past the next gather of `unit` in the order. Return the gathers that come before it.
+        """Advance past the next gather of `unit` in the order. Return the gathers before that gather.
 
         Return `None` if the rest of the order has no gather of `unit`.
         """
@@ -110,7 +110,7 @@ class GatherOrder:
         return gathers[start:place]
 
     def rest(self) -> list[int]:
-        """Advance to the end of the order. Return the gathers that remained."""
+        """Advance to the end of the order. Return the remaining gathers."""
         start, self._place = self._place, len(self._now.gathers)
         return self._now.gathers[start:]
 
@@ -119,7 +119,7 @@ class GatherOrder:
         self._unused[unit] = None
 
     def needed(self) -> list[int]:
-        """Return for each gather of the order: 1 if this rank has needed it since the latest revision, else 0."""
+        """For each gather of the order, return 1 if this rank has needed it since the latest revision, else 0."""
         return [int(place in self._now.needed) for place in range(len(self._now.gathers))]
 
     def is_due(self) -> bool:
@@ -128,13 +128,13 @@ class GatherOrder:
         return self._now.passes % MEMORY == 0
 
     def shorten(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
-        """Remove gathers that no rank has needed, given `needed()` of every rank."""
+        """Remove gathers that no rank has needed. `ranks` has the result of `needed()` of every rank."""
         needed = [any(flags) for flags in zip(*ranks, strict=True)]
         gathers = self._kinds[kind].gathers
         self._replace(kind, [unit for unit, keep in zip(gathers, needed, strict=True) if keep])
 
     def extend(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
-        """Merge `wanted` of every rank into the order, after a pass that needed more gathers than the order had.
+        """Merge the lists `wanted` of all ranks into the order, after a pass that needed further gathers.
 
         If less than half of the merged order was wanted, replace the order, because the program has changed.
         """
@@ -153,7 +153,8 @@ class GatherOrder:
     def end_path(self) -> None:
         """End the path of this pass.
 
-        If one pass leaves the expected path, the path stays. If the next pass leaves the path too, it is replaced.
+        If one pass deviates from the expected path, the path is kept. If the next pass of this kind deviates too,
+        the path of that second pass becomes the expected path.
         """
         now = self._now
         if self._records and self.uses:
@@ -165,7 +166,7 @@ class GatherOrder:
         self._records = self._on_path = False
 
     def upcoming(self, count: int) -> list[int]:
-        """Return the next `count` units that this rank is expected to use, or `[]` if the rank has left its path."""
+        """Return the next `count` units that this rank is expected to use, or `[]` after a deviation."""
         if not self._on_path or self._now.path is None:
             return []
         place = len(self.uses)
@@ -181,7 +182,7 @@ class GatherOrder:
 
 
 def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
-    """Return a sequence that has both sequences as subsequences, and contains their common elements once."""
+    """Return a sequence that has both sequences as subsequences. Elements that match appear only once in it."""
     if first == second:
         return first
     out: list[int] = []

@@ -6,8 +6,9 @@ first takes part in the remaining gathers of the order, then negotiates. A rank 
 the gathers of other ranks until all ranks have ended their passes. Meanwhile, the rank's program continues.
 
 In a round of the negotiation, every rank sends the unit that it wants to gather next, or reports that its pass has
-ended. All ranks then gather one of the wanted units: the one that was registered first or, in a backward, last. Ranks
-that wanted this unit continue, and the other ranks negotiate again. The rounds end when all ranks have ended the pass.
+ended. All ranks then gather one of the wanted units. In a forward this is the unit that was registered first, in a
+backward the unit that was registered last. Ranks that wanted this unit continue, and the other ranks negotiate again.
+The rounds end when all ranks have ended the pass.
 
     round   rank 0 wants   rank 1 wants   gathered by both
     1       blocks.0       blocks.2       blocks.0
@@ -21,7 +22,7 @@ memory. `traffic()` counts the bytes under `take part`.
 
 If all ranks use the same units, a step waits for no negotiation, with one exception: a backward on a GPU waits for the
 last round of its forward, whose result decides whether streams may wait for reductions. Gathers of the recorded order
-run on one queue, which runs nothing else. A separate thread runs the rounds, and the gathers that rounds decide:
+run on one queue, which runs nothing else. A separate thread runs the rounds and the negotiated gathers:
 
     program       forward | gathers of its order | loss | gathers of the backward | flags | step | next forward
     negotiation           |-- end of the forward ------------- collected before the next forward -|
@@ -106,7 +107,7 @@ class Pass:
     """Number of steps that the rank had taken when the pass began."""
 
     prefer: Callable[[Sequence[int]], int]
-    """Function that chooses one of the units that ranks want."""
+    """Function that chooses one unit from the units that ranks want."""
 
     queue: GatherQueue
     """Queue of the rounds, and of gathers that are not in the gather order."""
@@ -121,14 +122,14 @@ class Pass:
     """Whether any rank has needed more gathers than the gather order has."""
 
     diverged: bool = True
-    """Whether ranks have used different units, or exceeded the gather order. True until the contrary is known."""
+    """Whether ranks have used different units, or exceeded the gather order. `True` until the last round has ended."""
 
     confirmed: bool = False
     """Whether later operations of the program already wait until all ranks have ended the pass."""
 
     ending: Work | None = None
     revise: Callable[[], None] = lambda: None
-    """Function that revises the gather order, from the lists that all ranks have exchanged at the end of the pass."""
+    """Function that revises the gather order. It uses the lists that ranks have exchanged at the end of the pass."""
 
 
 class Negotiation:
@@ -161,13 +162,13 @@ class Negotiation:
         return Round(during.prefer(wanted) if wanted else END, needs, alike=len({*used}) == 1)
 
     def lists(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Return the list of every rank, given this rank's list and the `lengths` of all lists."""
+        """Send this rank's list `mine` to all ranks. Return the lists of all ranks, which have the given `lengths`."""
         padded = [*mine, *[0] * (max(lengths) - len(mine))]
         lists = self._exchange(padded, "the gathers of a pass", "its end") if padded else [[] for _ in lengths]
         return [each[:length] for each, length in zip(lists, lengths, strict=True)]
 
     def _exchange(self, mine: Sequence[int], what: str, during: str) -> list[list[int]]:
-        """Return the numbers of every rank, [W, n], given this rank's numbers [n]."""
+        """Exchange numbers with the other ranks: send `mine` [n], and return the numbers of all ranks, [W, n]."""
         hosts, _ = self._context.hosts
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
@@ -184,7 +185,7 @@ class Negotiation:
         return operation
 
     def _compare(self, proposals: Sequence[Proposal], kind: str) -> NoReturn:
-        """Raise an error that describes the passes and the steps of two ranks that differ. Every rank raises an error.
+        """Raise an error that describes two ranks with different passes or steps. Every rank raises such an error.
 
         The error is also stored, because the program may be waiting in another operation.
         """
@@ -213,7 +214,7 @@ class Negotiation:
 
 
 class Passes:
-    """The passes of one wrapped model, one at a time. Decides when all ranks gather which unit."""
+    """The passes of one wrapped model, one at a time. Decides which unit all ranks gather next."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self.order = GatherOrder()
@@ -237,7 +238,7 @@ class Passes:
 
         Args:
             kind: name of the kind.
-            backwards: whether the unit that was registered last is gathered first if ranks need different units.
+            backwards: whether ranks that need different units first gather the unit that was registered last.
             final: whether a step follows, after which all weights are stale.
             repeats: whether this rank is expected to use the same units as in the previous pass of the kind.
 
@@ -245,7 +246,7 @@ class Passes:
             CommError: the previous pass of the kind did not end on all ranks, because a peer failed, timed out or
                 called a different operation.
         """
-        self.end_pass()  # if an interrupt has left a pass open
+        self.end_pass()  # a pass is still open if an interrupt has prevented its end
         self._reports.raise_verdict()
         queue = self._negotiated if self.order.knows(kind) else self._queue
         self._collect(lambda each: each.kind == kind or self._queue in (queue, each.queue))
@@ -254,9 +255,10 @@ class Passes:
         self.order.begin_pass(kind, final=final, repeats=repeats)
 
     def end_pass(self) -> None:
-        """Take part in the remaining gathers of the pass, and in further gathers of other ranks, without waiting.
+        """Take part in the remaining gathers of the pass and in further gathers of other ranks. The host does not wait.
 
-        A forked child process takes no part. The pass has used weights that the child already has, or has failed.
+        A forked child process takes no part: its pass either has used only weights that the child already has, or has
+        failed.
         """
         now, self._now = self._now, None
         if now is None or self._single_rank or self._failed or not self._context.owner.is_here:
@@ -272,7 +274,7 @@ class Passes:
 
     @contextmanager
     def inside_pass(self, kind: str) -> Iterator[None]:
-        """Gather within the current pass or, if there is none, within a new one."""
+        """Gather within the current pass. If no pass is running, begin a new pass and end it after the block."""
         if self._now is not None:
             yield
             return
@@ -346,7 +348,7 @@ class Passes:
             except CommError:
                 self._stop_serving()
                 raise
-            del self._ended[0]  # after the wait: an interrupt must not skip the revision, which all ranks make
+            del self._ended[0]  # after the wait, because an interrupt must not skip the revision of the order
             self.diverged |= first.diverged
             first.revise()
 

@@ -1,9 +1,9 @@
 """Policy of the buffers for full weights: which units are gathered ahead, and which buffer the next gather fills.
 
-    acquire -> [gather, compute] -> idle -> evict -> acquire again, if possible by the unit that had the buffer last
+    acquire -> [gather, compute] -> idle -> evict -> acquire again, if possible by the unit that used the buffer before
 
-A model of any depth needs `1 + prefetch` buffers and one for the root. It needs more buffers only while more units are
-in use at the same time.
+A model of any depth needs `1 + prefetch` buffers, and one more buffer for the root unit. It needs more buffers only
+while more units are in use at the same time.
 
 On a GPU a pool keeps these buffers for the life of the model. A unit then has its weights at the same addresses in
 every step, which a CUDA graph requires, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
@@ -22,7 +22,7 @@ from shardlite.weights.gather_order import GatherOrder
 
 
 class BufferPool:
-    """A pool that keeps up to `most` buffers. Further buffers are freed when they are returned.
+    """A pool that keeps up to `most` buffers. Buffers beyond this number are freed when they are returned.
 
     A pool synchronizes no streams. Before a buffer is returned, the home stream must wait for all streams that use the
     buffer. After a buffer is acquired, writes to it must be stream-ordered after the home stream.
@@ -33,7 +33,7 @@ class BufferPool:
         self._make = make
         self._most = most
         self._free: list[Buffer] = []
-        self._kept: weakref.WeakSet[Buffer] = weakref.WeakSet()  # free, or in use until they are returned
+        self._kept: weakref.WeakSet[Buffer] = weakref.WeakSet()  # kept buffers: free ones, and those in use
         self._last: dict[Hashable, weakref.ref[Buffer]] = {}
 
     def acquire(self, owner: Hashable, nbytes: int) -> Buffer:
@@ -48,7 +48,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool. The next `acquire` may reuse a buffer that is kept."""
+        """Return a buffer to the pool. If the pool keeps the buffer, the next `acquire` may reuse it."""
         if buffer.kept:
             self._free.append(buffer)
 
@@ -58,7 +58,7 @@ class BufferPool:
         return None if last is None else last()
 
     def fits(self, buffer: Buffer, nbytes: int) -> bool:
-        """Return whether a gather of `nbytes` can use a buffer. If the buffer is not kept, the sizes must be equal."""
+        """Return whether a gather of `nbytes` can use a buffer. Sizes must be equal if the buffer is not kept."""
         return buffer.nbytes >= nbytes if buffer.kept else buffer.nbytes == nbytes
 
     def is_surplus(self, buffer: Buffer) -> bool:
@@ -82,7 +82,7 @@ class BufferPool:
         if self._free and len(self._kept) >= self._most:
             self._free.remove(
                 min(self._free, key=lambda buffer: buffer.nbytes)
-            )  # freed before the new buffer is allocated
+            )  # this frees the buffer before the new buffer is allocated
         keeps = len(self._kept) < self._most
         buffer = self._make(nbytes, keeps)
         if keeps:
@@ -143,7 +143,7 @@ class BufferPolicy:
         self._ahead = self._prefetch
 
     def stop_prefetching(self) -> Iterator[int]:
-        """Stop prefetching for the rest of this pass. Yield the units to evict, so that one buffer is left."""
+        """Stop prefetching for the rest of this pass. Yield the units to evict until one buffer remains."""
         self._ahead = 0
         while self._held() > 1 and (idle := self._evictable()):
             yield idle[0]
@@ -192,7 +192,7 @@ class BufferPolicy:
         return self._victim(unit)
 
     def next_gathers(self, is_ready: Callable[[int], bool], may_start: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the units to gather ahead now: the next units in the path, as far as buffers are available.
+        """Yield the units to gather ahead now: the next units in the path, as long as buffers are available.
 
         Args:
             is_ready: returns whether a unit's full weights are valid or in flight.
@@ -232,9 +232,9 @@ class BufferPolicy:
         return list(filter(self._limited.__getitem__, self.idle))
 
     def _victim(self, unit: int) -> int | None:
-        """Return the idle unit to evict for `unit`, if possible one whose buffer fits.
+        """Return the idle unit to evict for `unit`, if possible a unit whose buffer fits.
 
-        The buffer that `unit` used last is preferred, unless a unit that is used soon has it.
+        Prefer the buffer that `unit` used last, unless this buffer belongs to another unit that is used soon.
         """
         candidates = self._evictable()
         if len(candidates) < 2:

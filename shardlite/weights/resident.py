@@ -1,4 +1,4 @@
-"""Unsharded parameters (stages 0 to 2): full weights have permanent memory and are gathered again after a step.
+"""Unsharded parameters (stages 0 to 2): full weights have permanent memory, and are gathered again after each step.
 
     FULL, used -> IDLE -> [step] -> SHARDED, placeholders -> [gather] -> FULL
 
@@ -29,7 +29,7 @@ class ResidentWeights:
         self._queue = GatherQueue(context)
         self._trace = context.trace
         self._streams = context.streams
-        self._writes: dict[Unit, int] = {}  # `Unit.writes()` when the last use of each copied unit ended
+        self._writes: dict[Unit, int] = {}  # `Unit.writes()` of each copied unit at the end of its latest use
 
     def unshard(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `reshard`. Calls may nest."""
@@ -70,7 +70,7 @@ class ResidentWeights:
             self._take_over(unit)
 
     def expire(self) -> None:
-        """Turn parameters into placeholders if their shards have changed, so that no code reads a mixture of values."""
+        """If shards have changed, make parameters placeholders, so that no code reads a mix of old and new values."""
         for unit in self._units:
             if unit.phase is Weights.IDLE and not unit.is_fresh:
                 with isolated():

@@ -6,12 +6,13 @@ forward call of a unit belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
     backward  unpack: Handle -> the call unshards its unit, which gathers it if necessary -> view
-              autograd drops the handle with its node; when it drops the last handle, the call reshards its unit
+              autograd drops each handle with its node; after the last handle, the call reshards its unit
 
-So a unit is resharded when its last weight has been used. To wait for the unit's gradients would be wrong, because they
-are complete too early if weights are frozen. To wait for the end of the unit's backward would be wrong too, because a
-unit may be called twice. A compiled function drops its handles before it computes with the views. So if a view is still
-alive when the last handle is dropped, the unit is resharded later: before the next unit is unsharded.
+So a unit is resharded when its last weight has been used. To wait for the unit's gradients would be wrong: if some
+weights are frozen, the gradients are complete before the last use of a weight. To wait for the end of the unit's
+backward would be wrong too, because a unit may be called twice. A compiled function drops its handles before it
+computes with the views. So if a view is still alive when the last handle is dropped, the unit is resharded later:
+before the next unit is unsharded.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Call:
         """Unshard the unit until the last handle is dropped or the backward ends.
 
         Raises:
-            RuntimeError: the weights have changed since the forward. The message begins like PyTorch's own.
+            RuntimeError: the weights have changed since the forward. The message begins like PyTorch's own message.
         """
         if not self.uses:
             self.check_version()
@@ -79,7 +80,7 @@ class Call:
 
 
 class Handle:
-    """A description of one view of a unit's full weights, from which the view can be created again."""
+    """A description of one view of a unit's full weights. The view can be created again from this description."""
 
     __slots__ = ("call", "dtype", "offset", "size", "stride")
 
@@ -95,7 +96,7 @@ class Handle:
 
     def __del__(self) -> None:
         if not hasattr(self, "call"):
-            return  # `__init__` has failed: the view has no storage
+            return  # `__init__` has failed, because the view has no storage
         self.call.handles -= 1
         if self.call.handles == 0:
             self.call.forget_handles()
@@ -167,7 +168,7 @@ class Calls:
         """Calls whose units this backward has unsharded."""
 
         self.lingering: list[Call] = []
-        """Calls in `using` whose handles are dropped although a view of the weights is alive."""
+        """Calls in `using` whose handles have been dropped although a view of the weights is still alive."""
 
         self.current: dict[Unit, Call] = {}
         """Calls whose forward is running."""
@@ -176,7 +177,8 @@ class Calls:
         """Keep a unit unsharded after its recomputation inside a backward, until the backward has used the unit.
 
         With reentrant checkpointing, the nodes of `call` use the unit. Non-reentrant checkpointing discards the
-        recomputed graph, so the nodes of an earlier call use the unit: the latest one, whose backward runs first.
+        recomputed graph, so the nodes of an earlier call use the unit. This is the latest of the earlier
+        calls, because its backward runs first.
         """
         if call.handles:
             call.unshard()
@@ -198,7 +200,7 @@ class Calls:
         self.lingering.clear()
 
     def has_given_up(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` views a buffer that was dropped because the program kept a view of the buffer."""
+        """Return whether `tensor` views a dropped buffer. A buffer is dropped if the program keeps a view of it."""
         if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)

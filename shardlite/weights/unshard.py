@@ -73,7 +73,7 @@ class Gatherer(Passes):
         unit.use()
 
     def bind(self, unit: Unit) -> None:
-        """If the module's parameters are placeholders, turn them into views of the full weights, which are in use."""
+        """Turn this unit's placeholders into views of the full weights. The unit must be in use."""
         if not unit.bound:
             with isolated(self._streams):
                 unit.bind()
@@ -98,7 +98,7 @@ class Gatherer(Passes):
         self._begin(kind)
 
     def begin_backward(self, *, final: bool) -> None:
-        """Start the pass of a backward. A step follows a `final` backward and makes all weights stale.
+        """Start the pass of a backward. If the backward is `final`, a step follows it and makes all weights stale.
 
         If backwards follow each other without a forward in between (`retain_graph=True`), each is a pass of another
         kind.
@@ -127,7 +127,7 @@ class Gatherer(Passes):
             unit.invalidate()
 
     def expire(self) -> None:
-        """Do nothing when shards have changed, because each unit compares versions at its next use."""
+        """Do nothing after a change of shards, because each unit compares versions at its next use."""
 
     def spare(self) -> Iterator[Tensor]:
         """Yield the memory that is kept for later gathers."""
@@ -177,7 +177,7 @@ class Gatherer(Passes):
         victim = self._policy.victim_for(unit.index)
         freed = None if victim is None else self._evict(self._units[victim])
         buffer = self._policy.acquire(unit.index, freed)
-        self._ledger.track("gather buffers", buffer.bytes)  # the memory may have had another purpose
+        self._ledger.track("gather buffers", buffer.bytes)  # again, because the memory may have had another purpose
         self.owners[buffer.key] = unit
         unit.take_buffer(buffer)
 
@@ -191,7 +191,7 @@ class Gatherer(Passes):
             self._trim(keep=SPARE)  # gradients grow until the end of the backward, where the memory of a step peaks
 
     def _evict(self, unit: Unit) -> Buffer | None:
-        """Evict an idle unit. Return its buffer if no other tensor views the buffer and no pool keeps it."""
+        """Evict an idle unit. Return its buffer, or `None` if another tensor views the buffer or a pool keeps it."""
         self._policy.evict(unit.index)
         buffer = unit.evict()
         self._trace.emit("evict", unit.name)
@@ -221,7 +221,7 @@ class Gatherer(Passes):
 
 
 def _allocate(context: Context, nbytes: int, kept: bool) -> Buffer:
-    """Return a new buffer. Memory that is `kept` comes from the transport, which sends it."""
+    """Return a new buffer. If `kept` is true, the memory comes from the transport, which sends from this memory."""
     if kept:
         return Buffer(context.transport.empty_persistent(nbytes, context.device), kept=True)
     return Buffer(context.empty(nbytes, torch.uint8))
