@@ -1,4 +1,4 @@
-"""`save_in_memory`: each rank copies its state into memory that outlives the rank, and replicates it on the next host.
+"""`save_in_memory`: each rank copies its state into memory that outlives the rank, and sends it to the next host.
 
     rank 0, host A    snapshot, held on A  ----->  replica, held on B, received by rank 2
     rank 1, host A    snapshot, held on A  ----->  replica, held on B, received by rank 3
@@ -344,7 +344,7 @@ class Copies:
     # ---- after a restart --------------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> None:
-        """Receive this rank's snapshot of `step` from another host, unless its own host holds it. Collective."""
+        """Receive this rank's snapshot of `step` from another host, unless this rank's host holds it. Collective."""
         here, ranks, transport = self.peers.rank, range(self.peers.size), self._transport
         for rank in ranks:
             holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))
