@@ -145,7 +145,7 @@ class EMA:
         """Return the averaged model as whole tensors, as `model.full_state_dict(rank=rank)` does. Collective.
 
         Entries without an average have the model's values. The call swaps weights and averages, and swaps them back at
-        its end, so call it between a step and the next forward.
+        its end, so call this method between a step and the next forward.
 
         Args:
             rank: the only rank that returns the tensors. Other ranks return an empty dict. `None`: every rank returns

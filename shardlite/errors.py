@@ -12,7 +12,7 @@ class LayoutError(ShardLiteError, ValueError):
 
 
 class PhaseError(ShardLiteError, RuntimeError):
-    """The model is in a state that does not allow a call or a gradient, for example a gradient of a reduced unit."""
+    """The model is in a state that does not allow a call or a gradient, for example a gradient after the reduction."""
 
 
 class CommError(ShardLiteError, RuntimeError):

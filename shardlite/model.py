@@ -632,8 +632,8 @@ class ShardLite(nn.Module):
         can also be changed in place under `torch.no_grad()`. Every rank must make the same changes, because each rank
         writes back its own shard only. After an exception inside the context, nothing is written back.
 
-        Inside the context, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save their results
-        inside the context as well, because the results refer to the model's weights.
+        Inside the context, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save the results of
+        these functions inside the context as well, because the results refer to the model's weights.
 
         Args:
             names: names of parameters. The units of these parameters are unsharded. Defaults to all parameters.

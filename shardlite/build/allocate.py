@@ -55,7 +55,7 @@ def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Pl
 
 
 def build_units(plan: Plan, placement: Placement) -> list[Unit]:
-    """Allocate memory and return the units. Their weights are zero. If the root has parameters, it comes first.
+    """Allocate memory and return the units. Their weights are zero. The root comes first if it has parameters.
 
     The memory is private to this process, so a forked child gets a copy.
     """

@@ -1,11 +1,11 @@
 """The lease on the folder of a run. Only the process that has the lease may save into the folder.
 
 The owner keeps the file `.lease` in the folder open, and a thread of the owner renews the lease every `RENEWAL`
-seconds. Another process may take over the lease of a dead owner. On the same host, this process checks whether the
-owner's process lives. On another host, the owner counts as dead if it does not renew the lease for `STALE` seconds
-while this process observes the lease. Clocks of two hosts are never compared. The file of the new lease is renamed over
-the old file. So if the old owner still lives, it renews a file that has no name any more. An owner reads the lease
-before each rename and removal, and stops if another process has the lease.
+seconds. Another process may take over the lease of a dead owner. If both processes run on the same host, the
+other process checks whether the owner lives. Otherwise the owner counts as dead if it does not renew the lease for
+`STALE` seconds while the other process observes the lease. Clocks of two hosts are never compared. The file of the new
+lease is renamed over the old file. So an old owner that still lives renews a file that has no name any more. An owner
+reads the lease before each rename and removal, and stops if another process has the lease.
 
 The file system must provide exclusive creation and atomic renames, and a newly opened file must show all synced writes.
 NFS meets these requirements since version 3. `flock` is not used. An owner that is suspended for more than `STALE`

@@ -57,11 +57,11 @@ def save_in_memory(
 ) -> bool:
     """Copy a run into memory that outlives its ranks, so that no step is lost if a rank dies.
 
-    This is for programs that `torchrun` restarts. After the restart, `load` takes the newest of the copies in memory
-    and the checkpoints in `path`. A copy has the same contents as a checkpoint, in the formats in which each rank keeps
-    them. For each rank, a process on its host holds the newest two copies. When `torchrun` ends, this process ends and
-    its memory is freed. With several hosts, each rank also sends its copy to a rank of the next host. Ranks, stage,
-    units and formats must be the same after the restart; otherwise `load` takes a checkpoint.
+    This function is for programs that `torchrun` restarts. After the restart, `load` takes the newest of the copies in
+    memory and the checkpoints in `path`. A copy has the same contents as a checkpoint, in the formats in which each
+    rank keeps them. For each rank, a process on the rank's host holds the newest two copies. When `torchrun` ends, this
+    process ends and its memory is freed. With several hosts, each rank also sends its copy to a rank of the next host.
+    Ranks, stage, units and formats must be the same after the restart; otherwise `load` takes a checkpoint.
 
     The first call is collective. With several hosts, all calls are collective. On a single host, later calls wait for
     no other rank.

@@ -77,8 +77,8 @@ class Step(NamedTuple):
     """Function that selects the parameters to step: those for which its argument has a number above 0."""
 
     update: Callable[[int, Tensor | None, Tensor | None, int, int | None], None]
-    """Function that steps elements from `start` on. Its arguments are start, received, own, divisor and first, as in
-    `shardlite.comm.LastHop`."""
+    """Function that steps elements from `start` on. Its arguments are `start`, `received`, `own`, `divisor` and
+    `first`, as in `shardlite.comm.LastHop`."""
 
     fused: Callable[[int], FusedStep | None]
     """Function that returns the arguments of a kernel that steps all elements in one call. It returns `None` if a step
