@@ -302,7 +302,7 @@ _DEPRECATED = {
 
 
 def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, Any]) -> tuple[Route, Precision]:
-    """Return both records with the fields set that were passed as keywords of `ShardLite`. Warn for each keyword.
+    """Copy deprecated keywords of `ShardLite` into both records, and return the records. Warn about each keyword.
 
     Raises:
         TypeError: a keyword is unknown, or a record has a wrong type.
@@ -325,7 +325,7 @@ def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, A
 
 
 def with_environment(route: Route) -> Route:
-    """Return `route`. If its transport is `"auto"`, replace that by the environment variable `SHARDLITE_TRANSPORT`.
+    """Return `route`, in which the environment variable `SHARDLITE_TRANSPORT` replaces the transport `"auto"`.
 
     Raises:
         ValueError: the variable does not name a transport, or the transport excludes another option of the route.
@@ -360,6 +360,7 @@ def streams_share_a_queue() -> bool:
 def poison_evicted_buffers() -> bool:
     """Return whether buffers are filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
 
-    With the variable, code that reads an evicted buffer computes NaN instead of plausible numbers. All tests set it.
+    If the variable is set, code that reads an evicted buffer computes NaN instead of plausible numbers. All tests set
+    the variable.
     """
     return os.environ.get("SHARDLITE_POISON", "0") not in ("", "0")

@@ -35,10 +35,10 @@ _CHUNK = 1 << 18
 class EMA:
     """Average the trainable parameters of `model`: `average = decay * average + (1 - decay) * weight`.
 
-    Averages start as the current weights. Their precision is that in which weights are kept, and at least fp32. At any
+    Averages start as the current weights. They have the precision in which weights are kept, at least fp32. At any
     stage and number of ranks the averages are bit-equal to those of `torch.optim.swa_utils.get_ema_multi_avg_fn` on
-    whole parameters. Each rank averages the weights that it keeps, without communication: all weights at stage 0, 1/W
-    of them at other stages.
+    whole parameters. Each rank averages the weights that it keeps, without communication: all weights at stage 0,
+    1/W of the weights at other stages.
 
     Frozen parameters have no average, and take no memory for one. If a parameter is unfrozen, it is averaged from its
     first step on. If a parameter is frozen later, it is still averaged. Buffers (BatchNorm statistics) and ignored
@@ -88,7 +88,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages with the current weights. Every rank must call it after each step of the optimizer.
+        """Update the averages with the current weights. Every rank must call this after each optimizer step.
 
         Raises:
             PhaseError: the call is inside `swapped()`.
@@ -145,7 +145,7 @@ class EMA:
         """Return the averaged model as whole tensors, as `model.full_state_dict(rank=rank)` does. Collective.
 
         Entries without an average have the model's values. The call swaps weights and averages, and swaps them back at
-        its end, so call it between a step and the next forward.
+        its end, so call this method between a step and the next forward.
 
         Args:
             rank: the only rank that returns the tensors. Other ranks return an empty dict. `None`: every rank returns
@@ -316,7 +316,7 @@ def _named(memory: Iterable[tuple[Flat, Tensor]]) -> Iterator[tuple[str, Tensor]
     """Yield the name of each parameter and the view of its shard.
 
     Args:
-        memory: pairs of a flat and a tensor [n] with the layout of `flat.local`, which the views are cut from.
+        memory: pairs of a flat and a tensor [n] with the layout of `flat.local`. The views are views of this tensor.
     """
     for flat, local in memory:
         for slot, view in zip(flat.layout.slots, flat.shard_views(local), strict=True):

@@ -12,7 +12,7 @@ class LayoutError(ShardLiteError, ValueError):
 
 
 class PhaseError(ShardLiteError, RuntimeError):
-    """The model is in a state that does not allow a call or a gradient, for example a gradient of a reduced unit."""
+    """The model is in a state that does not allow a call or a gradient, for example a gradient after the reduction."""
 
 
 class CommError(ShardLiteError, RuntimeError):
@@ -56,7 +56,10 @@ class NonFiniteError(ShardLiteError, ArithmeticError):
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Join the first eight of the sorted names, and add how many more there are. Return `nothing` without names."""
+    """Join the first eight of the sorted names, and add how many more there are.
+
+    If there are no names, return `nothing`.
+    """
     listed = sorted(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
 

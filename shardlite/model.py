@@ -65,12 +65,12 @@ from shardlite.optim import accumulating, adopt
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
-# `torch.compiler.disable` would import the compiler here. PyTorch's private form does so at the first call.
+# `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
 _uncompiled = torch._disable_dynamo
 
 
 def _trim(transports: Iterable[Transport]) -> None:
-    """Return the idle memory of a deleted model to the operating system, and memory that is freed later."""
+    """Return a deleted model's memory to the operating system: idle memory now, other memory when it is freed."""
     for transport in transports:
         transport.trim(keep=0)
 
@@ -95,7 +95,7 @@ class _UnwrappedError(PhaseError, AttributeError):
 
 
 class _SignatureOfModule:
-    """A method that shows the signature of the wrapped module's `forward`, by which trainers choose inputs."""
+    """A method with the signature of the wrapped module's `forward`. Trainers choose inputs by this signature."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -129,8 +129,8 @@ class ShardLite(nn.Module):
         group: the ranks to shard over. `None` is the default group. A `DeviceMesh` of one dimension is also accepted. A
             mesh of two dimensions (replicate, shard) selects hybrid sharding: the model is sharded within each group of
             the second dimension.
-        ignore: modules and parameters that are not sharded. Each rank trains its own, and their gradients are not
-            averaged.
+        ignore: modules and parameters that are not sharded. Each rank trains its own copies of them, and the gradients
+            of these copies are not averaged.
         device: device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
             meta device, the default is the current CUDA device if the group supports CUDA, else the CPU.
         init: function that initializes tensors on the meta device. Rank 0 calls it with each module that owns such
@@ -140,14 +140,14 @@ class ShardLite(nn.Module):
             the parameter. The random numbers do not depend on stage, units or ranks. If constructors draw random
             numbers in the order of registration, as in `torch.nn`, the weights equal those of a model that was not
             built on the meta device. Only rank 0's random number generators advance.
-        prefetch: number of units that are gathered ahead of the unit in use. Each takes a buffer.
+        prefetch: number of units that are gathered ahead of the unit in use. Each of these units takes a buffer.
         route: how messages travel and the order in which gradients are added, see `shardlite.Route`. `repr` shows the
             transport and algorithm that `"auto"` has selected.
         buffers: `"rank0"` broadcasts rank 0's buffers (running statistics) before a forward, as
             `DistributedDataParallel` does. A broadcast happens only if an earlier forward outside `no_sync()` and
             `torch.no_grad()` has changed the buffers on some rank. `"own"` lets each rank keep its own buffers.
-        diagnose: whether to warn if a gradient is not finite, and name its parameter and rank. If this is set, the host
-            waits for the device in each backward.
+        diagnose: whether to warn if a gradient is not finite. The warning names the parameter and the rank. If
+            `diagnose` is set, the host waits for the device in each backward.
         memory_limit: maximum number of bytes per rank, or a `MemoryLimit`. A model that needs more is refused before
             memory is allocated. The error suggests options that fit.
         timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
@@ -352,7 +352,8 @@ class ShardLite(nn.Module):
             with self._running():
                 results = method(*args, **kwargs)
             for each in tree_leaves(results):
-                if isinstance(each, Optimizer):  # the module built it of its own parameters, but it must step shards
+                if isinstance(each, Optimizer):
+                    # The module has built this optimizer from its own parameters, but an optimizer must step shards.
                     give_shards(each, self._bridge)
             return results
 
@@ -442,9 +443,9 @@ class ShardLite(nn.Module):
         """Accumulate gradients without reducing them.
 
         Args:
-            sharded: `False` keeps full gradients on this rank, and the next backward outside reduces their sum. This
-                choice sends the fewest messages. `True` reduces the gradients of each backward into the shards. This
-                choice takes the least memory.
+            sharded: `False` keeps full gradients on this rank, and the next backward outside of the context reduces
+                their sum. This choice sends the fewest messages. `True` reduces the gradients of each backward into the
+                shards. This choice takes the least memory.
 
         Returns:
             A context manager. Backwards inside accumulate gradients.
@@ -517,9 +518,10 @@ class ShardLite(nn.Module):
         """Iterate over this rank's `batches`, and repeat the final batch until all ranks have run out.
 
         So ranks with different numbers of batches finish together. A rank that has run out (`model.joined`) still
-        computes, because other ranks need its shards. Its gradients do not count: gradients are averaged over the ranks
-        that have a batch. Its running statistics (batch norm) see the final batch again. Every rank must call `join`
-        with at least one batch, and must not leave the loop early. The host waits for the other ranks once per batch.
+        computes, because other ranks need its shards. The gradients of that rank do not count: gradients are averaged
+        over the ranks that have a batch. Running statistics (batch norm) of that rank see the final batch again. Every
+        rank must call `join` with at least one batch, and must not leave the loop early. The host waits for the other
+        ranks once per batch.
 
         Args:
             batches: this rank's batches.
@@ -630,8 +632,8 @@ class ShardLite(nn.Module):
         can also be changed in place under `torch.no_grad()`. Every rank must make the same changes, because each rank
         writes back its own shard only. After an exception inside the context, nothing is written back.
 
-        Inside the context, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save their results
-        inside the context as well, because the results refer to the model's weights.
+        Inside the context, `torch.export` and `torch.jit.trace` work on `model.module`. Use and save the results of
+        these functions inside the context as well, because the results refer to the model's weights.
 
         Args:
             names: names of parameters. The units of these parameters are unsharded. Defaults to all parameters.
@@ -641,7 +643,7 @@ class ShardLite(nn.Module):
             A context manager.
 
         Raises:
-            LayoutError: the model has no parameter of a given name.
+            LayoutError: the model has no parameter with one of the names in `names`.
 
         Example:
             >>> with model.gathered("head.weight"), torch.no_grad():
@@ -675,7 +677,9 @@ class ShardLite(nn.Module):
         return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
-        """Load whole tensors from rank 0: the state dict of a plain model, or of `full_state_dict`. Collective.
+        """Load whole tensors from rank 0: the state dict of a plain model, or the result of `full_state_dict()`.
+
+        Collective.
 
         Ignored parameters and the optimizer state are not changed.
 
@@ -705,7 +709,8 @@ class ShardLite(nn.Module):
         missing, unexpected = names
         kept = self._full.state_dict(0, missing) if missing else {}
         source = {entry: kept.get(name, entry) for name, entry in entries.items()}
-        source.update({entry: given[name] for name, entry in entries.items() if name in given})  # tied: by any name
+        # `given` may have any of the names of a tied tensor.
+        source.update({entry: given[name] for name, entry in entries.items() if name in given})
         for unit in self._units:
             broadcast_values(unit, self._context, lambda param: source[param])
         with torch.no_grad():
@@ -756,7 +761,7 @@ class ShardLite(nn.Module):
         return module
 
     def _check_idle(self) -> None:
-        """Raise inside a forward, a backward, `gathered()`, `EMA.swapped()`, or while gradients are accumulated."""
+        """Raise inside a forward, a backward, `gathered()` or `EMA.swapped()`, or if gradients are accumulated."""
         if self._hooks.running() or any(unit.users for unit in self._units):
             raise PhaseError("unwrap(): call it outside of forwards, backwards and `gathered()`")
         if self._backward.accumulates() or self._reducer.accumulates:
@@ -799,8 +804,8 @@ class ShardLite(nn.Module):
         """Load a sharded state. Collective.
 
         Args:
-            state_dict: the `state_dict()` of a model with the same ranks, stage and units, or whole tensors. From whole
-                tensors, each rank loads the part that it keeps.
+            state_dict: either the `state_dict()` of a model with the same ranks, stage and units, or a dictionary of
+                whole tensors. From each whole tensor, a rank loads the part that it keeps.
             strict: whether names must match those of the model.
             assign: must be `False`, because shards are views of one block of memory.
 
@@ -835,7 +840,7 @@ class ShardLite(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Raise `LayoutError`. `DistributedDataParallel` reads this before it broadcasts rank 0's parameters."""
+        """Raise `LayoutError`. `DistributedDataParallel` reads this property before it broadcasts parameters."""
         raise LayoutError(
             "a ShardLite model averages gradients itself, and DistributedDataParallel would overwrite the shards of "
             f"all ranks with the first rank's: call the model itself. If a tracer was given the model: {NO_GRAPH}"
@@ -948,7 +953,7 @@ class ShardLite(nn.Module):
 class ModelState:
     """The parts of a wrapped model that checkpoints and averages use.
 
-    With this class, their code reads no private attribute of `ShardLite`.
+    With this class, the code of checkpoints and averages reads no private attribute of `ShardLite`.
 
     Args:
         model: the model.
@@ -961,7 +966,7 @@ class ModelState:
         """Parameters that each rank trains by itself."""
 
         self.shard = model._placement.rank
-        """Index of the shard that this rank keeps of each flat (flat parameter); `None` if it keeps all shards."""
+        """Index of this rank's shard of each flat (flat parameter); `None` if this rank keeps all shards."""
 
         self.loops = model._parts
         """The loops over parts of a global batch. `None` unless `order="tree"`."""

@@ -31,7 +31,7 @@ class Placement(NamedTuple):
     """The weights that this rank stores."""
 
     rank: int | None
-    """Rank whose shard the optimizer of this process steps, or `None` if it steps all shards."""
+    """Rank whose shard the optimizer of this process steps, or `None` if this optimizer steps all shards."""
 
     permanent: bool
     """Whether full weights have permanent memory."""
@@ -55,7 +55,7 @@ def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Pl
 
 
 def build_units(plan: Plan, placement: Placement) -> list[Unit]:
-    """Allocate memory and return the units. Their weights are zero. If the root has parameters, it comes first.
+    """Allocate memory and return the units. Their weights are zero. The root comes first if it has parameters.
 
     The memory is private to this process, so a forked child gets a copy.
     """
@@ -76,7 +76,7 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
 def _allocate(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield for each flat the memory of this rank's part, and that of the full weights if it is permanent, else `None`.
+    """For each flat, yield the memory of this rank's part, and the permanent memory of full weights or `None`.
 
     If part and full weights have the same dtype, the part is a view of the full weights.
     """
@@ -101,7 +101,7 @@ def _allocate(
 def _allocate_lower_parts(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
 ) -> Iterator[Tensor | None]:
-    """Yield for each flat the memory for the lower part of its weights, or `None` if its weights are not split."""
+    """For each flat, yield the memory for the lower part of its weights, or `None` if its weights are not split."""
     split = [flat for flat in flats if flat.split]
     lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
     lows = iter(allocate_arenas([(torch.int8, flat.layout.trainable) for flat in split], lengths, device))

@@ -1,4 +1,4 @@
-"""Compute the bytes of a wrapped model by purpose from its plan, by allocating the same layouts on the meta device.
+"""From a model's plan, compute its bytes by purpose. For this, the same layouts are allocated on the meta device.
 
 In: a `Plan` and a `Recipe`. Out: a `Budget` with the exact bytes of permanent memory and the sizes of temporary memory.
 `timeline.py` computes when temporary memory exists. A budget contains no activations. A flat (flat parameter) is the
@@ -26,7 +26,7 @@ _NARROW_SLOTS = torch.iinfo(torch.int16).max
 """Maximum number of parameters at which the optimizer's table has 2 bytes per group. With more parameters it has 4."""
 
 _GRAIN = 1024
-"""Number of elements of which the length of each slice of a reduction is a multiple."""
+"""The length of each slice of a reduction is a multiple of this number of elements."""
 
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
@@ -165,7 +165,7 @@ def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
         sent += (world_size - 1) * mean  # the all-gather of the means
         mean = 0 if same else full * flat.master.itemsize
     elif recipe.in_backward and world_size > 1:
-        mean = 0  # the last hop steps the weights
+        mean = 0  # the last addition of the reduction steps the weights
     elif same and (recipe.options.stage == 1 or world_size == 1):
         mean = 0  # the mean stays in the bucket
     return FlatBudget(bucket=full * flat.reduce.itemsize, mean=mean, sent=sent)

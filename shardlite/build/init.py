@@ -33,7 +33,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: bool) -> None:
-    """Check the model's tensors on the meta device. On the `first` rank, each must also have an initialization.
+    """Check the model's tensors on the meta device. If `first` is set, each must also have an initialization.
 
     Raises:
         LayoutError: a tensor cannot leave the meta device, or cannot be initialized.
@@ -71,7 +71,7 @@ def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Ite
 
 
 class _Initializer:
-    """Initializes the tensors of a model that have no values yet. Ranks other than the `first` initialize nothing.
+    """Initializes the tensors of a model that have no values yet. If `first` is not set, nothing is initialized.
 
     An error is stored, not raised, because other ranks wait for the values. After an error, nothing more is
     initialized.
@@ -190,7 +190,7 @@ def broadcast_values(
     Args:
         unit: unit whose shards are set.
         context: the ranks.
-        value: returns the value of a parameter. It is called on rank 0.
+        value: function that returns the value of a parameter. The function is called on rank 0 only.
         sent: function that is called for each flat when the values of its parameters are no longer needed.
     """
     with torch.no_grad():
@@ -246,8 +246,8 @@ class _Source:
 def broadcast_buffers(module: nn.Module, context: Context) -> None:
     """Copy rank 0's buffers (for example running statistics) to all ranks.
 
-    A buffer that already has rank 0's values is not written. It may be an expanded view, such as a mask, which does not
-    allow writes.
+    A buffer that already has rank 0's values is not written, because such a buffer may be an expanded view (a mask),
+    which does not allow writes.
     """
     with torch.no_grad():
         for name, buffer in module.named_buffers():
@@ -283,9 +283,9 @@ class _Blank(NamedTuple):
     def _unwritten(self, tensor: Tensor) -> int:
         """Return the number of elements that were not written.
 
-        In floating-point dtypes, elements with all bits set were not written. The version counter alone does not tell,
-        because it misses writes through `.data`. In other dtypes an element with all bits set may be valid (-1), so all
-        elements count as written if the version has changed.
+        In floating-point dtypes, elements with all bits set were not written. The version counter is not used
+        for these dtypes, because it misses writes through `.data`. In other dtypes an element with all bits set may be
+        valid (-1), so all elements count as written if the version has changed.
         """
         raw = tensor.detach().reshape(-1)
         if tensor.dtype.is_floating_point and tensor.itemsize in _INTEGERS:

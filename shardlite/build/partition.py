@@ -80,7 +80,7 @@ def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -
     """Return the units that each module's forward needs.
 
     A module needs the unit that starts at this module, and the units of the parameters that the module reads. The
-    result always has an entry for the whole model, because a pass starts with its forward.
+    result always has an entry for the whole model, because a pass starts with that model's forward.
     """
     by_name = {unit.name: unit for unit in units}
     home = {param: unit for unit in units for param in unit.params()}

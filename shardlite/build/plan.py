@@ -39,13 +39,13 @@ class FlatPlan(NamedTuple):
 def plan_flats(
     plan: UnitPlan, world_size: int, precision: Precision, *, grain: int = ALIGN, device: torch.device
 ) -> list[FlatPlan]:
-    """Return the plans of a unit's flats, one per kind of parameters. A flat comes where its first parameter comes.
+    """Return the plans of a unit's flats, one per kind of parameters, in the order of their first parameters.
 
     Args:
         plan: planned unit.
         world_size: number of ranks that share the model.
         precision: dtypes of the model.
-        grain: number of elements of which the length of a shard is a multiple.
+        grain: number of elements. The length of each shard is a multiple of this number.
         device: device of the full weights.
     """
     quantized = world_size > 1 and applies(precision.quantized_gather, plan)

@@ -5,8 +5,8 @@ purpose, and the operations in their order, with the computation between them. N
 read.
 
 The moment at which a reduction ends depends on the timing of a run, so the caller chooses between two bounds. By
-default each reduction ends when something must wait for it, which gives an upper bound of the memory. With `prompt`
-each reduction ends before the next gradient, which gives a lower bound.
+default each reduction ends when something must wait for it, which gives an upper bound of the memory. If `prompt` is
+set, each reduction ends before the next gradient, which gives a lower bound.
 
 Full weights follow the library's own `BufferPolicy`. Buckets follow the rules of `grads/`, for ranks that have agreed
 on an order. The events come from a trace of a program, or from `plain_events`, which yields the events of a chain of
@@ -99,7 +99,8 @@ class StepTimeline:
 def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
     """Replay the events of several steps, and return the timeline of the final step.
 
-    With `prompt`, each reduction ends before the next gradient; otherwise it ends when something must wait for it.
+    If `prompt` is set, each reduction ends before the next gradient. Otherwise each reduction ends when something must
+    wait for it.
     """
     timeline = _Timeline(budget, events, prompt)
     return [timeline.simulate() for _ in range(_STEPS)][-1]
@@ -332,7 +333,7 @@ class _Timeline:
             grads.arrive(event.unit, event.nbytes)
         elif event.kind is Kind.GRADIENT and not self._budget.recipe.in_backward:
             grads.gradients += event.nbytes
-        elif event.kind is Kind.GRADIENT:  # the optimizer steps by the gradient and drops it immediately
+        elif event.kind is Kind.GRADIENT:  # the optimizer uses the gradient and drops it immediately
             self._own += event.nbytes
         elif event.kind is Kind.END:
             if not self._budget.single_rank:

@@ -96,9 +96,9 @@ def split_ignored(ignore: Iterable[nn.Module | nn.Parameter]) -> tuple[list[nn.M
 
 
 def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
-    """Return the device of shards: `device` if given, else the device of the parameters.
+    """Return the device of shards: the argument `device` or, if it is `None`, the device of the parameters.
 
-    If all parameters are on the meta device, return `default`.
+    If `device` is `None` and all parameters are on the meta device, return `default`.
 
     Raises:
         LayoutError: `device` is not a device, or is neither the CPU nor a CUDA device.

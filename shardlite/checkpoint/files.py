@@ -194,7 +194,7 @@ def publish(root: Path, step: int, keep: int | None, lease: Lease) -> Path:
     try:
         for each in ([old] if old.exists() or old.is_symlink() else []) + expired:
             lease.check()
-            # The folder is renamed before its files are removed, because without some of them it is not a checkpoint.
+            # The folder is renamed before its files are removed, because a folder without some files is no checkpoint.
             discard(each.rename(each.with_name(f".saving-{each.name}-removed")))
     except (CheckpointError, OSError) as error:  # only a warning, because the new checkpoint is published
         log.warning("%s is saved, but earlier checkpoints could not be removed: %s", place, error)

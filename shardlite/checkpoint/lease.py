@@ -1,11 +1,11 @@
 """The lease on the folder of a run. Only the process that has the lease may save into the folder.
 
 The owner keeps the file `.lease` in the folder open, and a thread of the owner renews the lease every `RENEWAL`
-seconds. Another process may take over the lease of a dead owner. On the same host, this process checks whether the
-owner's process lives. On another host, the owner counts as dead if it does not renew the lease for `STALE` seconds
-while this process observes the lease. Clocks of two hosts are never compared. The file of the new lease is renamed over
-the old file. So if the old owner still lives, it renews a file that has no name any more. An owner reads the lease
-before each rename and removal, and stops if another process has the lease.
+seconds. Another process may take over the lease of a dead owner. If both processes run on the same host, the
+other process checks whether the owner lives. Otherwise the owner counts as dead if it does not renew the lease for
+`STALE` seconds while the other process observes the lease. Clocks of two hosts are never compared. The file of the new
+lease is renamed over the old file. So an old owner that still lives renews a file that has no name any more. An owner
+reads the lease before each rename and removal, and stops if another process has the lease.
 
 The file system must provide exclusive creation and atomic renames, and a newly opened file must show all synced writes.
 NFS meets these requirements since version 3. `flock` is not used. An owner that is suspended for more than `STALE`
@@ -41,7 +41,7 @@ _POLL = 1.0
 """Seconds between two reads of an observed lease."""
 
 _RACE = 0.1
-"""Seconds after a takeover in which other processes may also take over. The last of them gets the lease."""
+"""Seconds after a takeover in which other processes may also take over. The last such process gets the lease."""
 
 _NBYTES = 512
 """Size of the file in bytes. The size is constant, so that a renewal never truncates the file."""
@@ -84,7 +84,7 @@ class Lease:
         )
 
     def renew(self) -> bool:
-        """Renew the lease. Return whether this process still has it."""
+        """Renew the lease. Return whether this process still has the lease."""
         if self.file < 0 or not self.is_mine():
             return False
         self.content["renewals"] += 1
@@ -121,7 +121,7 @@ _ended = threading.Event()
 
 
 def acquire(root: Path, holder: object) -> Lease:
-    """Acquire the lease on a folder for as long as `holder` lives. If this process already has it, return it.
+    """Acquire the lease on a folder for as long as `holder` lives. If this process has it already, return that lease.
 
     Raises:
         CheckpointError: another running job has the lease.
@@ -149,7 +149,7 @@ def acquire(root: Path, holder: object) -> Lease:
 
 
 def _take(root: Path) -> Lease:
-    """Create the lease, or take over that of a dead owner."""
+    """Create the lease, or take over the lease of a dead owner."""
     path, mine = root / NAME, _of_this_process(root)
     while True:
         with suppress(FileExistsError):
@@ -269,7 +269,7 @@ def _where() -> str:
 def _lives(process: int, began: str | None) -> bool:
     """Return whether a process of this host is alive and was started at `began`.
 
-    If start times are hidden, a process with this ID counts, whenever it was started.
+    If start times are hidden, any living process with this ID counts.
     """
     try:
         os.kill(process, 0)

@@ -64,7 +64,7 @@ def load(
     """Load the newest checkpoint of a run, or one checkpoint, into a wrapped model and its optimizer. Collective.
 
     If copies of `save_in_memory` are complete on all ranks, and at least as new as the newest checkpoint, the copies
-    are loaded. If copies are found that cannot be loaded, rank 0 logs a warning with the reason (logger `shardlite`).
+    are loaded. If there are copies that cannot be loaded, rank 0 logs a warning with the reason (logger `shardlite`).
 
     The number of ranks, stage, units and formats may differ from those of the save. If they are the same, the run
     computes the same bits as without a restart. `load` also accepts checkpoints that `torch.distributed.checkpoint` has
@@ -219,7 +219,7 @@ class _StateOnDisk:
     def _find_prefix(self, ours: Mapping[str, Tensor]) -> str:
         """Return the prefix of the model's names in the checkpoint.
 
-        It is `model.` if ShardLite has written the checkpoint. Other programs may use any prefix.
+        The prefix is `model.` if ShardLite has written the checkpoint. Other programs may use any prefix.
         """
         entries, first = self._checkpoint.entries, next(iter(ours))
         tensors = {id(value) for value in ours.values()}
@@ -323,7 +323,8 @@ class _StateOnDisk:
 
     def load_weights(self, _: ShardLite) -> None:
         """Read weights and buffers."""
-        for name, target in {id(each): (name, each) for name, each in self._targets.items()}.values():  # tied ones once
+        # A tied tensor is read once, although it has several names.
+        for name, target in {id(each): (name, each) for name, each in self._targets.items()}.values():
             self._checkpoint.read(name, target)
             if isinstance(target, ShardTensor):
                 target.commit()

@@ -1,4 +1,4 @@
-"""`save_in_memory`: each rank copies its state into memory that outlives the rank, and replicates it on the next host.
+"""`save_in_memory`: each rank copies its state into memory that outlives the rank, and sends it to the next host.
 
     rank 0, host A    snapshot, held on A  ----->  replica, held on B, received by rank 2
     rank 1, host A    snapshot, held on A  ----->  replica, held on B, received by rank 3
@@ -57,11 +57,11 @@ def save_in_memory(
 ) -> bool:
     """Copy a run into memory that outlives its ranks, so that no step is lost if a rank dies.
 
-    This is for programs that `torchrun` restarts. After the restart, `load` takes the newest of the copies in memory
-    and the checkpoints in `path`. A copy has the same contents as a checkpoint, in the formats in which each rank keeps
-    them. For each rank, a process on its host holds the newest two copies. When `torchrun` ends, this process ends and
-    its memory is freed. With several hosts, each rank also sends its copy to a rank of the next host. Ranks, stage,
-    units and formats must be the same after the restart; otherwise `load` takes a checkpoint.
+    This function is for programs that `torchrun` restarts. After the restart, `load` takes the newest of the copies in
+    memory and the checkpoints in `path`. A copy has the same contents as a checkpoint, in the formats in which each
+    rank keeps them. For each rank, a process on the rank's host holds the newest two copies. When `torchrun` ends, this
+    process ends and its memory is freed. With several hosts, each rank also sends its copy to a rank of the next host.
+    Ranks, stage, units and formats must be the same after the restart; otherwise `load` takes a checkpoint.
 
     The first call is collective. With several hosts, all calls are collective. On a single host, later calls wait for
     no other rank.
@@ -344,7 +344,7 @@ class Copies:
     # ---- after a restart --------------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> None:
-        """Receive this rank's snapshot of `step` from another host, unless its own host holds it. Collective."""
+        """Receive this rank's snapshot of `step` from another host, unless this rank's host holds it. Collective."""
         here, ranks, transport = self.peers.rank, range(self.peers.size), self._transport
         for rank in ranks:
             holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))

@@ -50,7 +50,7 @@ def save(
     """Save a run as a new checkpoint in the folder `path`. Collective: every rank must call it.
 
     A checkpoint has the weights and buffers, the optimizer's state converted to fp32, the states of each rank's random
-    number generators, and `extra`. `load` accepts any number of ranks, stage, units and format.
+    number generators, and `extra`. `load` accepts a checkpoint of any number of ranks, stage, units and format.
     `torch.distributed.checkpoint` can also read the checkpoint. When all files are on the disk, the checkpoint is
     published by one rename, so a crash leaves the earlier checkpoints complete. All ranks must see the same folder.
 
@@ -90,15 +90,15 @@ def async_save(
 ) -> Future[Path]:
     """Save a run like `save` while the training continues. Collective: every rank must call it.
 
-    The call copies this rank's state into host memory, in the formats in which the rank keeps it, and returns. A thread
-    decodes and writes the copy. The next `save`, `async_save` or `load` of the model waits for the thread, and raises
-    if the save failed. The process does not exit before the copy is written.
+    The call copies this rank's state into host memory, in the formats in which the rank keeps the state, and returns. A
+    thread decodes and writes the copy. The next `save`, `async_save` or `load` of the model waits for the thread, and
+    raises if the save failed. The process does not exit before the copy is written.
 
     Args:
         path, model, optimizer, extra, step, keep: as for `save`.
 
     Returns:
-        A future of the path of the checkpoint. `result()` of the future waits, and raises the errors of `save`.
+        A future whose `result()` waits and returns the path of the checkpoint, or raises the errors of `save`.
 
     Raises:
         CheckpointError: a rank cannot copy its state, or the previous save failed. Raised on every rank.
@@ -188,7 +188,7 @@ class _Save:
         return step
 
     def write(self) -> Path:
-        """Write this rank's file and, on rank 0, publish the checkpoint. Return its path. Collective."""
+        """Write this rank's file and, on rank 0, publish the checkpoint. Return the checkpoint's path. Collective."""
         step, rank = self._manifest["step"], self._peers.rank
         folder = files.temporary(self._root, step)
         try:
@@ -324,7 +324,7 @@ def _written(stream: files.SummedFile, file: str, name: str, value: Any) -> Iter
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage has only its own elements, because `torch.save` writes complete storages."""
+    """Return a tensor whose storage has only the tensor's elements, because `torch.save` writes complete storages."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == tensor.nbytes:
         return tensor

@@ -137,7 +137,8 @@ class SavedSnapshot:
         run: the model, optimizer and `extra` to load the snapshot into.
 
     Raises:
-        CheckpointError: the snapshot is damaged, or is of another part of the model, another model or optimizer.
+        CheckpointError: the snapshot is damaged, or belongs to another part of the model, another model or another
+        optimizer.
     """
 
     def __init__(self, memory: SnapshotMemory, step: int, run: Run) -> None:

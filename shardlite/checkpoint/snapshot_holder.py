@@ -6,7 +6,7 @@ agent was killed. The memory has no name in a file system, so it is freed when t
 the memory nor answers requests.
 
 Ranks find a holder by its command line, which names the agent and the memory. They open the memory as
-`/proc/PROCESS/fd/DESCRIPTOR`. Linux allows only processes of the same user to open it (`PTRACE_MODE_READ`).
+`/proc/PROCESS/fd/DESCRIPTOR`. Linux allows only processes of the same user to open this file (`PTRACE_MODE_READ`).
 
 This file is also executed as a script. It imports the standard library only, to start in about 20 ms.
 """
@@ -37,7 +37,7 @@ class Agent:
 
     pid: int
     start: int
-    """Start time of the process in ticks since boot. It is needed because a later process may get the same `pid`."""
+    """Start time of the process in ticks since boot, needed because a later process may get the same `pid`."""
 
     @classmethod
     def of_this_process(cls) -> Agent:
@@ -57,7 +57,7 @@ class Agent:
         return cls(pid, parent_and_start(pid)[1])
 
     def command(self, name: str, descriptor: int) -> list[str]:
-        """Return the command line of a holder. The PID namespace is part of it, because PIDs differ by namespace."""
+        """Return the command line of a holder. It names the PID namespace, because PIDs differ by namespace."""
         namespace = os.readlink("/proc/self/ns/pid")
         return ["-I", "-S", __file__, str(self.pid), str(self.start), namespace, name, str(descriptor)]
 

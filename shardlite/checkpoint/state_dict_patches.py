@@ -1,8 +1,8 @@
 """Patches that let `torch.distributed.checkpoint.state_dict` handle wrapped models.
 
-PyTorch's module looks for an optimizer's parameters in the model's submodules, but in a wrapped model these contain
-placeholders. Besides, PyTorch's module gathers and shards DTensors only. The patches replace private functions of that
-module, because programs may have imported its public functions by name.
+PyTorch's module looks for an optimizer's parameters in the model's submodules, but the submodules of a wrapped model
+contain placeholders. Besides, PyTorch's module gathers and shards DTensors only. The patches replace private functions
+of that module, because programs may have imported its public functions by name.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -61,7 +61,8 @@ def _wrapped(model: nn.Module) -> ShardLite | None:
     Raises:
         LayoutError: `model` is another module, and contains a wrapped model.
     """
-    if not isinstance(model, ShardLite):  # a wrapped model forwards `_orig_mod` to a compiled module that it wraps
+    # A `ShardLite` model that wraps a compiled module also has the attribute `_orig_mod`, which is that of the module.
+    if not isinstance(model, ShardLite):
         model = getattr(model, "_orig_mod", model)
     if isinstance(model, ShardLite):
         return model
@@ -251,7 +252,7 @@ def _send(context: Context, tensor: Tensor) -> Tensor:
 
 
 def _is_sent(value: object) -> bool:
-    """Return whether a value is sent separately from the result of `_form`, which contains all numbers."""
+    """Return whether a value is sent separately. Numbers are not, because the result of `_form` contains them."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

@@ -1,7 +1,8 @@
 """The state of one backward of a wrapped model, from its first event to its end.
 
-Gradients are copied to buckets, and units are reduced in the order of `ReductionOrder`. A reduction starts when its
-unit is complete and all units before it have started. It lands when it is complete and its bucket is free.
+Gradients are copied to buckets, and units are reduced in the order of `ReductionOrder`. A reduction starts when
+its unit's gradients are complete and the reductions of all earlier units have started. A reduction has landed when it
+is complete and its bucket is free.
 
     HostRun     Each gradient is copied to its bucket when it arrives. If the maximum number of buckets is in use, the
                 host waits for the earliest reductions before it fills another bucket.
@@ -37,8 +38,8 @@ BUCKETS = 2
 
 The maximum is 1 if shards are stepped in the backward on CPUs: such a program aims at little memory, and reductions use
 the cores that would fill the next bucket. If the maximum is reached, a backward waits for a reduction before it
-allocates another bucket. It does not wait if a peer will start this reduction only after a gather that needs this rank;
-see `comm/control/progress.py`.
+allocates another bucket. The backward does not wait if a peer will start this reduction only after a gather that needs
+this rank; see `comm/control/progress.py`.
 """
 
 _phase_of = attrgetter("phase")  # `map` with this function makes no Python call per bucket
@@ -62,11 +63,13 @@ class BackwardRun:
     """One backward. See `HostRun` and `StreamRun`."""
 
     stepping: Stepping | None = None
-    """Optimizer that steps by the means of this backward. `None`: means are stored."""
+    """Optimizer that updates the weights with the means of this backward. `None`: means are stored."""
 
     has_gradients = False
     latest: tuple[nn.Parameter, Tensor] | None = None
-    """The latest parameter and its gradient, kept for hooks of the program, because the bucket may be in reduction."""
+    """The parameter with the latest gradient, and that gradient. Hooks of the program read the gradient here, because
+    the bucket may be in reduction.
+    """
 
     def __init__(self, reducer: Reducer, mode: Mode) -> None:
         self.mode = mode
@@ -104,7 +107,7 @@ class BackwardRun:
         """Record the first gradient of the backward.
 
         Args:
-            stepping: optimizer that steps by the means. `None`: means are stored.
+            stepping: optimizer that updates weights with the means. `None`: means are stored.
             in_step: function that returns whether all ranks have used the same units since the previous step.
         """
         del in_step
@@ -209,7 +212,8 @@ class BackwardRun:
     def abandon(self) -> None:
         """Clean up after a backward that raised, and drop its gradients and all accumulated gradients.
 
-        Other ranks may have started reductions that this rank has not, so this rank starts all remaining reductions.
+        Other ranks may have started reductions that this rank has not started. So this rank starts all remaining
+        reductions.
         """
         reducing = self.has_gradients and self.mode.reduces
         while reducing and (turn := self._next_unit()) is not None:
@@ -239,7 +243,7 @@ class BackwardRun:
         raise NotImplementedError
 
     def _wait(self, work: Work, reduction: int) -> bool:
-        """Wait for work that is queued after a reduction, unless a peer needs this rank. Return whether work ended."""
+        """Wait for `work`, queued after a reduction, unless a peer needs this rank. Return whether `work` has ended."""
         return work.wait_unless(partial(self._context.progress.ends_wait, reduction, monotonic()))
 
     def _begin_reduction(self, bucket: Bucket) -> int | None:
@@ -254,7 +258,7 @@ class BackwardRun:
         self.started.append(reduction)
         self._ready.discard(reduction.bucket.unit)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
-            # The backward needs less memory than the forward. Once only the root is left, it allocates no more memory.
+            # The backward needs less memory than the forward. Once only the root is left, memory no longer grows.
             self._context.trim(keep=0)
 
     def _fill(self, bucket: Bucket) -> None:
@@ -279,7 +283,7 @@ class BackwardRun:
             reduction.bucket.clear()
             self.landed += 1
             if self._is_root_left():
-                self._context.trim(keep=0 if self.saves_memory else SPARE)  # here the memory of a step may peak
+                self._context.trim(keep=0 if self.saves_memory else SPARE)  # memory may peak now
 
     def _land_finished(self) -> None:
         """Free the buckets whose reductions are complete. Do nothing on a GPU, because a CUDA graph may be captured."""
@@ -346,10 +350,11 @@ class StreamRun(BackwardRun):
             self._in_step = in_step
 
     def enter(self, unit: Unit) -> None:
-        """Record the moment after the gradients of the previous unit, in case its other gradients never arrive.
+        """Record the moment after the latest gradient of the previous unit.
 
-        If they do not, the unit is reduced at the end of the backward, but stream-ordered after this moment only.
-        Otherwise ranks that wait for this reduction would wait for the whole rest of this backward.
+        If the other gradients of the previous unit never arrive, this unit is reduced at the end of the backward, but
+        stream-ordered after this moment only. Without the moment, ranks that wait for this reduction would wait for the
+        whole rest of this backward.
         """
         last = self._last
         if last is not None and last is not unit:

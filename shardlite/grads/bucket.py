@@ -2,7 +2,7 @@
 
 Some of the root's gradients arrive first in a backward, and others last (for example those of a head and of an
 embedding). So the root's bucket keeps autograd's tensors, and allocates its own memory only when the last gradient
-arrives. On a GPU every bucket does so.
+arrives. On a GPU every bucket keeps autograd's tensors until then.
 
 With order="tree" a bucket also sums the gradients of earlier parts of the global batch, like a binary counter:
 
@@ -102,7 +102,7 @@ class Bucket:
             del early  # frees each gradient before the next is copied
 
     def allocate(self, carrier: Transport | None = None) -> None:
-        """Allocate the full buffers. If `carrier` is given, this transport allocates their memory and sends it."""
+        """Allocate the full buffers. If `carrier` is not `None`, this transport allocates and sends them."""
         for flat in self.flats:
             numel = flat.gradients.full_numel
             if carrier is None:

@@ -31,9 +31,9 @@ class SentNumbers:
 
 
 class SoloGradientFlags:
-    """The flag for gradients with a NaN or infinity, if there is a single rank. It is computed at the optimizer's step.
+    """The flag for gradients with a NaN or infinity, if there is a single rank.
 
-    The gradients of a single rank are autograd's own tensors.
+    The flag is computed at the optimizer's step. The gradients of a single rank are autograd's own tensors.
     """
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:
@@ -48,12 +48,12 @@ class SoloGradientFlags:
         self._known: list[Tensor] = []
 
     def nonfinite(self) -> Tensor | None:
-        """Return a tensor [], which is 1 if a gradient has a NaN or infinity, else 0. Return `None` without gradients.
+        """Return a tensor [], which is 1 if a gradient has a NaN or infinity, else 0.
 
-        Until the next backward, calls return the same tensor.
+        If there are no gradients, return `None`. Until the next backward, calls return the same tensor.
         """
         known = self._known
-        for shard in self._names:  # on a first call, or after a parameter was unfrozen
+        for shard in self._names:  # finds shards at the first call, and unfrozen ones later
             if shard.requires_grad and shard not in self._hooked:
                 known.clear()
                 self._hooked.add(shard)

@@ -134,7 +134,9 @@ class Clipper:
         self._reduced_norm = reduced_norm
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
-        """Return the norm of the gradients of all ranks, []. If `only` is given, use its shards only. Collective.
+        """Return the norm of the gradients of all ranks, []. Collective.
+
+        If `only` is not `None`, use only the gradients of the shards in `only`.
 
         Raises:
             LayoutError: the exponent `norm_type` is not positive.
@@ -241,7 +243,7 @@ def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
 
 
 def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor | None:
-    """Return a copy of a rank's part of the gradients of `flat`, [S], with zeros in the gaps, or `None` without any."""
+    """Return a copy [S] of a rank's gradients of `flat`, with zeros in the gaps, or `None` without gradients."""
     own = None
     for first, piece in _pieces(flat, rank, only):
         own = piece.new_zeros(flat.layout.shard_numel) if own is None else own
@@ -270,7 +272,7 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
 
 
 def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield the start and the values, 1-D and not empty, of each gradient in a rank's part of the full buffer."""
+    """For each gradient in a rank's part of the full buffer, yield its start and its values (1-D, not empty)."""
     start, stop = flat.layout.shard_range(rank)
     for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
         if shard.grad is not None and (only is None or shard in only):

@@ -1,4 +1,4 @@
-"""Average one flat's gradients over the ranks, and store the mean or step by it.
+"""Average one flat's gradients over the ranks, and store the mean or update the weights with the mean.
 
     stage 0     bucket [W*S]: this rank's segment is reduced in place, then all-gathered, so each rank has the mean
     stage 1     bucket [W*S]: this rank's segment is reduced in place, and the bucket's memory stays allocated
@@ -71,14 +71,14 @@ class Mean(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An optimizer's step of one flat inside the backward, by the mean of the flat's gradients."""
+    """An optimizer's step of one flat inside the backward. It updates the flat with the mean of its gradients."""
 
     activate: Callable[[Tensor], None]
     """Function that selects the parameters to step: those for which its argument has a number above 0."""
 
     update: Callable[[int, Tensor | None, Tensor | None, int, int | None], None]
-    """Function that steps elements from `start` on. Its arguments are start, received, own, divisor and first, as in
-    `shardlite.comm.LastHop`."""
+    """Function that steps elements from `start` on. Its arguments are `start`, `received`, `own`, `divisor` and
+    `first`, as in `shardlite.comm.LastHop`."""
 
     fused: Callable[[int], FusedStep | None]
     """Function that returns the arguments of a kernel that steps all elements in one call. It returns `None` if a step
@@ -145,7 +145,7 @@ class Reduction:
     work: Work = field(init=False)
 
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
-        """Return for each shard the shard, a view of its mean, and 1 if this rank used its parameter, else 0."""
+        """For each shard, return a triple: shard, view of its mean, and 1 if this rank used the parameter, else 0."""
         shards = [mean.flat.shards[index] for mean in self.means for index in mean.flat.trainable_slots]
         views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
         return zip(shards, views, self.used, strict=True)
@@ -175,9 +175,9 @@ class ReduceQueue:
         Args:
             bucket: bucket to reduce. When the reduction runs, it must have a gradient or zeros for each parameter.
             divisor: divisor of the sum: the number of ranks, or of parts, whose gradients count.
-            stepping: optimizer that steps by the means. `None`: means are stored.
+            stepping: optimizer that updates weights with the means. `None`: means are stored.
             first_bad: index of this rank's first gradient that is not finite, if known.
-            died: whether the backward ended with an exception, so that no rank may step by the sum.
+            died: whether the backward ended with an exception, so that no rank may use the sum for a step.
         """
         flags = [bucket.flags(flat) for flat in bucket.flats]
         never = -self._context.world_size
@@ -209,7 +209,7 @@ class ReduceQueue:
         """Average one flat's gradients, and run the step if there is one.
 
         A step is fused with the last addition of a ring. If an all-gather or another sum follows that addition (stage
-        0, replicas), the step runs after it.
+        0, replicas), the step runs after the all-gather or the other sum.
         """
         if given.step is not None:
             given.step.activate(self._count_users(given))
@@ -223,9 +223,10 @@ class ReduceQueue:
     def _before_step(self, unit: Unit, flat: Flat) -> None:
         """Wait until the weights of a flat may change, and mark them as changed.
 
-        A prefetch may still send the weights to other ranks, so this waits for its end. Nodes of the running backward
-        must not use the weights after the step. If full weights have permanent memory, autograd refuses such a use,
-        because the version of the weights has changed. Otherwise the handles of saved weights refuse the use.
+        A prefetch may still send the weights to other ranks, so this method waits until the prefetch has ended. Nodes
+        of the running backward must not use the weights after the step. If full weights have permanent memory, autograd
+        refuses such a use, because the version of the weights has changed. Otherwise the handles of saved weights
+        refuse the use.
         """
         if unit.work is not None:
             unit.work.wait(self._context.progress.publish)
@@ -277,7 +278,9 @@ class ReduceQueue:
         all_reduce(own, replicas, divisor=given.divisor, staging=staging, operation=operation)
 
     def _step_in_last_hop(self, given: FlatReduction, step: Step) -> bool:
-        """Reduce the gradients and step in the last addition, if that completes the mean. Return whether this was done.
+        """Reduce the gradients and step in the last addition, if this addition completes the mean.
+
+        Return whether the gradients were reduced and the step was made.
 
         If a kernel runs the whole ring, the kernel steps only if one call can step the whole shard. Each rank decides
         this for its own shard.
@@ -325,7 +328,7 @@ class ReduceQueue:
         return self._scratch(numel, full.dtype)
 
     def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that successive operations share. It belongs to the stream of the queue."""
+        """Return memory that successive operations share. The memory belongs to the stream of the queue."""
         if numel * dtype.itemsize > self._staging.numel():
             self._staging = self._context.reducing[0].empty_persistent(numel * dtype.itemsize, self._context.device)
             self._context.ledger.track("staging", self._staging)

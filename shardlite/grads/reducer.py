@@ -8,7 +8,8 @@ rank sums the gradients of its parts in its buckets, and the backward of its las
 
 Units are reduced in one fixed order. Every rank reduces every unit once per backward, even if its forward skipped the
 unit; a missing gradient counts as zero. At the end the ranks exchange gradient flags. The flags tell all ranks which
-parameters no rank used, so that these keep their `.grad`, and whether any gradient has a NaN or infinity.
+parameters no rank has used; these parameters keep their `.grad`. The flags also tell whether any gradient has a NaN or
+infinity.
 
 This file has the state that outlives a backward. `backward_run.py` has the state of one backward.
 

@@ -1,4 +1,4 @@
-"""Skip an optimizer's step if a gradient has a NaN or infinity on any rank. A flag on the device says so.
+"""Skip an optimizer's step if a gradient has a NaN or infinity on any rank. A flag on the device shows this.
 
 On the CPU the gradients are hidden from any optimizer. On a GPU the host must not wait for the flag. So a fused
 optimizer gets the flag as `found_inf`, as PyTorch's gradient scalers pass it, and its kernels change nothing if the
@@ -61,7 +61,7 @@ class Skips:
             return  # this optimizer has stepped already, in the backward
         flag = self.flag()
         if flag is not self._counted:
-            self._hidden = []  # gradients of a step that raised. Another backward has replaced them
+            self._hidden = []  # these gradients belong to a step that raised, and were replaced since
         self.after_step()
         if flag is None or getattr(optimizer, "found_inf", None) is not None:
             return  # a gradient scaler has checked the gradients, and counts skipped steps itself

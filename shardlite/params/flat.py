@@ -1,9 +1,9 @@
 """A flat (flat parameter): the parameters of one kind in a unit, one after the other in one buffer.
 
-Three objects represent one parameter. Forward and autograd use the module's own `nn.Parameter`. It is a view of the
-full buffer or, while there is no full buffer, a placeholder. The optimizer uses the shard, a view of the arena (the
-contiguous buffer of this rank's shards) under the original name. The slot records the place of the parameter and of its
-shard.
+Three objects represent one parameter. Forward and autograd use the module's own `nn.Parameter`, which is a view
+of the full buffer or, while there is no full buffer, a placeholder. The optimizer uses the shard, a view of the arena
+(the contiguous buffer of this rank's shards) under the original name. The slot records the place of the parameter and
+of its shard.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original shape if this rank
 keeps the whole parameter, else `[k, 1, ...]`.
@@ -32,7 +32,7 @@ class Flat:
     """The parameters of one kind in a unit. They have the same dtypes, and either all or none are trainable."""
 
     layout: Layout
-    """Layout of the weights, with the dtype in which this rank keeps them."""
+    """Layout of the weights. Its dtype is the one in which this rank keeps the weights."""
 
     compute: torch.dtype
     """Dtype of the full weights, for forward and backward."""
@@ -47,7 +47,7 @@ class Flat:
     """The module's own parameters, one per slot."""
 
     rank: int | None
-    """Rank whose shard is kept here, or `None` if all shards are kept."""
+    """Rank whose shard `local` contains, or `None` if `local` contains all shards."""
 
     local: Tensor
     """Weights that this rank keeps: its shard [S] in the arena, or all weights [W*S]."""
@@ -85,7 +85,7 @@ class Flat:
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
-        """Read `requires_grad` of the parameters, and update the slots that have gradients."""
+        """Read `requires_grad` of the parameters, and update the record of slots that have gradients."""
         self.trainable_slots = self.trainable_now()
         self.gradients = self.layout.only(self.trainable_slots, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
@@ -114,7 +114,7 @@ class Flat:
             torch.autograd.graph.increment_version(self.local)  # kernels do not increment the version
 
     def write_param(self, index: int, weights: Tensor) -> None:
-        """Overwrite this rank's elements of slot `index` with `weights` (as many elements, any float dtype)."""
+        """Overwrite this rank's elements of slot `index` with `weights`: as many elements, in any float dtype."""
         self.write(weights.reshape(-1), self.layout.slots[index].within(*self.own_range(self.layout))[0])
 
     def shard_tensor(self, index: int, gather: Gather) -> Tensor:
@@ -171,11 +171,11 @@ class Flat:
         to_placeholders(zip(self.params, self._hidden, strict=True))
 
     def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Return pairs of a parameter of the module and the view of the full buffer [W*S] for this parameter."""
+        """For each of the module's parameters, return a pair: the parameter, and its view of the full buffer [W*S]."""
         return zip(self.params, self.layout.views(full), strict=True)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
-        """Return a view for each shard of its part of a tensor that is laid out like `local`."""
+        """For each shard, return a view of its part of the argument `local`, which is laid out like the weights."""
         return views(local, _places(self.layout, self.own_range(self.layout)))
 
     def part_of(self, index: int, tensor: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Flat:
         return tensor.reshape(-1)[first:stop].view(self.shards[index].shape)
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """Return the range of the elements of slot `index` that this rank keeps, or `(0, 0)` if it keeps none."""
+        """Return the range of the elements of slot `index` that this rank keeps. `(0, 0)` stands for no elements."""
         slot, own = self.layout.slots[index], self.own_range(self.layout)
         first, stop = slot.within(*own)
         return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
@@ -207,8 +207,8 @@ def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
 def _place(slot: Slot, first: int, stop: int) -> Place:
     """Return the place of elements `[first, stop)` of a slot.
 
-    If the range is the whole slot, the shape is the parameter's. Otherwise the shape is `[k, 1, ...]`, with the same
-    number of dimensions, so that rules like "no weight decay where `ndim < 2`" still work.
+    If the range is the whole slot, the shape is that of the parameter. Otherwise the shape is `[k, 1, ...]`, with the
+    same number of dimensions, so that rules like "no weight decay where `ndim < 2`" still work.
     """
     if stop - first == slot.numel:
         return slot.shape, slot.stride, first

@@ -1,4 +1,4 @@
-"""A buffer for one unit's full weights, which detects whether tensors outside the library still view its memory."""
+"""A buffer for one unit's full weights. It detects whether tensors outside the library still view its memory."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,10 @@ class Buffer:
         return cached
 
     def escaped(self, params: int = 0) -> bool:
-        """Return whether a tensor outside the library views this buffer, not counting `params` bound parameters."""
+        """Return whether a tensor outside the library views this buffer.
+
+        The module's own parameters do not count. `params` is the number of those that view the buffer.
+        """
         return bool(torch._C._storage_Use_Count(self.key) > self._own_uses + params)
 
     def poison(self) -> None:

@@ -48,7 +48,7 @@ ARENA_ALIGN = 1024
 
 
 _CODES_ALIGN = 16
-"""Alignment of each rank's 8-bit codes, in bytes. It allows vectorized memory accesses."""
+"""Alignment of each rank's 8-bit codes, in bytes. This alignment allows vectorized memory accesses."""
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -116,8 +116,8 @@ class Layout:
     """`W + 1` offsets in elements, multiples of `grain`. Shard `k` is `[cuts[k], cuts[k + 1])`."""
 
     grain: int = ALIGN
-    """Number of elements in a block that no cut divides. If it is above `ALIGN`, statistics of a block do not depend on
-    `W`."""
+    """Number of elements in a block that no cut divides. If this number is above `ALIGN`, the statistics of a
+    block do not depend on `W`."""
 
     @property
     def world_size(self) -> int:
@@ -162,7 +162,7 @@ class Layout:
         return tuple(self.gaps(range(len(self.slots))))
 
     def gaps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the full buffer outside of the slots with indices `kept`."""
+        """Yield the ranges of the full buffer that lie outside of the slots whose indices are in `kept`."""
         end = 0
         for i, slot in enumerate(self.slots):
             if i in kept:
@@ -173,13 +173,13 @@ class Layout:
             yield end, self.full_numel
 
     def only(self, kept: Collection[int], dtype: torch.dtype) -> Layout:
-        """Return a compact layout of the slots with indices `kept`. Every element stays on its rank.
+        """Return a compact layout of the slots whose indices are in `kept`. Every element stays on its rank.
 
             full    | embed..... norm. |. head...... pad |
             only    | embed...|head...... |                  `norm` has no gradient
 
-        If all slots are kept, the padding is kept too, so that shards stay equal in length. If `grain` is above
-        `ALIGN`, all kept slots stay in place, and the other slots become gaps.
+        If `kept` contains all slots, the padding stays too, so that shards stay equal in length. If `grain` is above
+        `ALIGN`, all slots in `kept` stay in place, and the other slots become gaps.
         """
         if len(kept) == len(self.slots) or self.grain > ALIGN:
             return replace(self, dtype=dtype, slots=tuple(self.slots[i] for i in sorted(kept)))
@@ -204,7 +204,8 @@ def lay_out(
 ) -> Layout:
     """Lay out tensors one after the other, and cut the buffer for `world_size` ranks at multiples of `grain`.
 
-    Each shape starts at a multiple of `ALIGN`, and shapes with two or more dimensions at a multiple of `matrix_align`.
+    The start of each tensor is a multiple of `ALIGN`. For tensors with two or more dimensions, the start is a multiple
+    of `matrix_align`.
     """
     slots, end = [], 0
     for name, shape in parameters:
@@ -218,9 +219,9 @@ def lay_out(
 def allocate_arenas(
     kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], device: torch.device
 ) -> list[Tensor]:
-    """Allocate one arena per kind `(dtype, trainable)`. Return one zeroed view per length.
+    """Allocate one arena per distinct kind `(dtype, trainable)`. Return one zeroed view of an arena per length.
 
-    This function writes nothing to an arena. So on a CPU, pages are allocated when weights are copied into the arena.
+    On a CPU, this function writes nothing to an arena, so pages are allocated only when weights are copied into them.
     """
     parts: list[Tensor] = [torch.empty(0)] * len(kinds)
     for dtype, trainable in dict.fromkeys(kinds):
@@ -237,7 +238,7 @@ def allocate_arenas(
 
 
 def mark_padded(grads: list[Tensor]) -> list[Tensor]:
-    """Mark gradients. A mark says that zero padding follows the gradient in memory, up to a multiple of 32 elements.
+    """Mark gradients as padded: in memory, zeros follow each gradient up to a multiple of 32 elements.
 
     Without the mark, an optimizer must assume that the memory after a gradient belongs to another tensor.
     """
@@ -273,7 +274,7 @@ class ShardInfo(NamedTuple):
 
     @staticmethod
     def forget(param: Tensor) -> None:
-        """Drop the record of `param`, if it has one. This is called when its model is unwrapped."""
+        """Drop the record of `param`, if there is one. Called when the parameter's model is unwrapped."""
         _infos.pop(param, None)
 
     def mark(self, param: Tensor) -> None:

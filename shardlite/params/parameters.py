@@ -1,8 +1,8 @@
 """Parameters of a wrapped model: placeholders without values, full parameters, and shards.
 
-While a unit is sharded, each of its parameters is a `Placeholder`, which keeps its shape, dtype and attributes. An
-operation that needs the values first asks the wrapped model to unshard the unit. Outside of a forward or a backward the
-model refuses with an error. So no computation reads the memory of a placeholder, which is NaN.
+While a unit is sharded, each of its parameters is a `Placeholder`, which keeps the parameter's shape, dtype and
+attributes. Before an operation reads values, it asks the wrapped model to unshard the unit. Outside of a forward or a
+backward the model refuses with an error. So no computation reads the memory of a placeholder, which is NaN.
 
 Assignment to `__class__` turns a parameter into a placeholder and back, as in
 `torch.nn.parameter.UninitializedParameter`. The parameter stays the same object and keeps its hooks. While the
@@ -67,12 +67,12 @@ _homes: Any = WeakTensorKeyDictionary()
 _handed_out: Any = WeakTensorKeyDictionary()
 """Weak references to the living `.data` tensors of each parameter.
 
-They are not an attribute of the parameter, because attributes are pickled with the parameter.
+The references are not an attribute of the parameter, because attributes are pickled with the parameter.
 """
 
 
 class Sharded:
-    """Mixin class of a wrapped model's parameters. The optimizer does not step these, but their shards."""
+    """Mixin class of a wrapped model's parameters. The optimizer steps their shards, not these parameters."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -95,7 +95,7 @@ class Sharded:
 
     @property
     def data(self) -> Tensor:
-        """Detached values. A write to them is detected at the end of the forward in which it is made."""
+        """Detached values. A write to these values is detected at the end of the forward that makes the write."""
         home = _homes.get(self)
         if home is not None:
             home.touch()
@@ -120,7 +120,7 @@ class Placeholder(Sharded):
         kwargs = kwargs or {}
         harmless = func in _harmless
         used = [] if harmless else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder)]
-        if harmless or not all(each in _homes for each in used):  # without an owner: being wrapped
+        if harmless or not all(each in _homes for each in used):  # a placeholder without an owner is being wrapped
             with as_they_are():
                 return func(*args, **kwargs)
         for each in used:
@@ -166,9 +166,9 @@ def _become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def detach(param: nn.Parameter, values: Tensor) -> None:
-    """Undo `attach`: restore the former class of a wrapped model's parameter, and set its `values`.
+    """Undo `attach`: restore the former class of a wrapped model's parameter, and overwrite its values with `values`.
 
-    The library's hooks and attributes are removed from the parameter. Those of the program stay.
+    The library's hooks and attributes are removed from the parameter. The program's own hooks and attributes stay.
     """
     _homes.pop(param, None)
     _handed_out.pop(param, None)
@@ -194,7 +194,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
-    """Remove the accumulated gradient of `param`. Return it, and whether `param` has several gradient hooks."""
+    """Remove the accumulated gradient of `param`. Return the gradient, and whether `param` has several hooks."""
     with as_they_are():
         grad: Tensor | None = _own_grad.__get__(param)
         _own_grad.__set__(param, None)
@@ -220,7 +220,7 @@ class Shard(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """A detached view of the shard that shares its version counter."""
+        """A detached view of the shard. The view and the shard share one version counter."""
         return _hand_out(self, self.detach())
 
     @data.setter
@@ -238,7 +238,7 @@ def _copy_into(param: Any, value: Tensor) -> None:
     """Implement `param.data = value` with a copy, because the memory of `param` is a part of a larger buffer.
 
     A former `.data` tensor that is alive gets its own memory and keeps its values, as with an ordinary parameter. If
-    `value` is a view of `param` (`param.data.T`), it also gets its own memory.
+    `value` is a view of `param` (`param.data.T`), `value` also gets its own memory.
 
     Raises:
         LayoutError: the shape differs, or views of a former `.data` tensor are alive and would change too.

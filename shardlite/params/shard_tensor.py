@@ -56,7 +56,7 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 
 
 def apart(view: Tensor) -> Tensor:
-    """Return a view of the same memory with a separate storage object.
+    """Return a tensor with the same memory as `view`, but with a separate storage object.
 
     Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) treat tensors that share a
     storage as tied, and would write only one of them.
@@ -68,9 +68,10 @@ class ShardTensor(Tensor):
     """Elements `[start, stop)` of a tensor that is sharded over ranks. Its `shape` is the shape of the whole tensor.
 
     `state_dict()` of a wrapped model and of its optimizer contains such tensors. DCP saves and loads them at any world
-    size. A saved `ShardTensor` can be loaded as a plain tensor or a DTensor, and the other way round. `to_local()`
-    returns this rank's elements and `full_tensor()` gathers the elements of all ranks, as in
-    `torch.distributed.tensor.DTensor`. Computations on a `ShardTensor` raise, because they would see only a shard.
+    size. A saved `ShardTensor` can be loaded as a plain tensor or a DTensor, and a saved plain tensor or DTensor
+    as a `ShardTensor`. `to_local()` returns this rank's elements and `full_tensor()` gathers the elements of all ranks,
+    as in `torch.distributed.tensor.DTensor`. Computations on a `ShardTensor` raise, because they would see only a
+    shard.
 
     Pickling writes this rank's elements as a plain tensor.
 
@@ -79,9 +80,9 @@ class ShardTensor(Tensor):
             (8-bit moments, split weights), `local` is a function that decodes them from `sources`.
         shape: shape of the whole tensor.
         start: index of the first element of this rank, in row-major order.
-        sources: tensors that `local` decodes, if it is a function.
+        sources: tensors that `local` decodes, if `local` is a function.
         numel, dtype, device: properties of this rank's elements, if `local` is a function.
-        encode: function that stores the elements of a decoded copy after writes to it.
+        encode: function that stores the elements of a decoded copy after the copy was written to.
         gather: function that gathers the whole tensor from this rank's elements, [stop - start]. Collective.
     """
 

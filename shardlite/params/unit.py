@@ -26,7 +26,7 @@ ROOT = "(root)"
 """Name of the root unit, which holds the parameters of no other unit."""
 
 _FLAT_ALIGN = 256
-"""Alignment in bytes of each flat (flat parameter) in a buffer. It allows vectorized memory accesses."""
+"""Alignment in bytes of each flat (flat parameter) in a buffer. This alignment allows vectorized memory accesses."""
 
 _version_of = attrgetter("_version")  # `map` with this function makes no Python call per tensor
 _local_version_of = attrgetter("local._version")
@@ -97,7 +97,7 @@ class Unit:
     """Buffer of the full weights at stage 3."""
 
     overwritten: set[Flat] = field(init=False, default_factory=set)
-    """Flats that the running backward has stepped, and whose weights from before the step no buffer holds."""
+    """Flats that the running backward has stepped, and whose earlier weights are in no buffer."""
 
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(init=False, default_factory=list)
     """Buffers of this unit that tensors outside the library still view."""
@@ -112,7 +112,7 @@ class Unit:
     """Whether some full weights do not share the memory of the shards."""
 
     _stepped: set[Flat] = field(init=False, default_factory=set)
-    """Flats that the running backward has stepped. Only a buffer that was gathered before has their old weights."""
+    """Flats that the running backward has stepped. Only a buffer that was gathered earlier has their old weights."""
 
     _touched: bool = field(init=False, default=False)
     """Whether the program has read `.data` of a full weight. Writes through `.data` do not change the version."""
@@ -211,7 +211,7 @@ class Unit:
     def expire(self) -> None:
         """Turn the parameters into placeholders, because the shards have changed."""
         self._unbind()
-        torch.autograd.graph.increment_version(self._params)  # tensors that autograd has saved would read as NaN
+        torch.autograd.graph.increment_version(self._params)  # or a backward would read NaN from saved parameters
         self._move(Weights.SHARDED)
 
     def share(self, stream: torch.cuda.Stream) -> None:
@@ -265,11 +265,11 @@ class Unit:
             flat.unbind()
 
     def _outdate_hidden(self) -> None:
-        """Increment versions, so that autograd's in-place check refuses parameters that were saved around our hooks.
+        """Increment versions, so that autograd's in-place check refuses parameters that were saved without our hooks.
 
-        Versions are not incremented while a view of the parameters is alive. Autograd would consider the view modified
-        and silently derive its gradient from the strides of the placeholder. The view itself is valid, because it keeps
-        its buffer alive.
+        Versions are not incremented while a view of the parameters is alive. Otherwise autograd would consider the view
+        modified, and silently derive its gradient from the strides of the placeholder. The view itself is valid,
+        because it keeps its buffer alive.
         """
         self.escapes = [each for each in self.escapes if each() is not None]
         if not self.escapes:
@@ -292,7 +292,7 @@ class Unit:
         return self._params
 
     def writes(self) -> int:
-        """Return the sum of the full parameters' version counters, which grows with every write that they count."""
+        """Return the sum of the full parameters' version counters, which grows with every write that PyTorch counts."""
         with as_they_are():
             return sum(map(_version_of, self._params))
 
