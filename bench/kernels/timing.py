@@ -51,7 +51,7 @@ class Run:
     """Function that returns the tensors that `step` changes."""
 
     expected: Callable[[], Sequence[Tensor]]
-    """Function that returns the expected values of these tensors after the next step, and does not change them."""
+    """Function that returns the expected values of these tensors after the next step, without changing the tensors."""
 
     moved: int
     """Minimum number of bytes that a step reads and writes in these formats."""
