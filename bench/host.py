@@ -12,7 +12,7 @@ elements as possible, because moving elements is the GPU's work. These rows go t
 
 | key | meaning |
 |---|---|
-| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of a step's wall time per block, including waits, on the slowest rank |
+| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of wall time per block in a step, with waiting, on the slowest rank |
 | `main_us_per_unit_p50` | microseconds of CPU time of the main thread in a step, per block |
 | `calls_per_step` | number of Python functions that the main thread enters in a step |
 | `us_vs_fsdp2` | `us_per_unit_p50` divided by that of FSDP2 |

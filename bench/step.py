@@ -6,8 +6,8 @@
 Without `--ranks`, the bench starts two ranks, or one rank per GPU. It measures all combinations of precision,
 accumulation and clipping, each with all systems that support it (`bench.support.matrix`), or with the systems that
 `--systems` names. Results are compared before the measurement (`bench.support.check`). Each model's rows go to
-`bench/results/step-MODEL-Nranks.jsonl`. The file name has the suffix `-transports` if `p2p` or `collectives` is among the
-systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON object per system and combination:
+`bench/results/step-MODEL-Nranks.jsonl`. The file name has the suffix `-transports` if `p2p` or `collectives` is
+among the systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON object per system and combination:
 
 | key | meaning |
 |---|---|

@@ -74,7 +74,7 @@ def talks_of(trainer: Trainer) -> Negotiation:
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Time a trainer with and a trainer without negotiation, and check that their weights have the same bits. Collective."""
+    """Time training with and without negotiation, and check that the weights have the same bits. Collective."""
     told, silent = (build_shardlite(workload, group, stage=3) for _ in range(2))
     trainers = {"with": told, "without": Silent(silent.model, silent.optimizer, silent.whole)}
     clock = Clocked(talks_of(told))

@@ -37,7 +37,7 @@ TRANSPORTS = ("shared_memory", "p2p", "collectives")
 
 
 def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
-    """Train until the rank with the highest number kills itself. Each other rank writes the time of its error to a file."""
+    """Train until the rank with the highest number kills itself. Each other rank writes the time of its error."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with one_of_them() as group:
         rank, workload = group.rank(), WORKLOADS[options.model]

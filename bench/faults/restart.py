@@ -10,7 +10,8 @@ starts two ranks with `torchrun --max-restarts 1`. Rows go to `bench/results/res
 | `disk` | `shardlite.save` after every `--save-every` steps |
 
 The rank with the highest number kills itself in step `--fatal`. So the run that resumes from disk repeats as many
-steps as the remainder of `--fatal` divided by `--save-every`. At the end, the weights of both runs are compared with those of an uninterrupted run.
+steps as the remainder of `--fatal` divided by `--save-every`. At the end, the weights of both runs are compared with
+those of an uninterrupted run.
 
 | key | meaning |
 |---|---|

@@ -207,7 +207,7 @@ def retained(mesh: DeviceMesh) -> str:
 
 
 def stepped_between(mesh: DeviceMesh) -> str:
-    """Take a step between a forward and its backward. The plain copy takes no step, because its backward would raise."""
+    """Take a step between a forward and its backward. The plain copy takes no step: its backward would raise."""
     plain = blocks()
     ours = wrapped(copy.deepcopy(plain), mesh)
     for each in (plain, ours):

@@ -114,7 +114,7 @@ def measure(task: Task) -> Row:
 
 
 def _differences(runs: dict[str, Row], *names: str) -> Row:
-    """Return the difference of each loss from the plain run. If `names` are several runs, return the largest difference."""
+    """Return the difference of each loss from the plain run. With several `names`, return the largest difference."""
     plain = runs["plain"]
     found = {loss: [runs[name][loss] - plain[loss] for name in names] for loss in LOSSES}
     return {loss: round(max(differences, key=abs), 6) for loss, differences in found.items()}

@@ -81,7 +81,7 @@ class Sleeps:
     """A function that replaces every collective: it sleeps for as long as the collective would take."""
 
     def __init__(self, world_size: int, device: torch.device, cycles: float | None = None) -> None:
-        """Create the replacement. `cycles` is the rate of the GPU's sleep in cycles per second; `None` measures the rate."""
+        """Create the replacement. The GPU's sleep takes `cycles` per second. If `cycles` is `None`, it is measured."""
         self.world_size = world_size
         self.awake = False
         """If true, collectives do not sleep. A target is still filled when it is seen for the first time."""
@@ -282,7 +282,7 @@ def _prepared(
 
 
 def _check_loss(step: Step) -> None:
-    """Take a step, and raise if the loss is NaN. If it is NaN, the optimizer may have skipped some of the timed steps."""
+    """Take a step, and raise if the loss is NaN. If it is NaN, the optimizer may have skipped timed steps."""
     loss = float(step())
     assert loss == loss, "the loss is not a number"
 

@@ -86,7 +86,7 @@ BESIDE_WARM_UP = ("environment", "nccl")
 """Probes that run while kernels are compiled."""
 
 PATIENCE = 45
-"""Seconds from the start of the run. For this time, the other probes wait for compilation, which is ended afterwards."""
+"""Seconds after the start of the run at which compilation is ended. Until then, the other probes wait for it."""
 
 _WHERE = ("machine", "card", "torch", "python", "date")
 

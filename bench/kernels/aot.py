@@ -6,8 +6,8 @@
     python bench/kernels/aot.py --check    also exits with 1 if the table in this file differs
 
 These are errors: registers are spilled; a thread's access to an element tensor has fewer bits than it could have, up to
-128; the machine code moves another number of bytes than the kernel's formula gives; a 64-bit integer is divided; or a kernel
-that promises equal bits has an instruction that is not exact.
+128; the machine code moves another number of bytes than the kernel's formula gives; a 64-bit integer is divided; or a
+kernel that promises equal bits has an instruction that is not exact.
 
 *Element tensors* have `S` elements. Their bytes per element are counted in the machine code: the bits of a thread's
 accesses, divided by the number of its elements. If the compiler has copied the body of a loop, all tensors have several

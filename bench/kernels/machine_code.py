@@ -150,7 +150,7 @@ class _Arguments:
 
 
 def _behind(found: set[str]) -> set[str]:
-    """Return the sources of a value loaded from `found`. A value in `slot_table` is the address of one of the `slots`."""
+    """Return the sources of a value loaded from `found`. For example, values in `slot_table` are addresses in `slots`."""
     return {f"{name.removesuffix('_table')}s" for name in found if name.endswith("_table")}
 
 

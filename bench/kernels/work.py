@@ -1,8 +1,8 @@
 """Works (`bench.kernels.timing.Work`) that measure single kernels of ShardLite.
 
 The results of a kernel must have the bits of its reference. The exceptions are sums of squares and, on a GPU, 8-bit
-moments, because the kernel for 8-bit moments uses the device's approximations. On the CPU, the expected step decodes with the reference,
-applies PyTorch's operator to fp32 tensors, and encodes with the reference.
+moments, because the kernel for 8-bit moments uses the device's approximations. On the CPU, the expected step decodes
+with the reference, applies PyTorch's operator to fp32 tensors, and encodes with the reference.
 
 Legend: `S` elements.
 """
@@ -137,7 +137,7 @@ def _compared(state: State) -> list[Result]:
 
 
 def _stepped(state: State, step: Callable[[], object], gradient: Callable[[], Tensor], *read: Tensor | None) -> Run:
-    """Return a run that steps `state`. The function `gradient` returns the gradient that the step computes from `read`."""
+    """Return a run that steps `state`. `gradient()` returns the gradient that the step computes from the tensors `read`."""
     return Run(
         step=step,
         results=lambda: _compared(state),
@@ -236,7 +236,7 @@ def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
 
 
 def _scale(dtype: torch.dtype, factor: float) -> Work:
-    """Return a multiplication by `factor`, which keeps numbers normal for many rounds and is 1 in all dtypes or in none."""
+    """Return a multiplication by `factor`. Numbers stay normal for many rounds. `factor` is 1 in all dtypes or in none."""
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)

@@ -63,7 +63,7 @@ def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
     adds = plan.operation == "reduce-scatter"
     at_start = [0.0] * len(sizes)
     sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # time until which each rank is busy
-    complete: dict[tuple[int, int, int], list[float]] = {}  # times of arrival, by rank, segment and part
+    complete: dict[tuple[int, int, int], list[float]] = {}  # times of completion, by rank, segment and part
     for transfers in plan.steps:
         came: dict[tuple[int, int, int], list[float]] = {}
         for each in transfers:

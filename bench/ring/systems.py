@@ -73,7 +73,7 @@ class Case:
     operation: Operation
     group: dist.ProcessGroup
     brought: Sequence[Tensor]
-    """Each rank's input of a reduction, [n]. Segment `k` of rank `k`'s input is also the input of rank `k` in a gather."""
+    """Each rank's input of a reduction, [n]. Segment `k` of rank `k`'s input is also rank `k`'s input of a gather."""
 
     full: Tensor
     """Buffer [n] to reduce or to fill."""

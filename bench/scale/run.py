@@ -1,4 +1,4 @@
-"""Measure weak and strong scaling of ShardLite at stage 3 on this machine, and simulate them for this machine and clusters.
+"""Measure weak and strong scaling of ShardLite at stage 3 on this machine, and simulate it, also on clusters.
 
     python -m bench.scale --model gpt --ranks 1 2 4
 

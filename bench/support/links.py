@@ -44,7 +44,7 @@ def nothing(nodes: int, node: int) -> Sent:
 
 
 def ring(nodes: int, node: int) -> Sent:
-    """Return the fractions for a ring: `(W-1)/W` in total, of which `1/L` leaves the node if there are several nodes."""
+    """Return the fractions for a ring: `(W-1)/W` in total. With several nodes, `1/L` of this leaves the node."""
     sent = Fraction(nodes * node - 1, nodes * node)
     across = sent / node if nodes > 1 else Fraction(0)
     return Sent(sent - across, across)

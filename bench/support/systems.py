@@ -300,7 +300,7 @@ FORMATS: dict[str, Build] = {
     "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
     "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
 }
-"""Formats of ShardLite at stage 3. `bench.gpu` compares their losses with a plain model's. `compact` combines all formats."""
+"""Formats of ShardLite at stage 3; `compact` combines the others. `bench.gpu` compares losses with a plain model's."""
 
 MIXED: dict[str, Build] = {
     "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
