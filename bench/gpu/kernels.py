@@ -133,7 +133,7 @@ def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 
 
 
 class _NotCooperative:
-    """Wrapper that launches the ring kernel not cooperatively. A GPU runs cooperative launches one after the other.
+    """The ring kernel with ordinary launches, because a GPU runs cooperative launches one after the other.
 
     Even without a cooperative launch, all programs are resident at the same time, because there are few of them.
     """

@@ -101,7 +101,7 @@ def _trained_directly(device: torch.device, staged: dict[str, Tensor], write: Ca
         traceback.print_exc()
         write(transport="symmetric_memory", error=f"{type(error).__name__}: {error}"[:300])
         sys.stdout.flush()
-        os._exit(1)  # without cleanup: it could hang, because other ranks may wait for this rank
+        os._exit(1)  # a cleanup could hang, because other ranks may wait for this rank
     return same
 
 

@@ -86,7 +86,7 @@ BESIDE_WARM_UP = ("environment", "nccl")
 """Probes that run while kernels are compiled."""
 
 PATIENCE = 45
-"""Seconds after the start of the run at which compilation is ended. Until then, the other probes wait for it."""
+"""Time limit of compilation in seconds after the start of the run. Until then, the other probes wait for its end."""
 
 _WHERE = ("machine", "card", "torch", "python", "date")
 

@@ -150,7 +150,7 @@ class _Arguments:
 
 
 def _behind(found: set[str]) -> set[str]:
-    """Return the sources of a value loaded from `found`. For example, values in `slot_table` are addresses in `slots`."""
+    """Return the sources of a value loaded from `found`. A value from `slot_table` is an address in `slots`."""
     return {f"{name.removesuffix('_table')}s" for name in found if name.endswith("_table")}
 
 

@@ -167,7 +167,7 @@ class Sample(NamedTuple):
     """Time from the start of the step on the device to its end."""
 
     cpu: float
-    """CPU time of all threads of this process, which other programs hardly affect. On a GPU, time of the launch."""
+    """CPU time of all threads of this process, hardly affected by other programs. On a GPU, CPU time of the launch."""
 
 
 class Clock(Protocol):

@@ -137,7 +137,7 @@ def _compared(state: State) -> list[Result]:
 
 
 def _stepped(state: State, step: Callable[[], object], gradient: Callable[[], Tensor], *read: Tensor | None) -> Run:
-    """Return a run that steps `state`. `gradient()` returns the gradient that the step computes from the tensors `read`."""
+    """Return a run that steps `state`. `gradient()` returns the gradient, which the step computes from `read`."""
     return Run(
         step=step,
         results=lambda: _compared(state),
@@ -236,7 +236,7 @@ def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
 
 
 def _scale(dtype: torch.dtype, factor: float) -> Work:
-    """Return a multiplication by `factor`. Numbers stay normal for many rounds. `factor` is 1 in all dtypes or in none."""
+    """Return a multiplication by `factor`. It keeps numbers normal for many rounds. It is 1 in all dtypes or none."""
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)

@@ -1,4 +1,4 @@
-"""Measure weak and strong scaling of ShardLite at stage 3 on this machine, and simulate it, also on clusters.
+"""Measure weak and strong scaling of ShardLite's stage 3 on this machine. Simulate it for this machine and clusters.
 
     python -m bench.scale --model gpt --ranks 1 2 4
 

@@ -30,7 +30,7 @@ class Times:
     """Wall time from the common start to the end."""
 
     cpu: list[float] = field(default_factory=list)
-    """CPU time of all threads of the process, which other programs hardly affect."""
+    """CPU time of all threads of the process. Other programs hardly affect this time."""
 
     main: list[float] = field(default_factory=list)
     """CPU time of the main thread."""
