@@ -7,7 +7,7 @@ starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object 
     python -m bench.host --fake 8 64 512
 
 instead simulates rank 0 of 8, 64 and 512 ranks (`bench.support.fake_group`). No data is sent, so only the host works.
-The command also measures reductions, in slices, of the gradients of a block of Llama 3 8B. Each slice has as few
+The command also measures sliced reductions of the gradients of a block of Llama 3 8B. Each slice has as few
 elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`.
 
 | key | meaning |

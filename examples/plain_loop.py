@@ -39,7 +39,9 @@ def main() -> None:
     optimizer = AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / WARMUP, 1 - step / (options.steps + 1)))
     if options.resume:
-        load(options.resume, model, optimizer, {"schedule": schedule})  # accepts any number of ranks, and any stage
+        load(
+            options.resume, model, optimizer, {"schedule": schedule}
+        )  # ranks and stage may differ from the saved run's
 
     for step in range(schedule.last_epoch, options.steps):
         train_loss = take_step(model, optimizer, text.train, device, key=(options.seed, step))

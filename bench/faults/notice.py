@@ -82,7 +82,7 @@ def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namesp
     """
     folder.mkdir()
     settings = ["--model", options.model, "--way", transport, "--folder", str(folder)]
-    # The exit status is ignored, because it always reports a failure: that of the killed rank.
+    # The exit status is ignored: it always reports a failure, because a rank is killed.
     start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)
     noticed = [float(each.read_text()) for each in folder.glob("noticed-*")]
     if len(noticed) != options.ranks - 1:

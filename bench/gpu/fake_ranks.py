@@ -81,7 +81,7 @@ class Sleeps:
     """A function that replaces every collective: it sleeps for as long as the collective would take."""
 
     def __init__(self, world_size: int, device: torch.device, cycles: float | None = None) -> None:
-        """Create the replacement. `cycles` is the number of cycles per second of the GPU's sleep, measured if `None`."""
+        """Create the replacement. `cycles` is the rate of the GPU's sleep in cycles per second, measured if `None`."""
         self.world_size = world_size
         self.awake = False
         """If true, collectives do not sleep. A target is still filled when it is seen for the first time."""

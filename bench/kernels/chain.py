@@ -1,4 +1,4 @@
-"""Chains of kernels in a clipped step of ShardLite and of FSDP2: from adding gradients to weights ready to gather.
+"""Chains of kernels in a clipped step of ShardLite and of FSDP2: from the sum of gradients to the cast weights.
 
 Legend: `S` elements.
 """

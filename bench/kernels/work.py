@@ -236,7 +236,7 @@ def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
 
 
 def _scale(dtype: torch.dtype, factor: float) -> Work:
-    """Return a multiplication by `factor`. It keeps numbers normal for many rounds. It is 1 in all dtypes or none."""
+    """Return a multiplication by `factor`. The factor keeps numbers normal, and is 1 in all dtypes or in none."""
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)

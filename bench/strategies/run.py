@@ -14,8 +14,8 @@ starts two ranks. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
 | `held_bytes`, `peak_bytes` | bytes in tensors between two steps, and their peak, on the rank that holds the most |
 
-Strategies take turns after each step, so a busy machine affects all of them. `bucketed_ddp` reduces on a thread, so its
-`peak_bytes` lacks half of a bucket.
+Strategies take turns after each step, so a busy machine affects all of them. `bucketed_ddp` reduces on another
+thread, whose tensors are not counted, so its `peak_bytes` lacks half of a bucket.
 
 The exit status is 1 if a strategy that averages gradients differs by more than `CLOSE` from one process, if parameter
 averaging does not, or if the error of accumulated gradients exceeds rounding.

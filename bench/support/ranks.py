@@ -85,7 +85,7 @@ def on_ranks(
 
 @contextmanager
 def one_of_them() -> Iterator[dist.ProcessGroup]:
-    """Initialize the process group of a process that `start_ranks` started. If the block raises, do not destroy the group."""
+    """Initialize the process group in a process of `start_ranks`. If the block raises, do not destroy the group."""
     torch.set_num_threads(1)
     device, backend = place(torch.cuda.device_count())
     if torch.cuda.is_available():
