@@ -1,11 +1,11 @@
 """Simulate rank 0 of 8 on one GPU: kernels, streams and memory are real, but each collective is a sleep.
 
 For both ShardLite and FSDP2, a collective of `n` bytes over `W` ranks sleeps for `(W - 1) / W * n / bandwidth` plus a
-latency, on the stream on which NCCL would run the collective. Bandwidth and latency are those of a DGX H100 in
-`shardlite plan`, which names their source. During the sleep, the other ranks' parts of the target are filled with this
-rank's part, so that numbers are finite and memory is written. Losses are meaningless. The simulation does not
-include the use of multiprocessors by NCCL's kernels, the time spent waiting for other ranks, or the time of all-reduces
-(of norms and flags).
+latency, on the stream on which NCCL would run the collective. Bandwidth and latency are those that `shardlite plan`
+assumes for a DGX H100; `CLUSTER.source` is their source. During the sleep, the other ranks' parts of the target are
+filled with this rank's part, so that numbers are finite and memory is written. Losses are meaningless. The simulation
+does not include the use of multiprocessors by NCCL's kernels, the time spent waiting for other ranks, or the time of
+all-reduces (of norms and flags).
 
 Legend: `W` ranks.
 """

@@ -1,4 +1,4 @@
-"""Chains of kernels in a clipped step of ShardLite and of FSDP2: from the sum of gradients to the cast weights.
+"""Chains of kernels in a clipped step of ShardLite and of FSDP2: from the sum of gradients to weights for the gather.
 
 Legend: `S` elements.
 """
