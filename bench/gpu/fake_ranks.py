@@ -224,7 +224,7 @@ def fake8(report: Report) -> None:
 def _step(
     workload: Workload, build: Build, group: dist.ProcessGroup, sleeps: Sleeps, *, clip: bool, report: Report
 ) -> dict[str, Any]:
-    """Return the times of a step, and by how much its peak of memory exceeds the memory before the step."""
+    """Return the times of a step, and by how much its peak of memory exceeds the memory before the build."""
     device, before, rounds = report.device, _allocated(report.device), 1 if report.dry else _ROUNDS
     trainer, step = _prepared(workload, build, group, sleeps, clip=clip, report=report)
     if device.type == "cuda":

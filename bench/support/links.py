@@ -3,8 +3,8 @@
     python -m bench.support.links
 
 prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL,
-gathers, and reductions with `reduce="fast"`, are rings over all network cards of a node, so one of `L` hops leaves the
-node.
+gathers are rings over all network cards of a node, and so are reductions with `reduce="fast"`. In such a ring, one of
+`L` hops leaves the node.
 
 Legend: `W = N L` ranks in `N` nodes of `L` GPUs, each GPU with a network card; `n` bytes in all gradients or all
 weights.

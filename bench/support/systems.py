@@ -7,7 +7,7 @@
 | `fsdp1`, `fsdp2` | `FullyShardedDataParallel` and `fully_shard` on every block, then on the root |
 | `stage0` to `stage3` | ShardLite, which finds the same units automatically |
 | `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
-| `tree` | ShardLite at stage 3 with `order="tree"`, one part of a batch per rank: the same sums in another order |
+| `tree` | ShardLite at stage 3 with `order="tree"`, and one part of a batch per rank: the same sums in another order |
 
 `shardlite.apps.memory.systems` wraps PyTorch's systems.
 
