@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.regenerate:
         return regenerate()
-    # `sys.exit` raises an exception, so that the running bench is ended too.
+    # On SIGTERM, `sys.exit` raises an exception, so that `finally` ends the running bench.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = [part for part in suite.parts() if part.name in (options.only or [part.name])]
     file = options.out / suite.file_name()

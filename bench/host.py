@@ -7,12 +7,12 @@ starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object 
     python -m bench.host --fake 8 64 512
 
 instead simulates rank 0 of 8, 64 and 512 ranks (`bench.support.fake_group`). No data is sent, so only the host works.
-The command also measures reductions, in slices, of the gradients of a block of Llama 3 8B. Each slice has as few
+The command also measures sliced reductions of the gradients of a block of Llama 3 8B. Each slice has as few
 elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`.
 
 | key | meaning |
 |---|---|
-| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of a step's wall time per block, on the slowest rank, with waits |
+| `us_per_unit_p20`, `_p50`, `_p80` | microseconds of wall time per block in a step, with waiting, on the slowest rank |
 | `main_us_per_unit_p50` | microseconds of CPU time of the main thread in a step, per block |
 | `calls_per_step` | number of Python functions that the main thread enters in a step |
 | `us_vs_fsdp2` | `us_per_unit_p50` divided by that of FSDP2 |
@@ -60,7 +60,7 @@ COUNTED = 5
 """Number of steps over which Python calls are averaged."""
 
 _FP32 = 4  # bytes
-_GRAIN = 1024  # elements for which a GPU kernel writes one entry of statistics
+_GRAIN = 1024  # number of elements for which a GPU kernel writes one entry of statistics
 
 _REAL: Columns = {
     "model": lambda row: row["model"],
@@ -91,7 +91,7 @@ _BLOCK: Columns = {
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time the systems on one workload, and return a row for each. Collective."""
+    """Verify and time the systems on one workload, and return a row for each system. Collective."""
     systems = {name: SYSTEMS[name] for name in CHOSEN}
     verify(workload, systems, group)
     trainers = {name: build(workload, group) for name, build in systems.items()}

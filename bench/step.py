@@ -6,15 +6,15 @@
 Without `--ranks`, the bench starts two ranks, or one rank per GPU. It measures all combinations of precision,
 accumulation and clipping, each with all systems that support it (`bench.support.matrix`), or with the systems that
 `--systems` names. Results are compared before the measurement (`bench.support.check`). Each model's rows go to
-`bench/results/step-MODEL-Nranks.jsonl`. The name has the suffix `-transports` if `p2p` or `collectives` is among the
-systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON object per system and combination:
+`bench/results/step-MODEL-Nranks.jsonl`. The file name has the suffix `-transports` if `p2p` or `collectives` is
+among the systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON object per system and combination:
 
 | key | meaning |
 |---|---|
 | `precision`, `accumulation`, `clip` | dtype of computation; micro-batches per step; norm for clipping |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank; on GPUs measured with events |
 | `per_second`, `item` | tokens or samples of all ranks per second, at `ms_p50` |
-| `cpu_ms_p50` | CPU milliseconds of all threads of a process; other programs hardly affect them |
+| `cpu_ms_p50` | CPU milliseconds of all threads of a process, hardly affected by other programs |
 | `ms_above_floor` | `ms_p50` minus that of the system `floor`: the time of communication and sharding |
 | `above_floor_vs_fsdp2`, `ms_vs_ddp` | `ms_above_floor` divided by FSDP2's; `ms_p50` divided by DDP's |
 | `peak_bytes` | peak of bytes in tensors during a step, on the rank with the highest peak; meaningless for the floor |
@@ -59,7 +59,7 @@ def measure(
     group: dist.ProcessGroup,
     setting: Setting = Setting(),  # noqa: B008 (frozen)
 ) -> list[Row]:
-    """Verify all systems on one workload, measure their memory and time, and return a row for each. Collective.
+    """Verify all systems on one workload, measure memory and time, and return a row for each system. Collective.
 
     Args:
         workload: the model and batches; a batch is one micro-batch.
@@ -156,7 +156,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
                 left_out = [each for each in options.systems if each not in systems]
                 _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
             rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
-            if group.rank() == 0:  # not only at the end, because a long run may be stopped early
+            if group.rank() == 0:  # after each setting, because a long run may be stopped early
                 file = _file(rows, options.out, device)
                 write_rows(rows, file)
         if group.rank() == 0:

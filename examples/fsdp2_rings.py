@@ -6,7 +6,7 @@ FSDP2 accepts a custom all-gather and reduce-scatter for each of its modules. Th
 schedule, streams, casts, the all-reduce of hybrid sharding, and the norm of DTensors. The script trains a small GPT
 with FSDP2's own collectives and with the rings. On two ranks both give the same bits.
 
-Legend: `W` ranks over which a module is sharded, `S` elements per shard of all its parameters together.
+Legend: `W` ranks over which a module is sharded, `S` elements in a rank's shard of all parameters of a module.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timed
 
 
 class Connections:
-    """Holder of a transport per process group, because FSDP2 passes a group in each call, and of a queue per device."""
+    """Holder of one transport for each process group that FSDP2 passes in its calls, and of one queue per device."""
 
     def __init__(self, route: Route, timeout: timedelta, *, reduces: bool = False) -> None:
         self._route, self._timeout, self._reduces = route, timeout, reduces
@@ -207,7 +207,7 @@ def _scales(op: Any, world_size: int) -> tuple[float, int]:
 
 
 def _parameter_group(name: str, module: nn.Module) -> list[Any]:
-    """Return FSDP2's parameter group of a module, or an empty list, after checking that a ring supports it."""
+    """Check that a ring supports the module, and return a list of FSDP2's parameter group, or an empty list."""
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()  # one group or a list of groups, by PyTorch version

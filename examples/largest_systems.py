@@ -51,7 +51,7 @@ class Shape:
 
     @classmethod
     def near(cls, size: int) -> "Shape":
-        """Return the member whose blocks have about `size` parameters, `depth (4 c^2 + 2 c f)`.
+        """Return the shape whose blocks have about `size` parameters in total. This total is `depth (4 c^2 + 2 c f)`.
 
         The depth is the largest for which `f >= 3 c`. Then `f` is adjusted in steps of 8.
         """
@@ -165,4 +165,4 @@ SYSTEMS: dict[str, Callable[[GPT, torch.device], Trainer]] = {
     "ShardLite, in_backward": in_backward,
     "ShardLite, in_backward, split24, int8": compact,
 }
-"""Systems by their names in the table, which compares all of them with `BASE`."""
+"""Systems by their names in the table. The table compares all systems with `BASE`."""

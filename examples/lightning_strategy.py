@@ -54,7 +54,7 @@ class ShardLiteStrategy(DDPStrategy):
                 group["params"] = [shards.get(param, param) for param in group["params"]]
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Return a context that accumulates gradients; the Trainer enters it for all batches but the last of a step."""
+        """Return a context that accumulates gradients. The Trainer enters it for all batches of a step but the last."""
         return self.model.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:

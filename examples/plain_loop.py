@@ -39,7 +39,9 @@ def main() -> None:
     optimizer = AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / WARMUP, 1 - step / (options.steps + 1)))
     if options.resume:
-        load(options.resume, model, optimizer, {"schedule": schedule})  # saved by any number of ranks, at any stage
+        load(
+            options.resume, model, optimizer, {"schedule": schedule}
+        )  # ranks and stage may differ from the saved run's
 
     for step in range(schedule.last_epoch, options.steps):
         train_loss = take_step(model, optimizer, text.train, device, key=(options.seed, step))
@@ -81,7 +83,7 @@ def take_step(model: ShardLite, optimizer: AdamW, text: Bytes, device: torch.dev
 
 @torch.no_grad()
 def validate(model: ShardLite, text: Bytes, device: torch.device, batches: int = 4) -> float:
-    """Return the mean loss over validation text. All ranks must call this function, whose forwards gather weights."""
+    """Return the mean loss over validation text. All ranks must call this function, because forwards gather weights."""
     model.eval()
     total = torch.zeros((), device=device)
     for i in range(batches):

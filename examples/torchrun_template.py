@@ -35,7 +35,7 @@ from shardlite.checkpoint import latest
 
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)
 BASE_BATCH = 16
-"""Number of samples in a step at which the learning rate is `--lr`."""
+"""Number of samples per step for which the learning rate is `--lr`."""
 
 
 def main() -> None:

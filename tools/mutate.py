@@ -10,9 +10,9 @@ the text, the script searches all sources, because code moves between files. A t
 `"test_file::test_name"`, without the folder of the file.
 
 For each mutant the checkout is copied to a temporary folder (tracked and untracked files, but none that git ignores),
-the text is replaced, and pytest runs the test in the copy. The mutant is killed if pytest fails or times out. First of
-all, the tests of all mutants run without a mutant; if one of them fails, the exit status is 2. If a mutant survives,
-the exit status is 1.
+the text is replaced, and pytest runs the test in the copy. The mutant is killed if pytest fails or times out. Before
+that, the tests of all mutants run without a mutant; if one of these tests fails, the exit status is 2. If a mutant
+survives, the exit status is 1.
 """
 
 import argparse

@@ -7,7 +7,7 @@ starts two ranks. Rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one 
 | system | each rank |
 |---|---|
 | `raw` | writes as many bytes as its shard and moments have, from memory to a file of its own |
-| `raw, early` | writes like `raw`, but starts to flush each block before the next one, as `save` does |
+| `raw, early` | writes like `raw`, but starts to flush each block before it writes the next block, as `save` does |
 | `torch.save` | writes its shards and moments with `torch.save`; only the same number of ranks can load them |
 | `fsdp2` | calls `torch.distributed.checkpoint.save` with an FSDP2 model and its optimizer |
 | `save` | calls `shardlite.save` |
@@ -63,7 +63,7 @@ WARM_UP = 1
 
 
 def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGroup) -> list[Row]:
-    """Verify and time the systems, and return a row for each. Collective; all ranks pass the same folder."""
+    """Verify and time the systems, and return a row for each system. Collective; all ranks pass the same folder."""
     ours, theirs = (SYSTEMS[name](workload, group) for name in ("stage3", "fsdp2"))
     for trainer in (ours, theirs):
         trainer.step(workload.batch(group.rank(), 0))

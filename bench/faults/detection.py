@@ -8,12 +8,12 @@ starts two ranks, which take steps at stage 3 with and without negotiation in tu
 | key | meaning |
 |---|---|
 | `ms_p50`, `ms_p50_without` | milliseconds of a step with and without negotiation, on the slowest rank |
-| `cpu_ms_p50`, `cpu_ms_p50_without` | CPU milliseconds of all threads of a process; other programs hardly affect them |
+| `cpu_ms_p50`, `cpu_ms_p50_without` | CPU milliseconds of all threads of a process, hardly affected by other programs |
 | `talks_cpu_ms` | milliseconds of CPU time of the negotiation per step |
 | `talks_share` | `talks_cpu_ms` divided by `cpu_ms_p50_without` |
 
 Ranks also check the names and numbers of operations. These checks take no additional time, because the tag of each
-message contains the name and number.
+message contains the name and number of the operation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Clocked:
 
 
 class Silent(Trainer):
-    """A trainer that does not negotiate after the warm-up. By then, all ranks are known to make the same calls."""
+    """A trainer that does not negotiate after the warm-up, because all ranks made the same calls in the warm-up."""
 
     steps = 0
 
@@ -74,7 +74,7 @@ def talks_of(trainer: Trainer) -> Negotiation:
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Time both trainers, and check that their weights have the same bits. Collective."""
+    """Time training with and without negotiation, and check that the weights have the same bits. Collective."""
     told, silent = (build_shardlite(workload, group, stage=3) for _ in range(2))
     trainers = {"with": told, "without": Silent(silent.model, silent.optimizer, silent.whole)}
     clock = Clocked(talks_of(told))

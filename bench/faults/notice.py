@@ -37,7 +37,7 @@ TRANSPORTS = ("shared_memory", "p2p", "collectives")
 
 
 def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
-    """Train until the rank with the highest number kills itself. The others write the time of their error to a file."""
+    """Train until the rank with the highest number kills itself. Each other rank writes the time of its error."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with one_of_them() as group:
         rank, workload = group.rank(), WORKLOADS[options.model]
@@ -78,11 +78,11 @@ def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namesp
     """Start ranks, one of which kills itself. Return the seconds until the slowest of the other ranks raises.
 
     Raises:
-        RuntimeError: If a rank does not raise within 30 seconds, after which `torchrun` kills it.
+        RuntimeError: If a rank does not raise within 30 seconds. `torchrun` then kills this rank.
     """
     folder.mkdir()
     settings = ["--model", options.model, "--way", transport, "--folder", str(folder)]
-    # A rank is killed, so the exit status is always that of a failure.
+    # The exit status is ignored: it always reports a failure, because a rank is killed.
     start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)
     noticed = [float(each.read_text()) for each in folder.glob("noticed-*")]
     if len(noticed) != options.ranks - 1:

@@ -9,15 +9,16 @@ starts two ranks with `torchrun --max-restarts 1`. Rows go to `bench/results/res
 | `memory` | `shardlite.save_in_memory` after each step |
 | `disk` | `shardlite.save` after every `--save-every` steps |
 
-The rank with the highest number kills itself in step `--fatal`. So the run that resumes from disk repeats `--fatal`
-modulo `--save-every` steps. At the end, the weights of both runs are compared with those of an uninterrupted run.
+The rank with the highest number kills itself in step `--fatal`. So the run that resumes from disk repeats as many
+steps as the remainder of `--fatal` divided by `--save-every`. At the end, the weights of both runs are compared with
+those of an uninterrupted run.
 
 | key | meaning |
 |---|---|
-| `resumed` | number of steps that are contained in the loaded checkpoint |
+| `resumed` | number of steps after which the loaded checkpoint was saved |
 | `lost` | number of repeated steps |
 | `seconds` | seconds from the kill to the end of the first new step |
-| `started` | the part of `seconds` before the call of `load`, in which the ranks restart |
+| `started` | the part of `seconds` before the call of `load`; in this part the ranks restart |
 | `loaded` | the part of `seconds` that `load` takes |
 """
 

@@ -31,7 +31,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A residual block around a layer, by default a linear one."""
+    """A residual block around a layer, by default a linear layer."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Query(nn.Module):
 
 
 class Keeps(torch.autograd.Function):
-    """The product `x @ w.T`, which keeps `w` as an attribute of the context, like some quantized layers."""
+    """A function that returns `x @ w.T` and keeps `w` as an attribute of the context, as some quantized layers do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def blocks(layer: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> 
 
 
 def wrapped(module: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """Apply `fully_shard` to each child, then to the module itself, whose unit has the other parameters."""
+    """Apply `fully_shard` to each child, then to the module itself. The module's unit has the other parameters."""
     for child in module:
         fully_shard(child, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -153,7 +153,7 @@ def square(module: nn.Module) -> Tensor:
 
 
 def penalty(module: nn.Module) -> Tensor:
-    """Return a gradient penalty, [], which needs a double backward."""
+    """Return a loss with a gradient penalty, []. The penalty requires a double backward."""
     x = batch()
     loss = module(x).square().mean()
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -172,7 +172,7 @@ def offloaded(module: nn.Module) -> Tensor:
 
 
 def gradients(ours: nn.Module, plain: nn.Module) -> str:
-    """Return a description of the difference from the gradients of the plain copy."""
+    """Describe how the gradients of the sharded model differ from those of the plain copy."""
     pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), plain.parameters(), strict=True)]
     missing = sum(got is None and expected is not None for got, expected in pairs)
     kinds = {type(got).__name__ for got, _ in pairs if got is not None}
@@ -183,7 +183,7 @@ def gradients(ours: nn.Module, plain: nn.Module) -> str:
 
 
 def compared(make: Callable[[], nn.Sequential], loss: Callable[[nn.Module], Tensor] = square) -> Callable[..., str]:
-    """Return a case, which compares the gradients of `loss` with those of a plain copy of the model."""
+    """Return a case that computes the gradients of `loss` with FSDP2 and in a plain copy, and compares them."""
 
     def case(mesh: DeviceMesh) -> str:
         plain = make()
@@ -207,7 +207,7 @@ def retained(mesh: DeviceMesh) -> str:
 
 
 def stepped_between(mesh: DeviceMesh) -> str:
-    """Take a step between a forward and its backward, where plain PyTorch would raise. The plain copy takes no step."""
+    """Take a step between a forward and its backward. The plain copy takes no step: its backward would raise."""
     plain = blocks()
     ours = wrapped(copy.deepcopy(plain), mesh)
     for each in (plain, ours):

@@ -2,9 +2,9 @@
 
     python -m bench.footprint --model gpt2 --ranks 1 2 4
 
-makes the measurement of `shardlite memory --process` on the models of the other benches. It starts new processes for
-each model, number of ranks and system. Rows go to `bench/results/footprint-MODEL-Nranks.jsonl`, one JSON object per
-system; `shardlite/apps/memory/measure.py` describes their keys.
+makes the measurement of `shardlite memory --process` on the models of the other benches. The bench starts new
+processes for each model, number of ranks and system. Rows go to `bench/results/footprint-MODEL-Nranks.jsonl`, one JSON
+object per system; `shardlite/apps/memory/measure.py` describes the keys of a row.
 
 By default `malloc` returns large blocks to the system as soon as they are freed (`MALLOC_MMAP_THRESHOLD_`), so that
 results do not depend on fragmentation by `malloc`. `--malloc default` leaves `malloc` unchanged. `--busy N` runs N

@@ -4,7 +4,7 @@
 
 starts two ranks and writes `bench/results/quantized-gpt-Nranks.jsonl`, one JSON object for each seed. For each seed
 there are five runs: with plain gathers, with quantized gathers, and three more runs with plain gathers to measure the
-noise of a loss. Two of these start from weights with a relative difference of 2^-22, and one has other batches.
+noise of a loss. Of these three, two start from weights that differ by a relative 2^-22, and one has other batches.
 
 | key | meaning |
 |---|---|
@@ -43,7 +43,7 @@ PERTURBED = ("perturbed", "perturbed again")
 RUNS = ("plain", "quantized", *PERTURBED, "other batches")
 LOSSES = ("train_loss", "validation_loss")
 
-_TRAIN, _VALIDATION, _OTHER = 0, 1, 2  # the part of a batch's random key that tells the kinds of batches apart
+_TRAIN, _VALIDATION, _OTHER = 0, 1, 2  # entries of a batch's random key that distinguish the kinds of batches
 _VALIDATION_BATCHES = 16
 
 
@@ -114,7 +114,7 @@ def measure(task: Task) -> Row:
 
 
 def _differences(runs: dict[str, Row], *names: str) -> Row:
-    """Return the difference of each loss from the plain run. If `names` are several runs, return the largest."""
+    """Return the difference of each loss from the plain run. With several `names`, return the largest difference."""
     plain = runs["plain"]
     found = {loss: [runs[name][loss] - plain[loss] for name in names] for loss in LOSSES}
     return {loss: round(max(differences, key=abs), 6) for loss, differences in found.items()}

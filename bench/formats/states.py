@@ -4,7 +4,7 @@
 
 writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs have the same batches and use
 `ShardLite` on one rank. Runs whose state is in fp32 are called exact, and measure the noise of a loss: some start from
-weights with a relative difference of 2^-22, others from weights of another seed.
+weights that differ by a relative 2^-22, others from weights of another seed.
 
 A format passes if its loss differs by at most `chance` from the loss of the exact run with the same initial weights.
 `chance` is the standard deviation of the losses of exact runs with different seeds. The root mean square difference of
@@ -66,13 +66,13 @@ class Training:
     """Format of the moments."""
 
     split: bool = False
-    """Whether to compute in bf16 with split weights, which are stepped in the backward."""
+    """Whether to compute in bf16 with split weights, and to step these weights in the backward."""
 
     seed: int = 0
     """Seed of the initial weights."""
 
     perturbed: int = 0
-    """Number of the perturbation of the initial weights; 0 for none."""
+    """Seed of the perturbation of the initial weights; 0 for no perturbation."""
 
     rounds_weights: bool = False
     """Whether to round the master weights to bf16 after each step."""
@@ -121,7 +121,7 @@ def train(training: Training, corpus: Corpus, group: dist.ProcessGroup, steps: i
 
 
 def measure(group: dist.ProcessGroup, trainings: Mapping[str, Training], steps: int = STEPS) -> list[Row]:
-    """Run all trainings, which must include `EXACT`, and return a row for each."""
+    """Run `trainings`, which must include `EXACT`, and return a row for each training."""
     corpus = read_corpus(None, context=CONFIG.context)
     losses = {name: train(training, corpus, group, steps) for name, training in trainings.items()}
     exact = [losses[name] for name in EXACT]

@@ -1,4 +1,4 @@
-"""Probes of the machine, and of the properties of NCCL's collectives that the library requires.
+"""Probes of the machine, and of the properties that the library requires of NCCL's collectives.
 
 Legend: `n` elements in a buffer.
 """
@@ -89,10 +89,10 @@ Collective = Callable[[Tensor, Tensor], None]
 
 
 def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
-    """Return for each collective a function of a source [n] and a target [n], which copies the source to the target."""
+    """For each collective, return a function that uses the collective to copy a source [n] to a target [n]."""
 
     def gather(source: Tensor, target: Tensor) -> None:
-        target.copy_(source)  # the gather is in place, so the target must have this rank's segment
+        target.copy_(source)  # the gather is in place, so the target must already contain this rank's segment
         transport.all_gather(target, _cut(target, transport))
 
     def exchange(source: Tensor, target: Tensor) -> None:

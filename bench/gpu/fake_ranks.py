@@ -1,10 +1,11 @@
-"""Simulate rank 0 of 8 on one GPU: kernels, streams and memory are real, each collective is a sleep.
+"""Simulate rank 0 of 8 on one GPU: kernels, streams and memory are real, but each collective is a sleep.
 
 For both ShardLite and FSDP2, a collective of `n` bytes over `W` ranks sleeps for `(W - 1) / W * n / bandwidth` plus a
-latency, on the stream on which NCCL would run the collective. Bandwidth and latency are those of a DGX H100 in
-`shardlite plan`, which names their source. During the sleep, the other ranks' parts of the target are filled with this
-rank's part, so that numbers are finite and memory is written. Losses are meaningless. The simulation leaves out the
-multiprocessors that NCCL's kernels use, waits for other ranks, and the time of all-reduces (of norms and flags).
+latency, on the stream on which NCCL would run the collective. Bandwidth and latency are those that `shardlite plan`
+assumes for a DGX H100; `CLUSTER.source` is their source. During the sleep, the other ranks' parts of the target are
+filled with this rank's part, so that numbers are finite and memory is written. Losses are meaningless. The simulation
+does not include the use of multiprocessors by NCCL's kernels, the time spent waiting for other ranks, or the time of
+all-reduces (of norms and flags).
 
 Legend: `W` ranks.
 """
@@ -55,8 +56,8 @@ SYSTEMS: Mapping[str, Build] = {
     "in_backward": partial(build_format, precision=_BF16, in_backward=True, transport="collectives"),
     "quantized": partial(_SHARDLITE, quantized_gather=True),
 }
-"""Systems of the probes. All compute in bf16 and reduce in fp32. All except `in_backward`, which cannot clip, clip to
-1.0. FSDP2 is first, because the other systems are compared with it."""
+"""Systems of the probes. All compute in bf16 and reduce in fp32. All clip to 1.0, except `in_backward`, which cannot
+clip. FSDP2 is first, because the other systems are compared with it."""
 
 CAPTURED = "exact, captured"
 """Name of the system `exact` with its whole step in a CUDA graph."""
@@ -80,7 +81,7 @@ class Sleeps:
     """A function that replaces every collective: it sleeps for as long as the collective would take."""
 
     def __init__(self, world_size: int, device: torch.device, cycles: float | None = None) -> None:
-        """Create the replacement. `cycles` is the rate of the GPU's sleep in cycles per second; `None` measures it."""
+        """Create the replacement. `cycles` is the rate of the GPU's sleep in cycles per second, measured if `None`."""
         self.world_size = world_size
         self.awake = False
         """If true, collectives do not sleep. A target is still filled when it is seen for the first time."""
@@ -94,7 +95,7 @@ class Sleeps:
         self._seen: set[tuple[int, int]] = set()
         self._on_gpu = on_gpu
         self._beside: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
-        """For each stream of collectives, a second one that fills their targets, so that streams stay independent."""
+        """For each stream of collectives, a second stream that fills the targets, so that streams stay independent."""
 
         self._exchanges: torch.cuda.Stream | None = None
 
@@ -223,7 +224,7 @@ def fake8(report: Report) -> None:
 def _step(
     workload: Workload, build: Build, group: dist.ProcessGroup, sleeps: Sleeps, *, clip: bool, report: Report
 ) -> dict[str, Any]:
-    """Return the times of a step, and by how much its peak of memory exceeds the memory before the step."""
+    """Return the times of a step, and by how much its peak of memory exceeds the memory before the build."""
     device, before, rounds = report.device, _allocated(report.device), 1 if report.dry else _ROUNDS
     trainer, step = _prepared(workload, build, group, sleeps, clip=clip, report=report)
     if device.type == "cuda":
@@ -258,7 +259,7 @@ def _captured(workload: Workload, group: dist.ProcessGroup, sleeps: Sleeps, repo
 
 @contextmanager
 def _any_numbers() -> Iterator[None]:
-    """Allow steps whose loss is NaN. They may occur, because `awake` collectives fill each target only once."""
+    """Allow steps whose loss is NaN. Such steps may occur, because `awake` collectives fill each target only once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NonFiniteWarning)
         yield
@@ -281,7 +282,7 @@ def _prepared(
 
 
 def _check_loss(step: Step) -> None:
-    """Take a step, and raise if the loss is NaN. The optimizer may then have skipped steps that were timed."""
+    """Take a step, and raise if the loss is NaN. If it is NaN, the optimizer may have skipped timed steps."""
     loss = float(step())
     assert loss == loss, "the loss is not a number"
 
@@ -311,7 +312,7 @@ def _predicted(workload: Workload, report: Report) -> dict[str, int]:
 # ---- the host -------------------------------------------------------------------------------------------------------
 
 _BLOCKING_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Names in the profiler of CUDA calls that wait for the GPU. `cudaMemcpy` is a blocking copy."""
+"""Names that the profiler gives to CUDA calls that wait for the GPU. `cudaMemcpy` is a blocking copy."""
 
 
 class Waits:
@@ -323,7 +324,7 @@ class Waits:
 
     @contextmanager
     def counted(self, event: Any = torch.cuda.Event) -> Iterator[None]:
-        """Within the block, count calls of methods of `event`, and sleeps in `shardlite.comm.streams`."""
+        """Within the block, count and time calls of the class `event`, and sleeps in `shardlite.comm.streams`."""
         with ExitStack() as stack:
             for owner, name in ((event, "query"), (event, "synchronize"), (streams, "sleep")):
                 timed = self._timed(name, getattr(owner, name))

@@ -90,7 +90,7 @@ def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 
     Raises:
         AssertionError: If a rank fails, or if the bits of its result differ from the reference.
     """
-    programs = 8  # programs of all ranks must be resident at the same time
+    programs = 8  # few, because the programs of all ranks must be resident at the same time
     fulls = [torch.randn(RANKS * numel, device=device).to(dtype) for _ in range(RANKS)]
     outs = [torch.empty(numel, device=device) for _ in range(RANKS)]
     slots = [torch.empty(slots_nbytes(programs), dtype=torch.uint8, device=device) for _ in range(RANKS)]
@@ -133,7 +133,7 @@ def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 
 
 
 class _NotCooperative:
-    """The ring kernel without a cooperative launch, because a GPU runs cooperative launches one after the other.
+    """The ring kernel with ordinary launches, because a GPU runs cooperative launches one after the other.
 
     Even without a cooperative launch, all programs are resident at the same time, because there are few of them.
     """

@@ -33,7 +33,7 @@ LIMIT = 30.0
 """Time limit in seconds for the ranks of one world size."""
 
 NEAR = 1e-5
-"""Maximum relative error of weights, compared with one process, which adds gradients in a different order."""
+"""Maximum relative error of weights, compared with one process. One process adds gradients in a different order."""
 
 
 def pair(report: Report) -> None:
@@ -101,7 +101,7 @@ def _trained_directly(device: torch.device, staged: dict[str, Tensor], write: Ca
         traceback.print_exc()
         write(transport="symmetric_memory", error=f"{type(error).__name__}: {error}"[:300])
         sys.stdout.flush()
-        os._exit(1)  # without cleanup, which could hang, because other ranks may wait for this rank
+        os._exit(1)  # a cleanup could hang, because other ranks may wait for this rank
     return same
 
 
@@ -136,7 +136,7 @@ def _twin(ranks: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest relative error of all tensors, each in the Euclidean norm."""
+    """Return the largest of the relative errors of the tensors. Each error is in the Euclidean norm."""
     errors = [float((got[name] - right).norm() / right.norm().clamp(min=1e-3)) for name, right in expected.items()]
     return max(errors)
 

@@ -70,7 +70,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) 
     """Return the times of `rounds` consecutive calls, as in a training loop.
 
     `ms_p20`, `ms_p50` and `ms_p80` are times between the ends of two calls on the current stream. `host_ms_p50` is the
-    time of the host in a call, including waits.
+    time that the host spends in a call, including waits.
     """
     synchronize(device)
     ends, hosts = [_mark(device)], []

@@ -86,7 +86,7 @@ BESIDE_WARM_UP = ("environment", "nccl")
 """Probes that run while kernels are compiled."""
 
 PATIENCE = 45
-"""Seconds from the start of the run, until which the other probes wait for compilation. Then it is ended."""
+"""Time limit of compilation in seconds after the start of the run. Until then, the other probes wait for its end."""
 
 _WHERE = ("machine", "card", "torch", "python", "date")
 
@@ -214,7 +214,7 @@ def be_probe(name: str, rows: Path, *, dry: bool) -> int:
 
 
 def located(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the machine's name added to status rows, which lack it."""
+    """Return the rows. Status rows lack the name of the machine, so this name is added to them."""
     where = next((row for row in rows if "card" in row), {})
     return [{**{key: where[key] for key in _WHERE if key in where}, **row} for row in rows]
 
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
             return land(options.land)
         except (ValueError, OSError) as wrong:
             parser.error(str(wrong))
-    # `sys.exit` raises an exception, so that the running probe is ended too.
+    # On SIGTERM, `sys.exit` raises an exception, so that `finally` ends the running probe.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ended: list[Row] = []
     try:

@@ -1,4 +1,4 @@
-"""Probes that train on one rank: compared with a plain twin, and with blocks compiled by `torch.compile`."""
+"""Probes that train on one rank: `twin` compares losses with a plain model's, `compiled` times compiled blocks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardlite.apps.memory.systems import torch_adamw
 STEPS = 20
 RATE = 2e-5
 """Learning rate. At 1e-3 without a warm-up, losses of this model rise to 10 again in the first steps. Then a
-difference of 2^-24 in the initial weights changes losses by several percent. To drop the lower 8 bits of the masters
-changes losses by less. So formats could not be judged (docs/numerics.md).
+difference of 2^-24 in the initial weights changes losses by several percent. Dropping the lower 8 bits of the master
+weights changes losses by less than that, so formats could not be judged (docs/numerics.md).
 """
 CONTROLS = 3
 """Number of plain twins with slightly different initial weights."""
@@ -36,7 +36,7 @@ _BF16 = torch.bfloat16
 
 
 def twin(report: Report) -> None:
-    """Compare losses of GPT-2 in bf16, with checkpointing: stages to the bit, formats within a bound."""
+    """Compare losses of GPT-2: stages must have equal bits, and formats must be within a bound of the plain twin."""
     with only_rank(report.device) as group:
         workload = _gpt2(report.dry).on(report.device)
         steps = 3 if report.dry else STEPS
@@ -92,7 +92,7 @@ def _nudged(workload: Workload, seed: int) -> Workload:
 
 
 class Mastered:
-    """The plain model in bf16, stepped by PyTorch's fused AdamW on weights in fp32, as in ordinary PyTorch programs."""
+    """The plain model in bf16. PyTorch's fused AdamW steps a copy of the weights in fp32, as in ordinary programs."""
 
     def __init__(self, workload: Workload) -> None:
         self.model = workload.model()

@@ -1,8 +1,8 @@
 """Fill Triton's cache with every kernel that the probes launch. Many processes compile, while the first probes run.
 
 On a GPU, each kernel is launched at a tiny size, with lengths that are multiples of 16 and with other lengths, because
-Triton compiles a separate version for each. A tiny model also takes steps in each system. In a dry run, one kernel is
-compiled ahead of time instead.
+Triton compiles a separate version for each of the two. A tiny model also takes steps in each system. In a dry run, one
+kernel is compiled ahead of time instead.
 """
 
 from __future__ import annotations

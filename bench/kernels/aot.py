@@ -6,8 +6,8 @@
     python bench/kernels/aot.py --check    also exits with 1 if the table in this file differs
 
 These are errors: registers are spilled; a thread's access to an element tensor has fewer bits than it could have, up to
-128; the machine code moves another number of bytes than the kernel's formula; a 64-bit integer is divided; or a kernel
-that promises equal bits has an instruction that is not exact.
+128; the machine code moves another number of bytes than the kernel's formula gives; a 64-bit integer is divided; or a
+kernel that promises equal bits has an instruction that is not exact.
 
 *Element tensors* have `S` elements. Their bytes per element are counted in the machine code: the bits of a thread's
 accesses, divided by the number of its elements. If the compiler has copied the body of a loop, all tensors have several
@@ -30,7 +30,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-# Imports work even if this file is run as a script.
+# With these paths, the imports work even if this file is run as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -86,7 +86,7 @@ def compiled_rows(
 ) -> list[Row]:
     """Return a `compiled_row` for each of the numbered cases and each target. Rows of a case are consecutive.
 
-    Starting `workers` takes as long as compiling about ten kernels. With 0 workers, this process compiles.
+    Starting the worker processes takes as long as compiling about ten kernels. With 0 workers, this process compiles.
     """
     compiled, todo = partial(compiled_row, **settings), product(numbers, targets)
     if not workers:
@@ -97,7 +97,7 @@ def compiled_rows(
 
 
 def numbers_of(lines: Sequence[str]) -> list[int]:
-    """Return the numbers of the cases whose table line or kernel is in `lines`, or of all if `lines` is empty."""
+    """Return the numbers of the cases whose table line or kernel is in `lines`, or of all cases if `lines` is empty."""
     return [i for i, case in enumerate(cases()) if not lines or {case.kernel, case.line} & {*lines}]
 
 

@@ -1,4 +1,4 @@
-"""A clipped step, from the last addition of gradients to weights that can be gathered, in ShardLite and in FSDP2.
+"""Chains of kernels in a clipped step of ShardLite and of FSDP2: from the sum of gradients to weights for the gather.
 
 Legend: `S` elements.
 """
@@ -18,9 +18,9 @@ from bench.kernels.peers import adamw_of_torch
 from bench.kernels.timing import Result, Run, Work
 from bench.kernels.work import SPLIT_BOUND, WEIGHT_BOUND, step_by
 
-_NOT_NEEDED, _NEEDED = 1e9, 1e-2  # limits for the norm of the gradient, divided by `sqrt(S)`; the norm is about 0.14
+_NOT_NEEDED, _NEEDED = 1e9, 1e-2  # limits for the gradient's norm divided by `sqrt(S)`, which is about 0.14
 
-# Bound for bf16 weights: of fp32 weights that are off by a bit, one in a few hundred rounds differently.
+# Bound for bf16 weights: if fp32 weights are off by one bit, one weight in a few hundred rounds differently.
 _CAST_BOUND = 2.0**-12
 
 

@@ -42,7 +42,7 @@ class Launch(NamedTuple):
     """Constants, including `BLOCK`."""
 
     counts: str = "i32"
-    """Type of counts of elements and of positions. Triton uses "i64" from 2^31 on."""
+    """Type of counts of elements and of positions. Triton uses "i64" for values from 2^31 on."""
 
 
 def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> Any:
@@ -78,7 +78,7 @@ def read(target: GPUTarget, launch: Launch, compiled: Any) -> dict[str, Any]:
         figures = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], launch)
     else:
         figures = _read_amd(compiled.asm["amdgcn"], launch)
-    return {**figures, "shared": compiled.metadata.shared}  # requested at the launch, so the code does not have it
+    return {**figures, "shared": compiled.metadata.shared}  # the launch requests it, so the code does not contain it
 
 
 Kind = str | tuple[str, ...]
@@ -150,7 +150,7 @@ class _Arguments:
 
 
 def _behind(found: set[str]) -> set[str]:
-    """Return the sources of a value loaded from `found`. A value in an `x_table` is the address of one of the `xs`."""
+    """Return the sources of a value loaded from `found`. A value from `slot_table` is an address in `slots`."""
     return {f"{name.removesuffix('_table')}s" for name in found if name.endswith("_table")}
 
 
@@ -286,8 +286,8 @@ def _read_amd(assembly: str, launch: Launch) -> dict[str, Any]:
 def _amd_accesses(code: list[tuple[str, str, str]], arguments: _Arguments) -> Accesses:
     """Return the accesses of a program of labels and instructions (label, name, operands).
 
-    Branch targets may be after the end of the program. So every branch is followed with the registers known there,
-    until these registers no longer change at any target.
+    Branch targets may be after the end of the program. So every branch is followed with the state of the
+    registers at the branch, until the combined state at each target no longer changes.
     """
     places = {label: i for i, (label, _, _) in enumerate(code) if label}
     known: dict[int, _Registers] = {0: _Registers()}

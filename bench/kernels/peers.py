@@ -35,7 +35,7 @@ def peers(device: torch.device) -> Iterator[Work]:
 
 
 def raw_fused() -> Work:
-    """Return PyTorch's fused operator without an optimizer, the baseline of all works."""
+    """Return PyTorch's fused operator without an optimizer: it is the baseline of all works."""
 
     def make(numel: int, device: torch.device) -> Run:
         state, grad = state_of("fp32", "fp32", numel, device), gradient(numel, device, torch.float32)

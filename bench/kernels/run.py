@@ -97,7 +97,7 @@ def plan_for(device: torch.device, rounds: int, budget: float, numels: Sequence[
 
 
 def measure(chosen: Sequence[Work], device: torch.device, plan: Plan) -> Iterator[Row]:
-    """Verify all works, and yield a row for each at each size, PyTorch's fused operator first.
+    """Verify all works, and yield a row for each work at each size, first for PyTorch's fused operator.
 
     Raises:
         ResultError: If a work that is not optional computes a wrong result. Nothing is timed then.

@@ -51,7 +51,7 @@ class Run:
     """Function that returns the tensors that `step` changes."""
 
     expected: Callable[[], Sequence[Tensor]]
-    """Function that returns the expected values of these tensors after the next step, and does not change them."""
+    """Function that returns the expected values of these tensors after the next step, without changing the tensors."""
 
     moved: int
     """Minimum number of bytes that a step reads and writes in these formats."""
@@ -167,7 +167,7 @@ class Sample(NamedTuple):
     """Time from the start of the step on the device to its end."""
 
     cpu: float
-    """CPU time of all threads of this process, which other programs hardly affect. On a GPU, time of the launch."""
+    """CPU time of all threads of this process, hardly affected by other programs. On a GPU, CPU time of the launch."""
 
 
 class Clock(Protocol):

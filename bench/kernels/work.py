@@ -1,8 +1,8 @@
 """Works (`bench.kernels.timing.Work`) that measure single kernels of ShardLite.
 
 The results of a kernel must have the bits of its reference. The exceptions are sums of squares and, on a GPU, 8-bit
-moments, whose kernel uses the device's approximations. On the CPU, the expected step decodes with the reference,
-applies PyTorch's operator to fp32 tensors, and encodes with the reference.
+moments, because the kernel for 8-bit moments uses the device's approximations. On the CPU, the expected step decodes
+with the reference, applies PyTorch's operator to fp32 tensors, and encodes with the reference.
 
 Legend: `S` elements.
 """
@@ -137,7 +137,7 @@ def _compared(state: State) -> list[Result]:
 
 
 def _stepped(state: State, step: Callable[[], object], gradient: Callable[[], Tensor], *read: Tensor | None) -> Run:
-    """Return a run that steps `state`. `gradient` returns the gradient that the step computes from `read`."""
+    """Return a run that steps `state`. `gradient()` returns the gradient, which the step computes from `read`."""
     return Run(
         step=step,
         results=lambda: _compared(state),
@@ -170,7 +170,7 @@ def _adamw(master: str, moments: str, dtype: torch.dtype, device: torch.device) 
 
 
 def _reduced(operation: str, master: str, moments: str, wire: torch.dtype) -> Work:
-    """Return the last hop of a reduction and the step, fused or as separate kernels."""
+    """Return a work that runs the last hop of a reduction and the step, fused or as separate kernels."""
 
     def make(numel: int, device: torch.device) -> Run:
         state = state_of(master, moments, numel, device)
@@ -236,7 +236,7 @@ def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
 
 
 def _scale(dtype: torch.dtype, factor: float) -> Work:
-    """Return a multiplication by `factor`. It keeps numbers normal for many rounds, and is 1 in all dtypes or none."""
+    """Return a multiplication by `factor`. The factor keeps numbers normal, and is 1 in all dtypes or in none."""
 
     def make(numel: int, device: torch.device) -> Run:
         x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)

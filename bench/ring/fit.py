@@ -22,11 +22,11 @@ _ROUNDS = 20
 
 
 def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> LinkCost:
-    """Return the link, without negative costs, whose predictions have the least squared relative error.
+    """Return the link whose predictions have the least squared relative error. Its costs are not negative.
 
     A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
-    milliseconds under `key`. A row of an all-reduce also has `messages`, the number of messages that a rank sends,
-    which is `W-1` for a single round.
+    milliseconds under `key`. A row of an all-reduce also has `messages`, the number of messages that a rank sends.
+    This number is `W-1` if the all-reduce has a single round.
 
     As long as the critical path has the same messages, times are linear in the four costs. So a few rounds of linear
     fits suffice. Costs that cannot be separated are combined into one number: separating `alpha` and `overhead`
@@ -44,7 +44,7 @@ def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: boo
 
 
 def predicted(row: Mapping[str, Any], link: LinkCost) -> float:
-    """Return the seconds that the model predicts for a row of measurements, which is like those of `fit`."""
+    """Return the seconds that the model predicts for a row, which has the same keys as the rows of `fit`."""
     return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
 
 
@@ -63,7 +63,7 @@ def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
     adds = plan.operation == "reduce-scatter"
     at_start = [0.0] * len(sizes)
     sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # time until which each rank is busy
-    complete: dict[tuple[int, int, int], list[float]] = {}  # times of messages by rank, segment and part
+    complete: dict[tuple[int, int, int], list[float]] = {}  # times of completion, by rank, segment and part
     for transfers in plan.steps:
         came: dict[tuple[int, int, int], list[float]] = {}
         for each in transfers:

@@ -9,7 +9,7 @@ ranks. There is one JSON object (`"bench": "ring"`) per operation, size and syst
 |---|---|
 | `nbytes` | bytes of the whole buffer, `S`: the output of a gather, the input of a reduction |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start, on the slowest rank; on GPUs measured with events |
-| `cpu_ms_p50` | CPU milliseconds of all threads, on the rank with the most; other programs hardly affect them |
+| `cpu_ms_p50` | CPU milliseconds of all threads, hardly affected by other programs, on the rank with the most |
 | `algbw_gbps`, `busbw_gbps` | `S/t`, with the median time `t`; `S/t` times `(W-1)/W`, or `2(W-1)/W` in an all-reduce |
 | `speedup` | the peer's time divided by this system's, in the same round; the median over rounds |
 | `cpu_speedup` | the peer's `cpu_ms_p50` divided by this system's |
@@ -19,7 +19,7 @@ ranks. There is one JSON object (`"bench": "ring"`) per operation, size and syst
 | `load` | load average of the machine in the minute before the size was measured |
 
 For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.apps.plan.clusters`) that
-best explains the transport's times under `key`, and with the error of the fit.
+best explains the transport's times (`key` names the kind of time), and with the error of the fit.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Case:
     operation: Operation
     group: dist.ProcessGroup
     brought: Sequence[Tensor]
-    """Each rank's input of a reduction, [n]. Segment `k` of rank `k`'s input is also its input of a gather."""
+    """Each rank's input of a reduction, [n]. Segment `k` of rank `k`'s input is also rank `k`'s input of a gather."""
 
     full: Tensor
     """Buffer [n] to reduce or to fill."""
@@ -138,7 +138,7 @@ class Case:
 
 
 def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[Case]:
-    """Return all collectives of all systems for buffers of `numel` elements, which the cases of a system share."""
+    """Return all collectives of all systems for buffers of `numel` elements. The cases of a system share buffers."""
     brought = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(device) for r in range(group.size())]
     made = []
     for system in systems:

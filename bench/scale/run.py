@@ -1,4 +1,4 @@
-"""Measure weak and strong scaling of ShardLite at stage 3 on this machine, and simulate both here and on clusters.
+"""Measure how ShardLite's stage 3 scales on this machine (weak and strong). Simulate scaling here and on clusters.
 
     python -m bench.scale --model gpt --ranks 1 2 4
 

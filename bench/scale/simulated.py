@@ -110,7 +110,7 @@ def elsewhere(clusters: Sequence[Cluster], model: str) -> list[Row]:
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
-    """Return rows, which are either all measured or all simulated, with the key `efficiency` added."""
+    """Return the rows with the key `efficiency` added. The rows are either all measured or all simulated."""
     one = {(row["cluster"], row["mode"]): row["per_second"] for row in rows if row["ranks"] == 1}
 
     def efficiency(row: Row) -> float:

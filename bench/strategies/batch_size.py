@@ -1,8 +1,9 @@
 """Train with larger batches: with the linear learning-rate rule and warm-up, and by accumulating gradients.
 
 The rule (Goyal et al. 2017): if the batch is `k` times as large, use a learning rate `k` times as large, so that a step
-moves about as far as `k` small steps. This does not hold while weights change fast, so the learning rate starts at that
-of the small batch and rises during the warm-up. The rule was derived for SGD, so the optimizer is SGD with momentum.
+moves about as far as `k` small steps. The rule does not hold while weights change fast, so the learning rate starts at
+that of the small batch and rises during the warm-up. The rule was derived for SGD, so the optimizer is SGD with
+momentum.
 
 Legend: `B` sequences in the smallest batch, `k B` sequences in a larger batch.
 """
@@ -37,7 +38,7 @@ WARM_UP = 0.2
 """Fraction of a run in which the learning rate rises."""
 
 RULES = ("constant", "linear", "linear, warm-up")
-"""Learning rates for `k` times the smallest batch: the same rate, `k` times this rate, or a rise between both."""
+"""Learning rates for `k` times the smallest batch: the same rate, `k` times this rate, or a rise to this multiple."""
 
 _MOMENTUM = 0.9
 _VALIDATIONS = 8

@@ -48,7 +48,7 @@ def data_parallel(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]
 
 
 def cpu_master(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Send each gradient to the CPU of the master, which returns the mean. Every rank steps."""
+    """Send each gradient to the CPU of the master. The master returns the mean, and every rank steps its own copy."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     workers = range(1, ranks)
     optimizer = adamw(model.parameters())

@@ -54,7 +54,7 @@ def ring(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
 
 def bucketed_ddp(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
-    """Average a bucket of gradients in the background as soon as the backward has filled it."""
+    """Average a bucket of gradients in the background as soon as the backward has filled the bucket."""
     params, ranks = list(model.parameters()), dist.get_world_size()
     buckets: list[list[nn.Parameter]] = [[]]
     for param in reversed(params):  # approximately the order in which the backward computes gradients

@@ -3,7 +3,7 @@
     python -m bench.strategies --ranks 2
 
 starts two ranks. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl` in `bench/results/`, pictures to
-`docs/`; with `--out FOLDER` both go to that folder. `--what strategies` skips larger batches. A row has:
+`docs/`; with `--out FOLDER`, rows and pictures go to that folder. `--what strategies` skips larger batches. A row has:
 
 | key | meaning |
 |---|---|
@@ -14,11 +14,11 @@ starts two ranks. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
 | `held_bytes`, `peak_bytes` | bytes in tensors between two steps, and their peak, on the rank that holds the most |
 
-All strategies take each step in turn, so a busy machine affects all of them. `bucketed_ddp` reduces on a thread, so its
-`peak_bytes` lacks half of a bucket.
+Strategies take turns after each step, so a busy machine affects all of them. `bucketed_ddp` reduces on another
+thread, whose tensors are not counted, so its `peak_bytes` lacks half of a bucket.
 
 The exit status is 1 if a strategy that averages gradients differs by more than `CLOSE` from one process, if parameter
-averaging differs by less, or if the error of accumulated gradients exceeds rounding.
+averaging does not, or if the error of accumulated gradients exceeds rounding.
 """
 
 from __future__ import annotations

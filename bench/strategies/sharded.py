@@ -49,7 +49,7 @@ class Unit:
         output.register_hook(lambda grad: self.unshard())
 
     def collect(self, _: nn.Parameter) -> None:
-        """Count a gradient of this unit. When all are there, keep this rank's part of their mean, and free them."""
+        """Count a gradient of this unit. After the last, keep this rank's shard of the mean and free the gradients."""
         self.missing -= 1
         if self.missing == 0:
             self.reshard()

@@ -24,7 +24,7 @@ _SENT: dict[str, Callable[[int], float]] = {
     "reduce_scatter_single": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: ranks - 1,
 }
-"""For each function, how often a call sends its smallest tensor (its input or a shard), if collectives are rings."""
+"""For each function, the number of times that a call sends its smallest tensor. Collectives are assumed to be rings."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ few steps. In the Euclidean norm, the error of any system may be twice that of D
 
 Systems round differently, and no rounding is preferred. An error in scale, order, averaging or weight decay is larger
 by orders of magnitude. DDP may be exact by chance. Then `slack` alone is the limit: it is the error of rounding the
-exact result once to the dtype of computation. For a loss, the mean of `n` terms, `slack` is the error of pairwise
+exact result once to the dtype of computation. A loss is a mean of `n` terms, and its `slack` is the error of pairwise
 summation. Weights are always fp32. Adam divides by the size of the gradient, so in a small tensor a few weights with
 tiny gradients have most of the error. If DDP's error in a weight tensor is below DDP's average over all weights, the
 average is used. Formats other than fp32 are compared only by their losses, within `FORMAT_ERROR`.
@@ -67,7 +67,7 @@ def verify(
     group: dist.ProcessGroup,
     setting: Setting = Setting(),  # noqa: B008 (frozen)
 ) -> dict[str, float]:
-    """Return for each system its largest error, divided by the tolerance. Collective.
+    """For each system, return its largest error divided by the tolerance. Collective.
 
     `systems` must include `ddp`. `workload` and all systems have this `setting`.
 

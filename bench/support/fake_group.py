@@ -52,7 +52,7 @@ _TOKEN = torch.zeros(1)
 
 
 def _launch(*_: Any, **__: Any) -> None:
-    """Run one small operator, which takes the place of a launch."""
+    """Run one small operator in place of a launch."""
     _TOKEN.zero_()
 
 

@@ -2,8 +2,9 @@
 
     python -m bench.support.links
 
-prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL, gathers
-and reductions with `reduce="fast"` are rings over all network cards of a node, so one of `L` hops leaves the node.
+prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL,
+gathers are rings over all network cards of a node, and so are reductions with `reduce="fast"`. In such a ring, one of
+`L` hops leaves the node.
 
 Legend: `W = N L` ranks in `N` nodes of `L` GPUs, each GPU with a network card; `n` bytes in all gradients or all
 weights.
@@ -24,7 +25,7 @@ NODE = 8
 MODEL = "llama-3-8b"
 
 FP32, COMPACT = Fraction(12), Fraction(41, 8)
-"""Bytes per parameter of weights and moments in fp32, and with `master="split24"` and `state="int8"`."""
+"""Bytes per parameter of weights and moments: in fp32, and with `master="split24"` and `state="int8"`."""
 
 BF16, QUANTIZED, SUMMED = Fraction(2), Fraction(33, 32), Fraction(4)
 """Bytes per parameter of gathers in bf16, of gathers in 8-bit codes, and of gradients summed in fp32."""
@@ -44,7 +45,7 @@ def nothing(nodes: int, node: int) -> Sent:
 
 
 def ring(nodes: int, node: int) -> Sent:
-    """Return the fractions for a ring: `(W-1)/W` in total, of which `1/L` leaves the node if there are several."""
+    """Return the fractions for a ring: `(W-1)/W` in total. With several nodes, `1/L` of this leaves the node."""
     sent = Fraction(nodes * node - 1, nodes * node)
     across = sent / node if nodes > 1 else Fraction(0)
     return Sent(sent - across, across)
@@ -68,7 +69,7 @@ def inside_only(nodes: int, node: int) -> Sent:
 
 
 def over_replicas(nodes: int, node: int) -> Sent:
-    """Return the fractions for replicas: `(L-1)/L` inside, and across, for an all-reduce, twice `(N-1)/N` of `1/L`."""
+    """Return the fractions for replicas: `(L-1)/L` inside; twice `(N-1)/N` of `1/L` across, for an all-reduce."""
     return Sent(Fraction(node - 1, node), 2 * Fraction(nodes - 1, nodes * node))
 
 

@@ -29,7 +29,7 @@ class Loss(NamedTuple):
     ours: Where
     beside: Where
     name: str = ""
-    """Name of the peer, if it is not a system."""
+    """Name of the peer, if the peer is not a system."""
 
 
 _STAGE3, _FSDP2, _DDP = {"system": "stage3"}, {"system": "fsdp2"}, {"system": "ddp"}

@@ -30,7 +30,7 @@ class Times:
     """Wall time from the common start to the end."""
 
     cpu: list[float] = field(default_factory=list)
-    """CPU time of all threads of the process, which other programs hardly affect."""
+    """CPU time of all threads of the process. Other programs hardly affect this time."""
 
     main: list[float] = field(default_factory=list)
     """CPU time of the main thread."""
@@ -79,7 +79,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> int:
-    """Return the peak of bytes in tensors during a step, minus the bytes before the step: the maximum over ranks.
+    """Return the peak of bytes in tensors during a step, minus the bytes before the build: the maximum over ranks.
 
     On a GPU, these are the bytes that PyTorch's allocator has allocated.
     """

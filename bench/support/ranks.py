@@ -85,7 +85,7 @@ def on_ranks(
 
 @contextmanager
 def one_of_them() -> Iterator[dist.ProcessGroup]:
-    """Initialize the process group of a process that `start_ranks` started. After an error, exit immediately."""
+    """Initialize the process group in a process of `start_ranks`. If the block raises, do not destroy the group."""
     torch.set_num_threads(1)
     device, backend = place(torch.cuda.device_count())
     if torch.cuda.is_available():
@@ -99,7 +99,7 @@ def one_of_them() -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
-    """Initialize the default process group, and destroy it on exit. `where` is passed to `init_process_group`."""
+    """Initialize the default process group, and destroy it on exit. `init_process_group` gets the options `where`."""
     dist.init_process_group(backend, **where)
     group = dist.group.WORLD
     assert group is not None

@@ -1,8 +1,8 @@
 """Run all benches one after the other, each with a time limit, and collect their rows in one file.
 
 A bench is a child process that writes its rows to its own folder. When the bench ends, its rows are added to
-`MACHINE-DATE.jsonl`, together with a row `"suite"` with its status. A bench that fails, hangs or is missing does not
-affect the other benches.
+`MACHINE-DATE.jsonl`, together with a row `"suite"` that has the status of the bench. A bench that fails,
+hangs or is missing does not affect the other benches.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 | name | meaning |
 |---|---|
 | `floor` | forward and backward of the plain model, then AdamW on `1/W` of the parameters; no communication |
-| `ddp`, `zero` | `DistributedDataParallel` with gradients as views of buckets; `zero` has `ZeroRedundancyOptimizer` |
+| `ddp`, `zero` | `DistributedDataParallel` with gradients as views of buckets; `zero` adds `ZeroRedundancyOptimizer` |
 | `fsdp1`, `fsdp2` | `FullyShardedDataParallel` and `fully_shard` on every block, then on the root |
 | `stage0` to `stage3` | ShardLite, which finds the same units automatically |
 | `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
-| `tree` | ShardLite at stage 3 with `order="tree"`, one part of a batch per rank: the same sums in another order |
+| `tree` | ShardLite at stage 3 with `order="tree"`, and one part of a batch per rank: the same sums in another order |
 
 `shardlite.apps.memory.systems` wraps PyTorch's systems.
 
-All systems use fused AdamW, and free gradients after the step, which is PyTorch's default. With `compute`, weights in
+All systems use fused AdamW. As is PyTorch's default, they free gradients after the step. With `compute`, weights in
 fp32 are cast to this dtype for forward and backward, and gradients are reduced in fp32. FSDP1, FSDP2 and ShardLite have
 an option for this; in the other systems the forward casts (`Cast`).
 
@@ -92,11 +92,11 @@ class Trainer:
         return loss
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters by their names in the plain model, whole and flat."""
+        """Return all parameters, unsharded and flattened, by their names in the plain model."""
         return {name: self.whole(param.detach()) for name, param in self._named()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return all gradients by the names of their parameters, whole and flat."""
+        """Return all gradients, unsharded and flattened, by the names of their parameters."""
         return {name: self.whole(param.grad) for name, param in self._named() if param.grad is not None}
 
     def _backward(self, batch: Batch, parts: int) -> Tensor:
@@ -144,12 +144,12 @@ class Fsdp1(Trainer):
     """An FSDP1 model. Its parameters are views of flat shards, except inside `summon_full_params`."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters by their names in the plain model, whole and flat."""
+        """Return all parameters, unsharded and flattened, by their names in the plain model."""
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return super().weights()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return all gradients by the names of their parameters, whole and flat."""
+        """Return all gradients, unsharded and flattened, by the names of their parameters."""
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             return super().gradients()
 
@@ -300,7 +300,7 @@ FORMATS: dict[str, Build] = {
     "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
     "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
 }
-"""Formats of ShardLite at stage 3. `bench.gpu` compares their losses with a plain model's. `compact` combines all."""
+"""Formats of ShardLite at stage 3; `compact` combines the others. `bench.gpu` compares losses with a plain model's."""
 
 MIXED: dict[str, Build] = {
     "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
