@@ -195,7 +195,7 @@ def _scales(op: Any, world_size: int) -> tuple[float, int]:
     """
     kinds: Any = dist.ReduceOp.RedOpType
     asked: Any = dist.ReduceOp(op) if isinstance(op, kinds) else op
-    kind, factor = asked.__getstate__()  # the only access to the factor
+    kind, factor = asked.__getstate__()  # PyTorch exposes the factor only there
     if kind == kinds.SUM:
         return 1.0, 1
     if kind == kinds.AVG:

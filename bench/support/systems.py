@@ -73,7 +73,10 @@ class Trainer:
         return loss
 
     def update(self) -> Tensor | None:
-        """Clip if `max_norm` is set, step, and free the gradients. Return the norm before clipping, [], or `None`."""
+        """Clip if `max_norm` is set, step, and free the gradients.
+
+        Return the norm before clipping, a scalar tensor, or `None` if the gradients are not clipped.
+        """
         norm = None if self.max_norm is None else self.clip(self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -264,7 +264,7 @@ class _Grads:
         self._record(None)  # at this moment, both the bucket and the early gradients are held
         self._copied += self.early[unit] * self._on_gpu
         self.early[unit] = 0
-        self.arriving = nbytes  # autograd holds its gradient until the hook returns
+        self.arriving = nbytes  # autograd holds the arriving gradient until the gradient's hook returns
 
     def _free_copied(self, unit: int) -> None:
         """Let the stream wait for the copies of the previous unit, and so for the reductions before these copies."""

@@ -106,7 +106,7 @@ def _padded(record: Record) -> int:
 
 
 def _views(memory: Tensor, records: Sequence[Record]) -> Iterator[Tensor]:
-    """Yield a view of each tensor in a snapshot, given its memory [bytes]."""
+    """Yield a view of each tensor in the snapshot that `memory` [n] (bytes) contains."""
     start = 0
     for record in records:
         _, _, dtype, shape, _ = record

@@ -200,10 +200,10 @@ class _Flow(NamedTuple):
     group: int
     to: int
     back: int
-    """If `nodes` is 0, a rank sends the segment of the rank that is `back` places before it in the group."""
+    """Each rank sends the segment of the rank that is `back` places before it in the group, plus the offset `nodes`."""
 
     nodes: int = 0
-    """Number that is added to the index of the sent segment."""
+    """Offset that is added to the index of the sent segment."""
 
     part: int = 0
 

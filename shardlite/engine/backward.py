@@ -41,7 +41,7 @@ class Backward:
         begin_steps: Callable[..., Stepping | None],
         parts: PartLoop | None = None,
     ) -> None:
-        """Initialize without a running backward.
+        """Initialize. No backward is running.
 
         Args:
             reducer: reduces gradients.

@@ -166,7 +166,7 @@ class ModuleHooks:
         if not self._frames and not in_backward():
             frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
         else:
-            self._frames.append(frame := _Frame(module))  # before the units, because `_leave` also runs after an error
+            self._frames.append(frame := _Frame(module))  # first: `_leave` undoes it after an error
         for unit in units:
             self._enter_unit(unit)
             frame.entered.append(unit)

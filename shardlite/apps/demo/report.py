@@ -66,7 +66,10 @@ class Progress:
             self._is_open = False
 
     def _is_due(self, step: int) -> bool:
-        """Return whether a line is due: after the first step, each tenth of the run, and a minute without a line."""
+        """Return whether to print a line.
+
+        A line is due after the first step, after each tenth of the run, and if none was printed for a minute.
+        """
         tenth = step % max(1, self._steps // 10) == 0
         return step in (1, self._steps) or tenth or perf_counter() - self._printed >= _SILENCE
 
