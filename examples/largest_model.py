@@ -129,7 +129,7 @@ def judged(losses: Sequence[float], peak: int) -> Outcome:
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Return whether the error, or an exception that caused it, is an out-of-memory error. NCCL has its own exception for this."""
+    """Return whether the error, or an exception that caused it, means out of memory. NCCL has its own exception."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | TooMuch) or "out of memory" in str(error):
             return True

@@ -170,7 +170,7 @@ class DeviceCounts(_Counts):
         self._row_numbers: dict[tuple[int, ...], Tensor] = {}
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return `True`: the kernel looks up the row of every 32 elements, and skips elements whose row is not stepped."""
+        """Return `True`: the kernel looks up the row of every 32 elements, and skips rows that are not stepped."""
         return True
 
     def is_active(self, row: int) -> bool:
