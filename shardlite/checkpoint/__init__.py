@@ -1,8 +1,8 @@
 """Save and load runs in shards. A checkpoint can be loaded at any number of ranks, at any stage and in any format.
 
-In: a wrapped model, its optimizer, and values of the program. Out, for a save: a folder in the format of
-`torch.distributed.checkpoint` (DCP), with checksums, which is published by one rename. Out, for a load: the restored
-run. Read `saving.py` first.
+In: a wrapped model, its optimizer, and values of the program. Out: for a save, a folder in the format of
+`torch.distributed.checkpoint` (DCP), with checksums, which is published by one rename; for a load, the restored run.
+Read `saving.py` first.
 
     checkpoints/                    folder of a run: the `path` of `save` and `load`
       step-00000100/                one checkpoint
