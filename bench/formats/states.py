@@ -142,9 +142,10 @@ def summary(rows: Sequence[Row]) -> str:
     control = next(row for row in rows if row["run"] in CONTROL)
     off, control_off, chance = f"{worst['of_chance']:.2f}", f"{control['of_chance']:.1f}", f"{first['chance']:.3f}"
     return (
-        f"**Quality.** After {first['steps']} steps of a small GPT, from {weights} initial weights each, the losses "
-        f"with narrow formats\ndiffer from the exact ones by {off} of chance at most, and with weights in bf16 alone "
-        f"by {control_off}; chance is\nthe {chance} nats per byte that initial weights make (`bench.formats.states`)."
+        f"**Quality.** A small GPT was trained for {first['steps']} steps, from {weights} different initial weights "
+        f"per format (`bench.formats.states`).\nDifferent initial weights change the loss by {chance} nats per byte. "
+        f"Narrow formats change the loss by at most {off} of this\n"
+        f"difference, and weights in bf16 alone by {control_off} of it."
     )
 
 

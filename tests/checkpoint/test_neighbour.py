@@ -221,7 +221,7 @@ def test_a_run_goes_on_without_copies(group: Any, path: Path) -> None:
             assert not copied(run, path / "full", 1)
         if dist.get_rank() == 0:
             assert "rank 1: a copy of " in lines[0]
-            assert "but this host has 1000 left" in lines[0]
+            assert "but this host has only 1000 left" in lines[0]
         dist.barrier(group)
         assert not held_by(Agent.of_this_process(), key_of(path / "full"))
         assert copied(run, path / "held", 1)
