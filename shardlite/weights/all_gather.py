@@ -143,6 +143,7 @@ class GatherQueue:
         """Start a gather of the unit's current weights into the unit's memory. Call the functions `before` first."""
         self._context.trace.emit("gather", unit.name)
         gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
+        # As in `submit`, which would be one more call between a module's hook and the first message.
         self._context.progress.asks()
         self._last = self._made().submit(*before, gather.execute, self._context.progress.served)
         unit.begin_gather(self._last)
