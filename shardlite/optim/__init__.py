@@ -6,3 +6,4 @@ first.
 
 from shardlite.optim.adamw import AdamW, adopt, check_loaded, steps_in_backward
 from shardlite.optim.in_backward import InBackwardSteps, accumulating
+from shardlite.optim.probe import Verdict, probe_shards, probe_whole
