@@ -14,7 +14,7 @@ from torch.optim import Muon, Optimizer
 from shardlite.comm import Context, StreamQueue, agree
 from shardlite.engine import OptimizerBridge, models_with
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.optim import AdamW, Unconverted, probe_whole
+from shardlite.optim import AdamW, Unconverted, WholeStateOptimizer, probe_whole
 from shardlite.whole.assignment import assign, describe
 from shardlite.whole.groups import (
     Given,
@@ -33,7 +33,7 @@ from shardlite.whole.pipeline import run
 from shardlite.whole.steps import ClassStep, MuonStep, divides_muon, stand_in, step_stand_ins
 
 
-class WholeParameters(Optimizer):
+class WholeParameters(WholeStateOptimizer):
     """Step whole parameters with an optimizer class that is not elementwise: Muon, SOAP, Shampoo, Adafactor, LAMB.
 
     Each parameter has one owner. The owner gets the pieces of the averaged gradient and of the weight from the other
@@ -68,9 +68,6 @@ class WholeParameters(Optimizer):
         ...     model.named_parameters(), torch.optim.Muon, lr=0.02, elementwise={"lr": 3e-4, "weight_decay": 0.1}
         ... )
     """
-
-    steps_whole = True
-    """Whether the optimizer steps whole parameters, so that its class need not be elementwise."""
 
     def __init__(
         self,
@@ -260,6 +257,11 @@ class WholeParameters(Optimizer):
     def owns(self, param: Tensor) -> bool:
         """Return whether this rank steps the parameter `param`, which is stepped whole."""
         return self._members[param].is_mine
+
+    def owned(self) -> list[int]:
+        """Return the indices of the parameters whose whole states this rank has."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return [i for i, param in enumerate(params) if self.holds_whole(param) and self.owns(param)]
 
     def __repr__(self) -> str:
         """Return the groups, the owners, and the parameters that are stepped elementwise."""
