@@ -342,9 +342,8 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
 
     Each rank of the first replica writes its shards. The step count of a parameter is written by the rank that has the
     parameter's first element. At stage 0 every rank keeps whole parameters and their states. These tensors are divided
-    among the ranks by size, and each tensor is written once. The owner of a whole parameter (`WholeParameters`) writes the
-    parameter's state. Rank 0 writes all other entries, even if the values of
-    other ranks differ.
+    among the ranks by size, and each tensor is written once. The owner of a whole parameter (`WholeParameters`) writes
+    the parameter's state. Rank 0 writes all other entries, even if the values of other ranks differ.
     """
     state = ModelState(run.model)
     sharded = state.shard is not None

@@ -97,6 +97,9 @@ class WholeParameters(WholeStateOptimizer):
         self._rest: list[str] = []
         """Names of the parameters that are stepped elementwise."""
 
+        self.has_stepped = False
+        """Whether a step was taken or a state was loaded. The value is equal on all ranks."""
+
         self._class_defaults: dict[str, Any] = {}
         self._adds = False  # whether `add_param_group` adds a part that was checked
         parts, named = self._prepare(params)
@@ -258,6 +261,10 @@ class WholeParameters(WholeStateOptimizer):
         """Return whether this rank steps the parameter `param`, which is stepped whole."""
         return self._members[param].is_mine
 
+    def owner_of(self, param: Tensor) -> int:
+        """Return the rank that steps `param`, among the ranks that shard its model."""
+        return self._members[param].owner
+
     def owned(self) -> list[int]:
         """Return the indices of the parameters whose whole states this rank has."""
         params = (param for group in self.param_groups for param in group["params"])
@@ -292,6 +299,7 @@ class WholeParameters(WholeStateOptimizer):
                 loss = closure()
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return loss  # the step is skipped, for example because a gradient is not finite
+        self.has_stepped = True
         changes = [
             {option: value for option, value in options_of(group).items() if seen.get(option, seen) is not value}
             for group, seen in zip(self.param_groups, self._seen, strict=True)
@@ -377,6 +385,7 @@ class WholeParameters(WholeStateOptimizer):
         Args:
             entries: parameters with their states. Where `holds_whole`, tensors have the shapes of whole parameters.
         """
+        self.has_stepped = True
         states: dict[Tensor, dict[str, Any]] = {}
         stepped = {param for group in (self._adamw.param_groups if self._adamw else ()) for param in group["params"]}
         for param, entry in entries:
