@@ -13,10 +13,12 @@ do not change.
 
 import copy
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
+from functools import cached_property, partial
 from inspect import Parameter, signature
 from itertools import pairwise
 from math import prod
@@ -29,11 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.params import round_up
+from shardlite.params import ALIGN, round_up
 
-BLOCK = 64
-"""All cuts are multiples of this number of elements. PyTorch's vector loops over fp32 and bf16 round the elements after
-the last multiple differently, so a cut elsewhere could change the last bits even of elementwise arithmetic."""
+VECTORS = 128
+"""Bytes that PyTorch's vector loops handle at once. They may round the elements after the last multiple differently, so
+cuts are multiples of `ALIGN` elements and of this number of bytes, and change no bit of elementwise arithmetic."""
 
 STEPS = 12
 """Number of steps of a trial. Some optimizers average weights every 5 steps, or compute new factors every 10 steps."""
@@ -45,7 +47,7 @@ this option says."""
 SCALES = (0.1, 10.0, 0.001, 1.0)
 """Factors of the gradients in successive steps. So bounds of norms and ratios take effect in some steps."""
 
-SHAPES = ((), (192,), (12, 16))
+SHAPES = ((), (102,), (9, 11))
 """Shapes of small parameters by number of dimensions."""
 
 LARGE = (136, 160)
@@ -99,10 +101,13 @@ def _cached(attempt: Callable[["_Original"], Verdict], optimizer: Optimizer) -> 
         known = _verdicts.setdefault(type(optimizer), {})
         key = f"{attempt.__name__} {original.key()}"
         if key not in known:
-            with warnings.catch_warnings(), torch.inference_mode(False), _random_numbers(original.device) as drawn:
+            with warnings.catch_warnings(), _eagerly(), _random_numbers(original.device) as drawn:
                 warnings.simplefilter("ignore")
                 verdict = attempt(original)
-                known[key] = Verdict(verdict.same, "it draws random numbers", True) if drawn() else verdict
+                if drawn():
+                    why = verdict.why if verdict.same is None else "it draws random numbers"
+                    verdict = Verdict(verdict.same, why, True)
+                known[key] = verdict
         return known[key]
 
 
@@ -111,8 +116,9 @@ def _try_shards(original: "_Original") -> Verdict:
     small = _Trial(original, [[*map(_shape, group.ndims)] for group in original.groups]).compare_shards()
     if not small.same:
         return small
-    large = [[LARGE if max(group.ndims) > 1 else (prod(LARGE),)] for group in original.groups]
-    return _Trial(original, large, len(SCALES)).compare_shards()
+    shapes = [[LARGE if max(group.ndims) > 1 else (prod(LARGE),)] for group in original.groups]
+    large = _Trial(original, shapes, len(SCALES)).compare_shards()
+    return large if large.same is False else small
 
 
 def _try_whole(original: "_Original") -> Verdict:
@@ -122,6 +128,14 @@ def _try_whole(original: "_Original") -> Verdict:
 
 def _shape(ndim: int) -> Shape:
     return SHAPES[ndim] if ndim < len(SHAPES) else (3, 4, *[2] * (ndim - 3), 16)
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Run compiled functions as they are, because compilation takes seconds, and leave the inference mode."""
+    compiles = "torch._dynamo" in sys.modules  # importing it takes a second
+    with torch.inference_mode(False), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        yield
 
 
 @contextmanager
@@ -149,6 +163,9 @@ class _Piece(NamedTuple):
     """The elements from `start` on, which are a parameter of `shape` in one of the groups."""
 
     group: int
+    param: int
+    """Index of the whole parameter in the trial."""
+
     start: int
     shape: Shape
 
@@ -159,7 +176,7 @@ class _Piece(NamedTuple):
         """Return elements `[start, stop)` in the shape of a shard, which has as many dimensions as its parameter."""
         is_whole = stop - start == prod(self.shape)
         shape = self.shape if is_whole else (stop - start, *[1] * (len(self.shape) - 1))
-        return _Piece(self.group, self.start + start, shape)
+        return _Piece(self.group, self.param, self.start + start, shape)
 
 
 class _Instance:
@@ -186,6 +203,20 @@ class _Instance:
             if self._swaps:
                 param.data, param.grad = _placeholder(view), None
 
+    def numbers(self) -> dict[tuple[str, str], float]:
+        """Return the numbers that the optimizer keeps per group, and per parameter that is not empty."""
+        records: dict[str, Mapping[str, Any]] = {f"group {i}": g for i, g in enumerate(self._optimizer.param_groups)}
+        for param, (piece, _) in zip(self._params, self._pieces, strict=True):
+            state = self._optimizer.state.get(param)
+            if param.numel() and isinstance(state, Mapping):
+                records[f"parameter {piece.param}"] = state
+        return {
+            (key, name): float(value)
+            for key, record in records.items()
+            for name, value in record.items()
+            if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+
 
 def _placeholder(like: Tensor) -> Tensor:
     """Return a tensor of the same shape that has the memory of one NaN."""
@@ -207,21 +238,22 @@ class _Trial:
     def __init__(self, original: "_Original", shapes: Sequence[Sequence[Shape]], steps: int | None = None) -> None:
         """`shapes` has the shapes of the parameters of each group."""
         self._original = original
+        self._block = max(ALIGN, VECTORS // original.dtype.itemsize)
         self._steps = steps or original.steps()
         self._without: dict[int, Sequence[_Piece]] = {}  # parameters that have no gradient, by step
         self._whole: list[_Piece] = []
         self._numel = 0
         for group, each in enumerate(shapes):
             for shape in each:
-                self._whole.append(_Piece(group, self._numel, shape))
-                self._numel += round_up(prod(shape), BLOCK)
+                self._whole.append(_Piece(group, len(self._whole), self._numel, shape))
+                self._numel += round_up(prod(shape), self._block)
 
     def compare_shards(self) -> Verdict:
         """Compare one instance with four instances that have a shard of each parameter."""
         parts: list[list[_Piece]] = [[], [], [], []]
         for index, piece in enumerate(self._whole):
             numel = prod(piece.shape)
-            cut = min(round_up(numel // 4, BLOCK), numel)
+            cut = min((numel // 4 // self._block | 1) * self._block, numel)  # no multiple of larger blocks
             first, second = ((cut, numel), (0, cut), (cut, cut))[index % 3]  # one of the first three shards is empty
             for part, (start, stop) in zip(parts, pairwise((0, first, second, numel, numel)), strict=True):
                 part.append(piece.cut(start, stop))
@@ -242,30 +274,28 @@ class _Trial:
     def _compare_with(
         self, closure: Sequence[Any], parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool
     ) -> Verdict:
-        expected, got = self._random(0) / 4, self._random(0) / 4
-        whole = self._run([self._whole], expected, closure, swaps=False)
-        twins = self._run(parts, got, closure, swaps=swaps)
-        for _ in range(self._steps):
-            if error := _error(whole):
+        whole = _Run(self._original, [self._whole], self._random(0) / 4, swaps=False)
+        twins = _Run(self._original, parts, self._random(0) / 4, swaps=swaps)
+        for step in range(self._steps):
+            if error := _error(self._step, step, whole, closure):
                 return Verdict(None, f"a step of whole parameters raises {error}")
-            if error := _error(twins):
+            if error := _error(self._step, step, twins, closure):
                 return Verdict(False, f"a step of {what} raises {error}")
-            if not _equal(expected, got):
+            if not _equal(whole.values, twins.values):
                 return Verdict(False, f"its steps of {what} differ from steps of all whole parameters together")
-        if _equal(expected, self._random(0) / 4):
+        if _equal(whole.values, self._random(0) / 4):
             return Verdict(None, "trial steps change no parameter")
+        (numbers,) = [each.numbers() for each in whole.instances]
+        for name, value in (item for each in twins.instances for item in each.numbers().items()):
+            if repr(numbers.get(name, value)) != repr(value):  # a NaN equals a NaN
+                return Verdict(False, f"it computes {name[1]!r} from several elements")
         return Verdict(True)
 
-    def _run(
-        self, parts: Sequence[Sequence[_Piece]], values: Tensor, closure: Sequence[Any], *, swaps: bool
-    ) -> Iterator[None]:
-        """Change `values` [n] by steps. Yield after each step."""
-        instances = [_Instance(self._original, each, values, swaps=swaps) for each in parts]
-        for step in range(self._steps):
-            grads = self._random(step + 1) * SCALES[step % len(SCALES)]
-            for each in instances:
-                each.step(grads, self._without.get(step, ()), closure)
-            yield
+    def _step(self, step: int, run: "_Run", closure: Sequence[Any]) -> None:
+        # Learning rates that depend on progress grow only if gradients agree.
+        grads = (self._random(self._steps + 1) + self._random(step + 1)) * SCALES[step % len(SCALES)]
+        for each in run.instances:
+            each.step(grads, self._without.get(step, ()), closure)
 
     def _random(self, seed: int) -> Tensor:
         """Return reproducible values, [n]."""
@@ -275,12 +305,29 @@ class _Trial:
         return values.to(self._original.device, self._original.dtype)
 
 
-def _error(run: Iterator[None]) -> str:
-    """Take the next step of a run. Return the first line of the error that it raises, or an empty text."""
+class _Run:
+    """Values [n], and the instances that step them."""
+
+    def __init__(
+        self, original: "_Original", parts: Sequence[Sequence[_Piece]], values: Tensor, *, swaps: bool
+    ) -> None:
+        self.values = values
+        self._build = partial(_Instance, original, values=values, swaps=swaps)
+        self._parts = parts
+
+    @cached_property
+    def instances(self) -> list[_Instance]:
+        """One instance per element of `parts`."""
+        return [self._build(pieces=each) for each in self._parts]
+
+
+def _error(call: Callable[..., None], *args: Any) -> str:
+    """Return the class and the first line of the error that a call raises, or an empty text."""
     try:
-        next(run)
+        call(*args)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {line.rstrip('.')}"
     return ""
 
 
