@@ -1,8 +1,8 @@
 """Find out by trial whether an optimizer steps shards as it would step whole parameters.
 
-PyTorch does not tell whether an optimizer is elementwise. So a probe builds twins of the optimizer, with the same class
-and options, and steps the same small values twice: as whole parameters, which one twin has, and as the shards of
-several twins. The optimizer is elementwise if both give the same bits.
+PyTorch does not tell whether an optimizer is elementwise. So a probe builds twins of the optimizer (see `twins.py`),
+and steps the same small values twice: as whole parameters, which one twin has, and as the shards of several twins. The
+optimizer is elementwise if both give the same bits.
 
     whole     | 2-D ..................... | 1-D ............... |     one twin
     shards    |-- twin 0 --|--- twin 1 ---|- twin 1 -| twin 2 --|     the shards of twin 3 are all empty
@@ -11,19 +11,15 @@ In: an optimizer that holds parameters. Out: a `Verdict`. The optimizer, its par
 do not change.
 """
 
-import copy
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from functools import cached_property, partial
-from inspect import Parameter, signature
 from itertools import pairwise
 from math import prod
 from threading import RLock
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -31,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardlite.optim.twins import Original
 from shardlite.params import ALIGN, round_up
 
 VECTORS = 128
@@ -52,9 +49,6 @@ SHAPES = ((), (102,), (9, 11))
 
 LARGE = (136, 160)
 """Shape of a large matrix. Some optimizers factor or quantize only parameters above a limit."""
-
-LR = 0.01
-"""Learning rate in a trial if the optimizer's is less than 1 % of this, as at the start of a warm-up."""
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -94,9 +88,9 @@ _verdicts: "WeakKeyDictionary[type, dict[str, Verdict]]" = WeakKeyDictionary()
 _lock = RLock()  # ranks may be threads, but a process has one set of random number generators
 
 
-def _cached(attempt: Callable[["_Original"], Verdict], optimizer: Optimizer) -> Verdict:
+def _cached(attempt: Callable[[Original], Verdict], optimizer: Optimizer) -> Verdict:
     """Return the result of `attempt`, which is called once per class, options, device, dtype and dimensions."""
-    original = _Original(optimizer)
+    original = Original(optimizer)
     with _lock:
         known = _verdicts.setdefault(type(optimizer), {})
         key = f"{attempt.__name__} {original.key()}"
@@ -105,25 +99,25 @@ def _cached(attempt: Callable[["_Original"], Verdict], optimizer: Optimizer) -> 
                 warnings.simplefilter("ignore")
                 verdict = attempt(original)
                 if drawn():
-                    why = verdict.why if verdict.same is None else "it draws random numbers"
-                    verdict = Verdict(verdict.same, why, True)
+                    why = "it draws random numbers" if verdict.same is False else verdict.why
+                    verdict = Verdict(verdict.same, why, draws=True)
                 known[key] = verdict
         return known[key]
 
 
-def _try_shards(original: "_Original") -> Verdict:
+def _try_shards(original: Original) -> Verdict:
     """Compare small parameters of all dimensions with their shards, then a large parameter with its shards."""
-    small = _Trial(original, [[*map(_shape, group.ndims)] for group in original.groups]).compare_shards()
+    small = _Trial(original, [[*map(_shape, group.flags)] for group in original.groups]).compare_shards()
     if not small.same:
         return small
-    shapes = [[LARGE if max(group.ndims) > 1 else (prod(LARGE),)] for group in original.groups]
+    shapes = [[LARGE if max(group.flags) > 1 else (prod(LARGE),)] for group in original.groups]
     large = _Trial(original, shapes, len(SCALES)).compare_shards()
     return large if large.same is False else small
 
 
-def _try_whole(original: "_Original") -> Verdict:
+def _try_whole(original: Original) -> Verdict:
     """Compare one instance with two instances, each of which has a parameter of every group."""
-    return _Trial(original, [[*map(_shape, group.ndims)] * 2 for group in original.groups]).compare_instances()
+    return _Trial(original, [[*map(_shape, group.flags)] * 2 for group in original.groups]).compare_instances()
 
 
 def _shape(ndim: int) -> Shape:
@@ -182,7 +176,7 @@ class _Piece(NamedTuple):
 class _Instance:
     """A twin of an optimizer. Its parameters are pieces of `values` [n], and change them."""
 
-    def __init__(self, original: "_Original", pieces: Sequence[_Piece], values: Tensor, *, swaps: bool) -> None:
+    def __init__(self, original: Original, pieces: Sequence[_Piece], values: Tensor, *, swaps: bool) -> None:
         """If `swaps`, parameters have values and gradients only during a step."""
         self._pieces = [(piece, piece.view(values)) for piece in pieces]
         self._swaps = swaps
@@ -235,11 +229,11 @@ def _step(optimizer: Optimizer, closure: Sequence[Any]) -> None:
 class _Trial:
     """Small whole parameters, and several ways to divide them among instances."""
 
-    def __init__(self, original: "_Original", shapes: Sequence[Sequence[Shape]], steps: int | None = None) -> None:
+    def __init__(self, original: Original, shapes: Sequence[Sequence[Shape]], steps: int | None = None) -> None:
         """`shapes` has the shapes of the parameters of each group."""
         self._original = original
         self._block = max(ALIGN, VECTORS // original.dtype.itemsize)
-        self._steps = steps or original.steps()
+        self._steps = steps or max([STEPS, *(number + 2 for number in original.integers() if number <= LONG)])
         self._without: dict[int, Sequence[_Piece]] = {}  # parameters that have no gradient, by step
         self._whole: list[_Piece] = []
         self._numel = 0
@@ -308,9 +302,7 @@ class _Trial:
 class _Run:
     """Values [n], and the instances that step them."""
 
-    def __init__(
-        self, original: "_Original", parts: Sequence[Sequence[_Piece]], values: Tensor, *, swaps: bool
-    ) -> None:
+    def __init__(self, original: Original, parts: Sequence[Sequence[_Piece]], values: Tensor, *, swaps: bool) -> None:
         self.values = values
         self._build = partial(_Instance, original, values=values, swaps=swaps)
         self._parts = parts
@@ -334,124 +326,3 @@ def _error(call: Callable[..., None], *args: Any) -> str:
 def _equal(some: Tensor, other: Tensor) -> bool:
     """Return whether all elements are equal. A NaN equals a NaN."""
     return bool(((some == other) | (some.isnan() & other.isnan())).all())
-
-
-# ---- twins ----------------------------------------------------------------------------------------------------------
-
-_TORCH_OWN = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
-"""Attributes of an optimizer that PyTorch, its schedulers and its gradient scalers set."""
-
-
-class _Group(NamedTuple):
-    """Options of one or more parameter groups, and the numbers of dimensions of their parameters."""
-
-    options: dict[str, Any]
-    ndims: set[int]
-
-
-class _Original:
-    """The optimizer in question: what its twins need to know."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._kind = type(optimizer)
-        self._defaults = optimizer.defaults
-        self._attributes = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if name not in _TORCH_OWN and not name.startswith(("_optimizer_", "_shardlite", "_zero_grad_"))
-        }
-        groups: dict[str, _Group] = {}  # models may have hundreds of groups that differ in the learning rate only
-        for given in optimizer.param_groups:
-            options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
-            if "lr" in options:
-                options["lr"] = _visible(options["lr"])
-            group = groups.setdefault(repr(sorted((options | {"lr": None}).items())), _Group(options, set()))
-            group.ndims.update(param.ndim for param in given["params"])
-        self.groups = [each for each in groups.values() if each.ndims]
-        first = next(param for given in optimizer.param_groups for param in given["params"])
-        self.device, self.dtype = first.device, first.dtype
-
-    def key(self) -> str:
-        """Return a text that is equal for optimizers of one class whose verdicts are equal."""
-        plain = {name: value for name, value in self._attributes.items() if _is_plain(value)}
-        return repr((self.device, self.dtype, self._defaults, self.groups, plain))
-
-    def steps(self) -> int:
-        """Return the number of steps after which all options have taken effect."""
-        options = [*self._attributes.values(), *(value for group in self.groups for value in group.options.values())]
-        return max([STEPS, *(value + 2 for value in options if type(value) is int and value <= LONG)])
-
-    def twin(self, params: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-        """Return an optimizer with the same class and options, for the given parameters of each group.
-
-        Raises:
-            Exception: the constructor needs arguments that the optimizer has not kept.
-        """
-        names = _arguments(self._kind)
-        groups = [
-            {"params": [*tensors], **copy.deepcopy(_chosen(group.options, names))}
-            for tensors, group in zip(params, self.groups, strict=True)
-        ]
-        plain = {name: value for name, value in self._attributes.items() if _is_plain(value)}
-        arguments = {name: value for name, value in {**plain, **self._defaults}.items() if name in names}
-        try:
-            twin = self._kind(groups, **copy.deepcopy(arguments))
-        except Exception:
-            if len(plain) < len(self._attributes):
-                raise
-            twin = self._without_constructor(groups)
-        if len(twin.param_groups) == len(self.groups):
-            for fresh, group in zip(twin.param_groups, self.groups, strict=True):
-                _overlay(fresh, group.options)
-        _overlay(vars(twin), plain)
-        return twin
-
-    def _without_constructor(self, groups: list[dict[str, Any]]) -> Optimizer:
-        twin = self._kind.__new__(self._kind)
-        vars(twin).update(copy.deepcopy(self._attributes))
-        Optimizer.__init__(twin, groups, copy.deepcopy(self._defaults))
-        return twin
-
-
-def _visible(lr: Any) -> Any:
-    """Return a learning rate that changes parameters: a warm-up may begin with 0."""
-    if not isinstance(lr, int | float | Tensor) or float(lr) >= LR / 100:
-        return lr
-    return torch.full_like(lr, LR) if isinstance(lr, Tensor) else LR
-
-
-def _arguments(kind: type) -> set[str]:
-    """Return the names of the arguments of a constructor, including those that it passes on as `**kwargs`."""
-    names: set[str] = set()
-    for each in kind.__mro__[: kind.__mro__.index(Optimizer)]:
-        if "__init__" in vars(each):
-            own = signature(vars(each)["__init__"]).parameters.values()
-            names.update(
-                param.name for param in own if param.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-            )
-            if not any(param.kind is Parameter.VAR_KEYWORD for param in own):
-                break
-    return names
-
-
-def _chosen(options: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return the options of a group for a constructor. Numbers that it does not know were added by steps."""
-    return {name: value for name, value in options.items() if name in names or isinstance(value, bool | str)}
-
-
-def _overlay(fresh: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Copy options into a new optimizer that its constructor does not set, but no counts of steps."""
-    for name, value in given.items():
-        counts = type(value) is int and fresh.get(name) == 0
-        if isinstance(value, bool | str) or (name in fresh and _is_plain(value) and not counts):
-            fresh[name] = copy.deepcopy(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is an option, and not a state."""
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    plain = (bool, int, float, str, type, FunctionType, torch.dtype, torch.device, Enum)
-    return value is None or isinstance(value, plain)

@@ -173,6 +173,18 @@ class KeepsModule(NotKept):
         self.module = nn.Linear(1, 1)
 
 
+class OtherArguments(Own):
+    """Takes parameters in its own way, and keeps in their states how to step them."""
+
+    def __init__(self, lr, scaled, others):
+        super().__init__([*scaled, *others], lr)
+        for param in [*scaled, *others]:
+            self.state[param]["scaled"] = any(param is each for each in scaled)
+
+    def update(self, param, state, group):
+        return LAMB.update(self, param, state, group) if state["scaled"] else param.grad
+
+
 class Data(Own):
     """Gives parameters other memory."""
 
@@ -246,6 +258,8 @@ OTHERS: dict[str, tuple[Callable[[Any], Optimizer], bool | None, bool | None]] =
     "argument that is not kept": (lambda p: NotKept(p, 2), False, True),
     "other argument that is not kept": (lambda p: NotKept(p, 0), True, True),
     "module": (lambda p: KeepsModule(p, 2), None, None),
+    "other arguments": (lambda p: OtherArguments(0.1, p[1:2], [p[0], *p[2:]]), False, True),
+    "other arguments, elementwise": (lambda p: OtherArguments(0.1, [], p), True, True),
     "assigns data": (Data, True, True),
     "reads values when it is built": (Constructed, True, False),
 }
