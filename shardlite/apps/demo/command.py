@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps import launch
-from shardlite.apps.demo.settings import SIZES, Settings
+from shardlite.apps.demo.settings import OPTIMIZERS, SIZES, Settings
 from shardlite.apps.options import started_ranks, usage_errors
 
 
@@ -26,6 +26,10 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
             raise ValueError(
                 "--log tensorboard needs tensorboard, which is not installed: pip install tensorboard, or use --log csv"
             )
+        if settings.optimizer not in OPTIMIZERS:
+            from shardlite.apps.demo.optimizers import optimizer_class
+
+            optimizer_class(settings.optimizer)
         from shardlite.apps.demo.text import read_corpus
 
         corpus = read_corpus(settings.data, context=settings.gpt.context)
