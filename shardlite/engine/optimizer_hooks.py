@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import Context
+from shardlite.comm import Context, Ranks
 from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
@@ -133,6 +133,7 @@ class OptimizerBridge:
     skips: Skips
     clipper: Clipper
     context: Context
+    ranks: Ranks
     in_backward: InBackwardOptimizer
     backward: Backward
     hooks: ModuleHooks
@@ -357,6 +358,8 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
             "from `parameters()` of the ShardLite model, after wrapping, and not from a module in or around this model "
             "(`model.module`, `torch.compile(model)`, `nn.DataParallel(model)`)"
         )
+    if getattr(optimizer, "steps_whole", False):
+        return
     if model.shards.are_split and not isinstance(optimizer, AdamW):
         raise LayoutError(
             f"{type(optimizer).__name__} would step only the upper half of split weights "
