@@ -70,7 +70,7 @@ COMPACT = [*("--precision", "bf16", "--master", "split24", "--state", "int8", "-
         [],
         [*COMPACT, "--activation-checkpointing", "--accumulate", "2"],
         ["--precision", "fp16", "--optimizer", "torch.NAdam"],  # whose scale is a part of the run
-        ["--precision", "bf16", "--optimizer", "muon", "--adamw-lr", "0.003"],
+        [*COMPACT[:-1], "--optimizer", "muon", "--adamw-lr", "0.003"],
     ],
     ids=["plain", "compact", "scaled", "muon"],
 )

@@ -67,7 +67,7 @@ def only_line(printed: str) -> str:
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--state", "int8"],
-            "state is int8, which requires the optimizer adamw; got torch.SGD",
+            "state is int8, which requires the optimizer adamw or muon; got torch.SGD",
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--precision", "bf16", "--master", "split24"],

@@ -23,9 +23,9 @@ def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
     """Return the optimizer of a run. AdamW and Muon apply weight decay to matrices. Others have their defaults."""
     name, lr = settings.optimizer, settings.lr
     if name == "muon":
-        return _step_whole(model, torch.optim.Muon, lr, settings.adamw_lr or lr, **_MUON)
+        return _step_whole(model, torch.optim.Muon, settings, settings.adamw_lr or lr, **_MUON)
     if name not in OPTIMIZERS:
-        return _step_whole(model, optimizer_class(name), lr, settings.adamw_lr)
+        return _step_whole(model, optimizer_class(name), settings, settings.adamw_lr)
     if name not in ("adamw", "torch.AdamW"):
         made: Optimizer = getattr(torch.optim, name.removeprefix("torch."))(model.parameters(), lr=lr)
         return made
@@ -57,11 +57,12 @@ def optimizer_class(path: str) -> type[Optimizer]:
 
 
 def _step_whole(
-    model: nn.Module, kind: type[Optimizer], lr: float, adamw_lr: float | None, **options: Any
+    model: nn.Module, kind: type[Optimizer], settings: Settings, adamw_lr: float | None, **options: Any
 ) -> Optimizer:
-    """Return an optimizer that steps whole parameters with a class: all or, if AdamW has a rate, hidden matrices."""
+    """Return an optimizer that steps all parameters whole or, if AdamW has a rate, the matrices of the blocks."""
     named = list(model.named_parameters())
     matrices = {"params": [each for each in named if each[1].ndim >= 2]}
     vectors = {"params": [each for each in named if each[1].ndim < 2], "elementwise": {"weight_decay": 0.0}}
-    adamw = None if adamw_lr is None else {"lr": adamw_lr, "betas": _BETAS, "weight_decay": _DECAY}
-    return WholeParameters([matrices, vectors], kind, elementwise=adamw, lr=lr, **options)
+    adamw = {"lr": adamw_lr, "betas": _BETAS, "weight_decay": _DECAY, "state": settings.state}
+    elementwise = None if adamw_lr is None else adamw
+    return WholeParameters([matrices, vectors], kind, elementwise=elementwise, lr=settings.lr, **options)

@@ -100,7 +100,7 @@ class Settings:
     """
 
     state: str = "fp32"
-    """Format of the moments of "adamw": fp32, bf16 or int8."""
+    """Format of the moments of "adamw", and of AdamW beside "muon": fp32, bf16 or int8."""
 
     in_backward: bool = False
     """Whether "adamw" updates the weights during the backward, without clipping the gradients."""
@@ -163,7 +163,12 @@ class Settings:
         if self.adamw_lr is not None and not self.adamw_lr > 0:
             raise ValueError(f"adamw_lr must be positive, got {self.adamw_lr}")
         whole = ["muon", *({self.optimizer} - {*OPTIMIZERS})]
-        supported = {"state": ["adamw"], "master": ["adamw", *whole], "in_backward": ["adamw"], "adamw_lr": whole}
+        supported = {
+            "state": ["adamw", "muon"],
+            "master": ["adamw", *whole],
+            "in_backward": ["adamw"],
+            "adamw_lr": whole,
+        }
         for name, optimizers in supported.items():
             value = getattr(self, name)
             if value != getattr(Settings, name) and self.optimizer not in optimizers:
