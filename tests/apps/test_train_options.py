@@ -23,6 +23,7 @@ from shardlite.apps.demo.optimizers import make_optimizer, optimizer_class
 from shardlite.apps.demo.report import Point, Progress, duration
 from shardlite.apps.demo.settings import OPTIMIZERS, SIZES, GPTConfig, Settings
 from shardlite.apps.options import add_command, dtype_of
+from shardlite.optim import probe_shards
 from tests.support.markdown import ROOT, blocks
 from tests.support.ranks.scripts import run_command
 
@@ -156,9 +157,10 @@ def test_choices_are_those_of_the_library():
     assert choices("train", "--state") == choices("plan", "--state") == list(config.STATES)
     assert choices("train", "--size") == list(SIZES)
     assert choices("ring", "--algorithm") == list(config.ALGORITHMS)
-    theirs = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
-    elementwise = theirs - {"Optimizer", "Muon", "Adafactor", "LBFGS"} - {"SparseAdam"}  # which takes sparse gradients
-    assert set(OPTIMIZERS) == {"adamw", "muon", *(f"torch.{name}" for name in elementwise)}
+    theirs = [kind for name in torch.optim.__all__ if isinstance(kind := getattr(torch.optim, name), type)]
+    matrix = [torch.nn.Parameter(torch.ones(2, 2))]
+    elementwise = [kind for kind in theirs if kind is not torch.optim.Optimizer and probe_shards(kind(matrix)).same]
+    assert set(OPTIMIZERS) == {"adamw", "muon", *(f"torch.{kind.__name__}" for kind in elementwise)}
 
 
 def test_settings_reach_the_model_and_the_optimizer():
