@@ -61,8 +61,9 @@ def _step_whole(
 ) -> Optimizer:
     """Return an optimizer that steps all parameters whole or, if AdamW has a rate, the matrices of the blocks."""
     named = list(model.named_parameters())
+    if adamw_lr is None:
+        return WholeParameters(named, kind, lr=settings.lr, **options)
     matrices = {"params": [each for each in named if each[1].ndim >= 2]}
     vectors = {"params": [each for each in named if each[1].ndim < 2], "elementwise": {"weight_decay": 0.0}}
     adamw = {"lr": adamw_lr, "betas": _BETAS, "weight_decay": _DECAY, "state": settings.state}
-    elementwise = None if adamw_lr is None else adamw
-    return WholeParameters([matrices, vectors], kind, elementwise=elementwise, lr=settings.lr, **options)
+    return WholeParameters([matrices, vectors], kind, elementwise=adamw, lr=settings.lr, **options)
