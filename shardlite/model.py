@@ -609,9 +609,10 @@ class ShardLite(nn.Module):
         """Return this rank's traffic since the model was wrapped, by unit and purpose.
 
         Purposes of a unit are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over
-        replicas` (hybrid sharding), `used` (in-backward steps), `full state`, and `to owners` and `from owners` (`WholeParameters`). The unit `"(no unit)"` stands for the
-        whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, by which
-        ranks compare the models that they wrap, are not counted.
+        replicas` (hybrid sharding), `used` (in-backward steps), `full state`, and `to owners` and `from owners`
+        (`WholeParameters`). The unit `"(no unit)"` stands for the whole model, with purposes such as `order
+        negotiation`, `gradient flags` and `norm`. Control messages, by which ranks compare the models that they wrap,
+        are not counted.
 
         Returns:
             For each unit and purpose, the numbers of calls, messages and bytes. The field `across` is the number of

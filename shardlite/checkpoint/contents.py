@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite
-from shardlite.optim import AdamW
+from shardlite.whole import WholeParameters
 
 Paths = dict[str, tuple[str | int, ...]]
 """The type of a dict that has, for the name of each entry, the keys of this entry in the nested state dict."""
@@ -61,9 +61,18 @@ def _named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
     numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
     by_number = dict(zip(numbers, chain.from_iterable(names), strict=True))
     # DCP loads a group only if it has all options of PyTorch's AdamW. ShardLite's AdamW has fewer options.
-    others = torch.optim.AdamW([torch.zeros(0)]).defaults if isinstance(optimizer, AdamW) else {}
-    groups = [{**others, **group, "params": own} for group, own in zip(saved["param_groups"], names, strict=True)]
+    others = torch.optim.AdamW([torch.zeros(0)]).defaults
+    groups = [
+        {**(others if "max_update" in group else {}), **group, "params": own}
+        for group, own in zip(saved["param_groups"], names, strict=True)
+    ]
     return {"state": {by_number[i]: entry for i, entry in saved["state"].items()}, "param_groups": groups}
+
+
+def kind_of(optimizer: Optimizer | None) -> str:
+    """Return the name of an optimizer's class, with the class that steps whole parameters, if any."""
+    kind = type(optimizer).__name__
+    return f"{kind}({optimizer.optimizer_class.__name__})" if isinstance(optimizer, WholeParameters) else kind
 
 
 def names_of(model: ShardLite, optimizer: Optimizer | None) -> list[list[str]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
 from shardlite.checkpoint import files, memory_copies
@@ -34,6 +35,7 @@ from shardlite.errors import CheckpointError, lacking, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW, check_loaded
 from shardlite.params import ShardTensor
+from shardlite.whole import WholeParameters
 
 log = logging.getLogger("shardlite")
 
@@ -166,7 +168,7 @@ def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> No
 
 def _load_states(optimizer: Optimizer, states: Iterator[tuple[Tensor, dict[str, Any]]]) -> None:
     """Replace the state of an optimizer, parameter by parameter."""
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamW | WholeParameters):
         optimizer.load_entries(states)
         return
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
@@ -195,12 +197,16 @@ class _StateOnDisk:
         # Other programs save a tied weight under only one of its names.
         self._targets = {n: value for n, value in named.items() if n in checkpoint.entries or id(value) not in found}
         self._check_model()
-        self._moments: dict[str, dict[str, str]] = {}
-        """Names of entries, by the parameter's name and by the key in the parameter's state."""
+        self._moments: dict[str, dict[tuple[str | int, ...], str]] = {}
+        """Names of entries, by the parameter's name and by the keys in the parameter's state, which may be nested."""
+        self._wholes: set[str] = set()
+        """Parameters whose state is that of the whole parameter."""
         self.groups: list[dict[str, Any]] = []
         if optimizer is not None:
             names = names_of(model, optimizer)
             self._find_state(set(chain.from_iterable(names)))
+            if isinstance(optimizer, WholeParameters):
+                self._find_wholes(optimizer)
             self._check_optimizer(optimizer, names)
         manifest = checkpoint.manifest or {}
         self.step: int | None = manifest.get("step")
@@ -254,14 +260,22 @@ class _StateOnDisk:
         checkpoint, groups = self._checkpoint, dict[int, dict[str, str]]()
         for entry in checkpoint.entries:
             path = checkpoint.path_of(entry)
-            if len(path) >= 3 and path[-3] == "state" and path[-2] in known:
-                self._moments.setdefault(str(path[-2]), {})[str(path[-1])] = entry
+            place = path.index("state") if "state" in path[:-2] else -1
+            if place >= 0 and path[place + 1] in known:
+                self._moments.setdefault(str(path[place + 1]), {})[path[place + 2 :]] = entry
             elif len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
                 groups.setdefault(path[-2], {})[str(path[-1])] = entry
         if not self._moments and not groups:
             raise CheckpointError(f"{checkpoint.folder} has no optimizer state: call load without an optimizer")
         checkpoint.check(checkpoint.object_items(name for group in groups.values() for name in group.values()))
         self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
+
+    def _find_wholes(self, optimizer: WholeParameters) -> None:
+        """Find the parameters whose state is that of the whole parameter. Drop states that other ranks own."""
+        self._wholes = {name for name, param in self._params.items() if optimizer.holds_whole(param)}
+        others = [name for name in self._wholes & self._moments.keys() if not optimizer.owns(self._params[name])]
+        for name in others:
+            del self._moments[name]
 
     def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
         """Check that the saved groups belong to an optimizer of this kind, with the same parameters."""
@@ -272,7 +286,7 @@ class _StateOnDisk:
                 raise CheckpointError(
                     f"{folder} is of a different optimizer: it lacks options {some_of(absent)} of {kind}"
                 )
-        keys = {key for entries in self._moments.values() for key in entries}
+        keys = {str(key) for entries in self._moments.values() for key, *_ in entries}
         if isinstance(optimizer, AdamW):
             if keys - {"step", "exp_avg", "exp_avg_sq"}:
                 raise CheckpointError(f"{folder} is of an optimizer other than AdamW: it has {some_of(keys)}")
@@ -312,9 +326,13 @@ class _StateOnDisk:
             items += reads
         checkpoint.check(items)
 
-    def _is_like(self, name: str, key: str, entry: str) -> bool:
-        """Return whether an entry of a parameter's state has one element for each element of the parameter."""
-        return key not in NUMBERS and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
+    def _is_like(self, name: str, key: tuple[str | int, ...], entry: str) -> bool:
+        """Return whether a rank reads only its part of an entry, which has the shape of the parameter."""
+        return (
+            key[-1] not in NUMBERS
+            and name not in self._wholes
+            and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
+        )
 
     def _target(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor of the parameter's shape. This rank's part of the tensor is `local`."""
@@ -332,9 +350,12 @@ class _StateOnDisk:
     def states(self, _: ShardLite) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Read the state of the optimizer, parameter by parameter."""
         for name, entries in self._moments.items():
-            yield self._params[name], {key: self._value(name, key, entry) for key, entry in entries.items()}
+            state: dict[str, Any] = {}
+            for key, entry in entries.items():
+                set_element(state, key, self._value(name, key, entry))
+            yield self._params[name], state
 
-    def _value(self, name: str, key: str, entry: str) -> Any:
+    def _value(self, name: str, key: tuple[str | int, ...], entry: str) -> Any:
         """Read one entry of the state of a parameter."""
         if not self._is_like(name, key, entry):
             return self._checkpoint.object(entry)

@@ -36,6 +36,7 @@ from shardlite.checkpoint.peers import Peers
 from shardlite.errors import CheckpointError
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
+from shardlite.whole import WholeParameters
 
 
 def save(
@@ -300,7 +301,8 @@ class RankFile:
         no_crc = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with files.summed(folder / file) as stream, no_crc:
             written = [part for name, value in self.entries.items() for part in _written(stream, file, name, value)]
-        paths = {entry: path for entry, path in self.paths.items() if rank == 0 or entry.startswith("ranks.")}
+        mine = self.entries.keys()
+        paths = {entry: path for entry, path in self.paths.items() if rank == 0 or entry in mine}
         return {"entries": written, "files": {file: stream.sums()}, "aliases": self.aliases, "paths": paths}
 
 
@@ -340,17 +342,20 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
 
     Each rank of the first replica writes its shards. The step count of a parameter is written by the rank that has the
     parameter's first element. At stage 0 every rank keeps whole parameters and their states. These tensors are divided
-    among the ranks by size, and each tensor is written once. Rank 0 writes all other entries, even if the values of
-    other ranks differ.
+    among the ranks by size, and each tensor is written once. The owner of a whole parameter (`WholeParameters`) writes
+    the parameter's state. Rank 0 writes all other entries, even if the values of other ranks differ.
     """
     state = ModelState(run.model)
     sharded = state.shard is not None
     entries, paths = contents(run, peers.rank)
     equal = {f"model.{name}" for name, param in run.model.named_parameters() if param not in state.ignored}
+    whole = _owned(run)
     loads = [0] * peers.shards
 
     def is_mine(name: str, value: Any) -> bool:
         is_state = name.startswith("optimizer.state.")
+        if is_state and (param := str(paths[name][2])) in whole:
+            return whole[param]
         if sharded and isinstance(value, ShardTensor):
             return True
         if sharded and is_state:
@@ -371,6 +376,14 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
         elif name.startswith("ranks.") or (is_mine(name, value) and peers.rank < peers.shards):
             own[name] = value
     return RankFile(own, aliases, paths)
+
+
+def _owned(run: Run) -> dict[str, bool]:
+    """For each parameter whose state is that of the whole parameter, return whether this rank has the state."""
+    if not isinstance(run.optimizer, WholeParameters):
+        return {}
+    optimizer, params = run.optimizer, run.model.named_parameters()
+    return {name: optimizer.owns(param) for name, param in params if optimizer.holds_whole(param)}
 
 
 def _key(value: Tensor) -> Hashable:

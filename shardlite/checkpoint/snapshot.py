@@ -30,7 +30,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shardlite.checkpoint.contents import Run, check_keys, generators, names_of, pickled, states_in, unpickled
+from shardlite.checkpoint.contents import Run, check_keys, generators, kind_of, names_of, pickled, states_in, unpickled
 from shardlite.comm import Mapping as SharedMemory
 from shardlite.comm import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
@@ -69,7 +69,7 @@ class Snapshot:
         names = names_of(model, optimizer)
         objects = {
             "records": self.records,
-            "optimizer": type(optimizer).__name__,
+            "optimizer": kind_of(optimizer),
             "groups": [{**group, "params": own} for group, own in zip(groups, names, strict=True)],
             "state": state,
             "extra": states_in(extra or {}),
@@ -161,7 +161,7 @@ class SavedSnapshot:
         if here != there:
             differing = next((b or a for a, b in zip(there, here, strict=False) if a != b), "the number of tensors")
             raise CheckpointError(f"they are of a different model, stage, or format: {differing} differs")
-        kind, names = type(optimizer).__name__, names_of(model, optimizer)
+        kind, names = kind_of(optimizer), names_of(model, optimizer)
         if kind != objects["optimizer"] or names != [group["params"] for group in self.groups]:
             raise CheckpointError("they are of a different optimizer, or of different parameter groups")
         check_keys(extra or {}, self.extra, "the copy")

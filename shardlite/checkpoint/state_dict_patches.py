@@ -25,6 +25,7 @@ from shardlite.errors import CheckpointError, LayoutError, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW
 from shardlite.params import ShardTensor
+from shardlite.whole import WholeParameters
 
 _State: TypeAlias = dict[str, Any]
 _Original: TypeAlias = Callable[..., Any]
@@ -106,11 +107,12 @@ def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], 
     def init(optimizer: Optimizer) -> None:
         """Initialize an optimizer's state as PyTorch does, by a step with zero gradients.
 
-        An optimizer that steps in the backward initializes its state itself.
+        An optimizer that steps in the backward initializes its state itself. The step of whole parameters is
+        collective, but a rank that owns no parameter never has a state.
         """
         if isinstance(optimizer, AdamW) and optimizer.in_backward:
             optimizer.init_state()
-        else:
+        elif not (isinstance(optimizer, WholeParameters) and optimizer.has_stepped):
             original(optimizer)
 
     return init
@@ -130,7 +132,31 @@ def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
         return (tensor.cpu() if info.cpu_offload else tensor) if wanted else None
 
     whole: _State = tree_map_only(Tensor, copied, shards)
+    for optimizer in others[0] if others else ():
+        if isinstance(optimizer, WholeParameters):
+            _add_owned(whole, model, optimizer)
     return whole if wanted else {}
+
+
+def _add_owned(state: _State, model: ShardLite, optimizer: WholeParameters) -> None:
+    """Add the states of whole parameters that other ranks own, one parameter after the other. Collective."""
+    context = ModelState(model).context
+    for name, param in model.named_parameters():
+        if not optimizer.holds_whole(param):
+            continue
+        prefix, owner = f"state.{name}.", optimizer.owner_of(param)
+        flat = {key: value for key, value in state.items() if key.startswith(prefix)}
+        content = (
+            pickled(name, flat or state.get("state", {}).get(name, {})).getvalue() if optimizer.owns(param) else b""
+        )
+        length = context.all_gather_int(len(content), "the length of a state")[owner]
+        data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8).to(context.device)
+        broadcast_tensor(data, context.inline[0], source=owner, operation=context.operation("a state", "values"))
+        if not optimizer.owns(param) and (found := unpickled(name, BytesIO(data.cpu().numpy().tobytes()))):
+            if "state" in state:
+                state["state"][name] = found
+            else:
+                state.update(found)
 
 
 # ---- set ------------------------------------------------------------------------------------------------------------
@@ -156,10 +182,13 @@ def _load_optimizers(
     """
     state = ModelState(model)
     read = not info.broadcast_from_rank0 or state.context.rank == 0
+    wholes = [optimizer for optimizer in optimizers if isinstance(optimizer, WholeParameters)]
+    if wholes:
+        info = replace(info, strict=False)  # this rank has no state of parameters that other ranks own
     _agree(state, _misfit(state_dict, info) if read else None)
     with state.context.reporting_failures("its set_optimizer_state_dict"):
         if info.full_state_dict:
-            state_dict = _shards_of(state_dict, model, broadcast=info.broadcast_from_rank0)
+            state_dict = _shards_of(state_dict, model, wholes, broadcast=info.broadcast_from_rank0)
             info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
         original(model, optimizers, state_dict, info)
 
@@ -185,12 +214,16 @@ def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
     return None
 
 
-def _shards_of(state_dict: _State, model: ShardLite, *, broadcast: bool) -> _State:
+def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParameters], *, broadcast: bool) -> _State:
     """Return an optimizer's state in which this rank's part replaces each whole tensor of a parameter's shape.
+
+    Tensors of parameters that `wholes` step stay whole.
 
     If `broadcast` is set, the model's first rank sends its state, one tensor after the other.
     """
     ours, shards, state = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)), ModelState(model)
+
+    stay = {name for name, shard in shards.items() if any(each.holds_whole(shard) for each in wholes)}
 
     def part(path: Sequence[Any], value: Any, own: Any) -> Any:
         if broadcast and _is_sent(value):
@@ -199,7 +232,7 @@ def _shards_of(state_dict: _State, model: ShardLite, *, broadcast: bool) -> _Sta
             return value
         name, key = _entry_of(path, shards)
         mine = ours.get(name)
-        if not isinstance(mine, ShardTensor) or key in NUMBERS or value.shape != mine.shape:
+        if not isinstance(mine, ShardTensor) or name in stay or key in NUMBERS or value.shape != mine.shape:
             return value.clone()  # optimizers keep and change the tensors that they load
         local = value.detach().reshape(-1)[mine.start : mine.stop].to(mine.device, copy=True)
         return ShardTensor(local.view(shards[name].shape), mine.shape, mine.start)

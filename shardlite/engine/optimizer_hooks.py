@@ -23,7 +23,15 @@ from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
 from shardlite.grads import Clipper, Skips, Step, Stepping
-from shardlite.optim import AdamW, InBackwardSteps, Verdict, probe_shards, probe_whole, steps_in_backward
+from shardlite.optim import (
+    AdamW,
+    InBackwardSteps,
+    Verdict,
+    WholeStateOptimizer,
+    probe_shards,
+    probe_whole,
+    steps_in_backward,
+)
 from shardlite.params import Flat
 from shardlite.weights import Gathering
 
@@ -354,7 +362,7 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
             "from `parameters()` of the ShardLite model, after wrapping, and not from a module in or around this model "
             "(`model.module`, `torch.compile(model)`, `nn.DataParallel(model)`)"
         )
-    if getattr(optimizer, "steps_whole", False) or isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamW | WholeStateOptimizer):
         return
     if model.shards.are_split:
         raise LayoutError(

@@ -39,7 +39,7 @@ from shardlite.engine.optimizer_hooks import (
 )
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
-from shardlite.optim import AdamW, probe_shards
+from shardlite.optim import AdamW, WholeStateOptimizer, probe_shards
 from shardlite.params import Shard, ShardTensor
 
 # ---- states of optimizers -------------------------------------------------------------------------------------------
@@ -80,7 +80,9 @@ def _load_state_dict(original: Callable[..., None], optimizer: Optimizer, state_
         own = _describe(optimizer, models)
         state_dict, why = _as_local(state_dict, own)
         wrong = _misfit(optimizer, state_dict, own) or why or _misshapen(optimizer, state_dict)
-        steps = models[0].context.all_gather_int(-1 if wrong else _latest_step(state_dict), name)
+        # Ranks that own different parameters have different step counts.
+        latest = 0 if isinstance(optimizer, WholeStateOptimizer) else _latest_step(state_dict)
+        steps = models[0].context.all_gather_int(-1 if wrong else latest, name)
         if wrong:
             raise LayoutError(f"{name}: {wrong}. {_RESUME}")
         if min(steps) < 0:
@@ -97,7 +99,8 @@ def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[s
     """Return a description of this rank and, for each parameter, the name and the range of this rank's shard."""
     parts: dict[Tensor, ShardRange] = {shard: part for model in models for shard, part in model.shards.parts().items()}
     params = enumerate(params_of(optimizer))
-    return {"of": models[0].place, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
+    described = {"of": models[0].place, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
+    return {**described, "owned": optimizer.owned()} if isinstance(optimizer, WholeStateOptimizer) else described
 
 
 def _positions(state_dict: Mapping[str, Any]) -> list[Any]:
@@ -114,7 +117,11 @@ def _as_shards(
     state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
     state |= state_dict["state"]
     for param, index in zip(params_of(optimizer), positions, strict=True):
-        if param in makers and state.get(index):
+        if (
+            param in makers
+            and state.get(index)
+            and not (isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param))
+        ):
             state[index] = _entry(optimizer, param, state[index], makers[param])
     return {**state_dict, "state": state}
 
@@ -170,6 +177,8 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[st
                 f"the state is of {given['of']}, this is {own['of']}: there {theirs_name!r} has the state of "
                 f"elements {there}, here {name!r} needs the state of elements {here}"
             )
+    if given.get("owned") != own.get("owned"):
+        return f"the state is of {given['of']}, where other parameters are stepped whole, or have other owners"
     if len(own["parts"]) != len(given["parts"]):
         return f"the state is of {len(given['parts'])} parameters, this optimizer has {len(own['parts'])}"
     return None
@@ -180,6 +189,8 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
     parts = dict(zip(_positions(state_dict), own["parts"], strict=False))
     for param, index, key, value in _tensors(optimizer, state_dict):
         name, start, stop, numel = parts[index]
+        if isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param):
+            continue
         if value.numel() == numel != stop - start and value.ndim == param.ndim:
             return (
                 f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "

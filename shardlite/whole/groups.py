@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.optim import AdamW
+from shardlite.optim import AdamW, WholeStateOptimizer
 from shardlite.whole.members import Member, placeholder
 
 Group = dict[str, Any]
@@ -81,7 +81,7 @@ def check_class(kind: object) -> None:
             f"WholeParameters: optimizer_class must be a subclass of torch.optim.Optimizer, got {kind!r}: pass the "
             "class, and its options as keywords"
         )
-    if issubclass(kind, AdamW) or getattr(kind, "steps_whole", False):
+    if issubclass(kind, AdamW | WholeStateOptimizer):
         raise TypeError(f"WholeParameters: {kind.__name__} steps shards itself: use it without WholeParameters")
 
 

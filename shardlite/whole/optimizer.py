@@ -14,7 +14,7 @@ from torch.optim import Muon, Optimizer
 from shardlite.comm import Context, StreamQueue, agree
 from shardlite.engine import OptimizerBridge, models_with
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.optim import AdamW, Unconverted, probe_whole
+from shardlite.optim import AdamW, Unconverted, WholeStateOptimizer, probe_whole
 from shardlite.whole.assignment import assign, describe
 from shardlite.whole.groups import (
     Given,
@@ -33,7 +33,7 @@ from shardlite.whole.pipeline import run
 from shardlite.whole.steps import ClassStep, MuonStep, divides_muon, stand_in, step_stand_ins
 
 
-class WholeParameters(Optimizer):
+class WholeParameters(WholeStateOptimizer):
     """Step whole parameters with an optimizer class that is not elementwise: Muon, SOAP, Shampoo, Adafactor, LAMB.
 
     Each parameter has one owner. The owner gets the pieces of the averaged gradient and of the weight from the other
@@ -69,9 +69,6 @@ class WholeParameters(Optimizer):
         ... )
     """
 
-    steps_whole = True
-    """Whether the optimizer steps whole parameters, so that its class need not be elementwise."""
-
     def __init__(
         self,
         params: Any,
@@ -99,6 +96,9 @@ class WholeParameters(Optimizer):
 
         self._rest: list[str] = []
         """Names of the parameters that are stepped elementwise."""
+
+        self.has_stepped = False
+        """Whether a step was taken or a state was loaded. The value is equal on all ranks."""
 
         self._class_defaults: dict[str, Any] = {}
         self._adds = False  # whether `add_param_group` adds a part that was checked
@@ -261,6 +261,15 @@ class WholeParameters(Optimizer):
         """Return whether this rank steps the parameter `param`, which is stepped whole."""
         return self._members[param].is_mine
 
+    def owner_of(self, param: Tensor) -> int:
+        """Return the rank that steps `param`, among the ranks that shard its model."""
+        return self._members[param].owner
+
+    def owned(self) -> list[int]:
+        """Return the indices of the parameters whose whole states this rank has."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return [i for i, param in enumerate(params) if self.holds_whole(param) and self.owns(param)]
+
     def __repr__(self) -> str:
         """Return the groups, the owners, and the parameters that are stepped elementwise."""
         lines = [super().__repr__(), f"{self.optimizer_class.__name__} steps whole parameters:"]
@@ -290,6 +299,7 @@ class WholeParameters(Optimizer):
                 loss = closure()
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return loss  # the step is skipped, for example because a gradient is not finite
+        self.has_stepped = True
         changes = [
             {option: value for option, value in options_of(group).items() if seen.get(option, seen) is not value}
             for group, seen in zip(self.param_groups, self._seen, strict=True)
@@ -375,6 +385,7 @@ class WholeParameters(Optimizer):
         Args:
             entries: parameters with their states. Where `holds_whole`, tensors have the shapes of whole parameters.
         """
+        self.has_stepped = True
         states: dict[Tensor, dict[str, Any]] = {}
         stepped = {param for group in (self._adamw.param_groups if self._adamw else ()) for param in group["params"]}
         for param, entry in entries:
