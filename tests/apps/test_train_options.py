@@ -220,6 +220,11 @@ def test_each_optimizer_trains(cluster, tmp_path, name):
     assert told[-1] < told[0]
 
 
+def test_muon_has_a_default_rate_of_its_own(chosen):
+    assert (chosen().lr, chosen("--optimizer", "muon").lr) == (1e-3, 8e-3)
+    assert chosen("--optimizer", "muon", "--lr", 0.5).lr == 0.5
+
+
 @pytest.mark.parametrize("adamw_lr", [None, 0.002])
 def test_muon_steps_the_matrices_of_blocks_and_adamw_the_rest(group, adamw_lr):
     gpt = GPTConfig(layers=2, width=16, heads=2, context=16)

@@ -47,6 +47,9 @@ OPTIMIZERS = (
 )
 """Names of optimizers. Each other optimizer has an import path, and is stepped by `shardlite.WholeParameters`."""
 
+RATES = {"muon": 8e-3}
+"""Default peak learning rates of the command line, for optimizers whose default is not that of `Settings`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
