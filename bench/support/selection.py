@@ -30,6 +30,7 @@ RENDERERS = {
     "gpu": "bench.gpu.table:render",
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",
+    "optimizers-losses": "bench.optimizers.losses:render",
     **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
 }
 """For each value of the key `bench`, the function that renders the rows as a table."""

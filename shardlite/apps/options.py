@@ -10,6 +10,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,17 @@ def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
         reduce=dtype_of(reduce),
         master="split24" if master == "split24" else dtype_of(master),
     )
+
+
+def imported(module: str, name: str) -> Any:
+    """Return the attribute `name` of a module. The module may be in the current folder.
+
+    Raises:
+        Exception: of any kind, because the import runs the code of the module.
+    """
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return getattr(import_module(module), name)
 
 
 def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:

@@ -128,7 +128,7 @@ def _as_shards(
 
 def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return the state of one shard, with results of `make` in place of the elementwise tensors."""
-    if isinstance(optimizer, AdamW) and (decoders := optimizer.decoders(entry)):
+    if isinstance(optimizer, AdamW | WholeStateOptimizer) and (decoders := AdamW.decoders(entry)):
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
         moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
         return {"step": entry["step"], **moments}

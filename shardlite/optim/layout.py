@@ -370,4 +370,4 @@ def decoders(entry: Mapping[str, Any]) -> dict[str, Decoder]:
 
 
 def _is_narrow(entry: Mapping[str, Any]) -> bool:
-    return entry[MOMENTS[0]].dtype in (torch.bfloat16, torch.int8)
+    return MOMENTS[0] in entry and entry[MOMENTS[0]].dtype in (torch.bfloat16, torch.int8)

@@ -217,6 +217,7 @@ def test_a_step_leaves_no_gradient(monkeypatch):
         rank=0,
         ranks=1,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        peaks=[0.1],
         scaler=torch.amp.GradScaler("cpu", enabled=False),
     )
     monkeypatch.setattr(train, "_mean_over_ranks", lambda loss: loss)
@@ -310,9 +311,9 @@ def validation_losses(folder: Path) -> list[float]:
         return [float(told) for row in csv.DictReader(file) if (told := row["validation_nats_per_byte"])]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_tiny_model_learns_on_two_ranks(cluster, tmp_path, text, stage):
-    options = [*TINY, "--steps", 12, "--stage", stage, "--data", text, "--out", tmp_path]
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "adamw"), (3, "adamw"), (2, "muon")])
+def test_a_tiny_model_learns_on_two_ranks(cluster, tmp_path, text, stage, optimizer):
+    options = [*TINY, "--steps", 12, "--stage", stage, "--optimizer", optimizer, "--data", text, "--out", tmp_path]
     first, second = run_command(cluster, cli.main, "train", *options)
     assert first.status == second.status == 0
     assert second.out == ""

@@ -70,8 +70,9 @@ COMPACT = [*("--precision", "bf16", "--master", "split24", "--state", "int8", "-
         [],
         [*COMPACT, "--activation-checkpointing", "--accumulate", "2"],
         ["--precision", "fp16", "--optimizer", "torch.NAdam"],  # whose scale is a part of the run
+        [*COMPACT[:-1], "--optimizer", "muon", "--adamw-lr", "0.003"],
     ],
-    ids=["plain", "compact", "scaled"],
+    ids=["plain", "compact", "scaled", "muon"],
 )
 def test_resume_goes_on_with_the_bits_of_an_uninterrupted_run(cluster, tmp_path, more):
     def options(name: str) -> list[str]:

@@ -14,12 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-from shardlite import config
+from shardlite import ShardLite, config
 from shardlite.apps import cli, launch
 from shardlite.apps.demo import command, report, train
+from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.log import COLUMNS, CSVLog, open_log
+from shardlite.apps.demo.optimizers import make_optimizer, optimizer_class
 from shardlite.apps.demo.report import Point, Progress, duration
-from shardlite.apps.demo.settings import SIZES, Settings
+from shardlite.apps.demo.settings import OPTIMIZERS, SIZES, GPTConfig, Settings
 from shardlite.apps.options import add_command, dtype_of
 from shardlite.optim import probe_shards
 from tests.support.markdown import ROOT, blocks
@@ -158,7 +160,7 @@ def test_choices_are_those_of_the_library():
     theirs = [kind for name in torch.optim.__all__ if isinstance(kind := getattr(torch.optim, name), type)]
     matrix = [torch.nn.Parameter(torch.ones(2, 2))]
     elementwise = [kind for kind in theirs if kind is not torch.optim.Optimizer and probe_shards(kind(matrix)).same]
-    assert set(choices("train", "--optimizer")) == {"adamw", *(f"torch.{kind.__name__}" for kind in elementwise)}
+    assert set(OPTIMIZERS) == {"adamw", "muon", *(f"torch.{kind.__name__}" for kind in elementwise)}
 
 
 def test_settings_reach_the_model_and_the_optimizer():
@@ -170,10 +172,10 @@ def test_settings_reach_the_model_and_the_optimizer():
     assert train._make_gpt(compact).recompute
     assert not train._make_gpt(Settings()).recompute
     model = torch.nn.Linear(2, 2)
-    ours = train.make_optimizer(model, Settings(state="int8", in_backward=True, lr=0.5))
+    ours = make_optimizer(model, Settings(state="int8", in_backward=True, lr=0.5))
     assert (type(ours).__name__, ours.moments, ours.defaults["lr"]) == ("AdamW", "int8", 0.5)
     assert [group["weight_decay"] for group in ours.param_groups] == [0.1, 0.0]
-    theirs = train.make_optimizer(model, Settings(optimizer="torch.AdamW"))
+    theirs = make_optimizer(model, Settings(optimizer="torch.AdamW"))
     assert type(theirs) is torch.optim.AdamW
     assert [group["weight_decay"] for group in theirs.param_groups] == [0.1, 0.0]
 
@@ -208,14 +210,63 @@ RATES = {"torch.SGD": 0.5, "torch.ASGD": 0.5, "torch.RAdam": 0.5, "torch.Adadelt
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("torch.SGD", "torch.RMSprop") else pytest.mark.slow)
-        for name in choices("train", "--optimizer")
+        pytest.param(name, marks=() if name in ("muon", "torch.SGD", "torch.RMSprop") else pytest.mark.slow)
+        for name in [*OPTIMIZERS, "torch.optim.Adafactor"]
     ],
 )
 def test_each_optimizer_trains(cluster, tmp_path, name):
     rate = RATES.get(name, 0.01)
     told = train_with(cluster, tmp_path, "--optimizer", name, "--precision", "bf16", "--lr", rate)
     assert told[-1] < told[0]
+
+
+def test_muon_has_a_default_rate_of_its_own(chosen):
+    assert (chosen().lr, chosen("--optimizer", "muon").lr) == (1e-3, 8e-3)
+    assert chosen("--optimizer", "muon", "--lr", 0.5).lr == 0.5
+
+
+@pytest.mark.parametrize("adamw_lr", [None, 0.002])
+def test_muon_steps_the_matrices_of_blocks_and_adamw_the_rest(group, adamw_lr):
+    gpt = GPTConfig(layers=2, width=16, heads=2, context=16)
+    settings = Settings(optimizer="muon", gpt=gpt, lr=0.01, adamw_lr=adamw_lr)
+    optimizer = make_optimizer(ShardLite(GPT(gpt), group=group), settings)
+    (hidden,) = (each for each in optimizer.param_groups if "momentum" in each)
+    assert len(hidden["params"]) == 4 * gpt.layers
+    assert (hidden["lr"], hidden["momentum"], hidden["weight_decay"]) == (0.01, 0.95, 0.1)
+    others = [each for each in optimizer.param_groups if each is not hidden]
+    assert [(each["lr"], each["weight_decay"]) for each in others] == [(adamw_lr or 0.01, 0.1), (adamw_lr or 0.01, 0.0)]
+
+
+def test_rates_of_all_groups_follow_the_schedule(cluster, tmp_path):
+    straight = train_with(cluster, tmp_path / "one", "--optimizer", "muon")
+    assert train_with(cluster, tmp_path / "same", "--optimizer", "muon", "--adamw-lr", 0.01) == straight
+    slow = train_with(cluster, tmp_path / "slow", "--optimizer", "muon", "--adamw-lr", 1e-5)
+    assert slow[0] == straight[0]
+    assert slow[-1] > straight[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("torch.Muon", "module 'torch' has no attribute 'Muon'"),
+        ("nowhere.Muon", "ModuleNotFoundError: No module named 'nowhere'"),
+        (".Muon", "nor the import path of a class such as torch.optim.Adafactor"),
+        ("torch.optim.Muonn", "has no attribute 'Muonn'"),
+        (
+            "torch.nn.Linear",
+            "must be a subclass of torch.optim.Optimizer, got <class 'torch.nn.modules.linear.Linear'>",
+        ),
+    ],
+)
+def test_a_path_without_an_optimizer_is_refused(refused, path, message):
+    assert message in refused("--optimizer", path)
+
+
+def test_a_class_may_be_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "own_optimizer.py").write_text("import torch\n\nclass Own(torch.optim.SGD):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    assert optimizer_class("own_optimizer.Own").__name__ == "Own"
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------
@@ -231,8 +282,8 @@ def test_the_log_has_a_row_for_each_step(cluster, tmp_path):
         curve = list(csv.DictReader(file))
     told = Settings(steps=6, lr=0.01)
     for number, (row, point) in enumerate(zip(rows, curve, strict=True)):
-        assert f"{float(row['loss']):.6f}" == point["train_nats_per_byte"]
-        assert f"{float(row['validation_loss']):.6f}" == point["validation_nats_per_byte"]
+        for name, short in (("loss", "train_nats_per_byte"), ("validation_loss", "validation_nats_per_byte")):
+            assert float(point[short]) == pytest.approx(float(row[name]), abs=0.6e-6)  # the curve has six decimals
         assert float(row["learning_rate"]) == pytest.approx(train.learning_rate(told, number))
         assert all(float(row[name]) > 0 for name in ("gradient_norm", "step_ms", "exposed_ms", "sent_mib", "held_mib"))
 

@@ -67,18 +67,24 @@ def only_line(printed: str) -> str:
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--state", "int8"],
-            "state is int8, which requires the optimizer adamw; got torch.SGD",
+            "state is int8, which requires the optimizer adamw or muon; got torch.SGD",
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--precision", "bf16", "--master", "split24"],
-            "master is split24, which requires the optimizer adamw; got torch.SGD",
+            "master is split24, which requires the optimizer adamw or muon; got torch.SGD",
         ),
         (
             ["train", "--optimizer", "torch.SGD", "--in-backward"],
             "in_backward is true, which requires the optimizer adamw",
         ),
         (["train", "--precision", "fp16", "--in-backward"], "in_backward does not support precision fp16"),
-        (["train", "--optimizer", "torch.Muon"], "invalid choice: 'torch.Muon'"),
+        (["train", "--optimizer", "mouse"], "optimizer must be one of adamw, muon, torch.AdamW,"),
+        (["train", "--optimizer", "muon", "--adamw-lr", "0"], "adamw_lr must be positive, got 0.0"),
+        (["train", "--adamw-lr", "1"], "adamw_lr is 1.0, which requires the optimizer muon; got adamw"),
+        (
+            ["train", "--optimizer", "torch.optim.Adafactor", "--in-backward"],
+            "in_backward is true, which requires the optimizer adamw; got torch.optim.Adafactor",
+        ),
         (["train", "--save-every", "0"], "save_every must be positive, got 0"),
         (["doctor", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps import launch
-from shardlite.apps.demo.settings import SIZES, Settings
+from shardlite.apps.demo.settings import OPTIMIZERS, RATES, SIZES, Settings
 from shardlite.apps.options import started_ranks, usage_errors
 
 
@@ -26,6 +26,10 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
             raise ValueError(
                 "--log tensorboard needs tensorboard, which is not installed: pip install tensorboard, or use --log csv"
             )
+        if settings.optimizer not in OPTIMIZERS:
+            from shardlite.apps.demo.optimizers import optimizer_class
+
+            optimizer_class(settings.optimizer)
         from shardlite.apps.demo.text import read_corpus
 
         corpus = read_corpus(settings.data, context=settings.gpt.context)
@@ -49,6 +53,7 @@ def settings_of(options: Namespace) -> Settings:
     size = SIZES[options.size]
     shape = {name: given[name] for name in vars(size) if name in given}
     chosen = {each.name: given[each.name] for each in fields(Settings) if each.name in given}
+    chosen.setdefault("lr", RATES.get(options.optimizer, Settings.lr))
     if "checkpoints" not in chosen and ("save_every" in chosen or given.get("resume")):
         chosen["checkpoints"] = chosen["out"] / "checkpoints"
     return Settings(gpt=replace(size, **shape), **chosen)

@@ -41,6 +41,15 @@ SIZES = {
 }
 """Shapes of models by name. The models have 0.1, 10.7 and 85 million parameters."""
 
+OPTIMIZERS = (
+    *("adamw", "muon", "torch.AdamW", "torch.Adam", "torch.NAdam", "torch.RAdam", "torch.Adamax", "torch.Adagrad"),
+    *("torch.Adadelta", "torch.SGD", "torch.ASGD", "torch.RMSprop", "torch.Rprop"),
+)
+"""Names of optimizers. Each other optimizer has an import path, and is stepped by `shardlite.WholeParameters`."""
+
+RATES = {"muon": 8e-3}
+"""Default peak learning rates of the command line, for optimizers whose default is not that of `Settings`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -83,10 +92,18 @@ class Settings:
     """Format of the weights that the optimizer updates: fp32, or split24 (a bf16 part and 8 more bits)."""
 
     optimizer: str = "adamw"
-    """ShardLite's "adamw", or an elementwise optimizer of PyTorch such as "torch.SGD"."""
+    """One of `OPTIMIZERS`, or the import path of an optimizer class, such as "torch.optim.Adafactor".
+
+    "adamw" is ShardLite's. "muon" steps the matrices of the blocks, and AdamW the other parameters.
+    """
+
+    adamw_lr: float | None = None
+    """Peak learning rate of AdamW beside "muon" or a class with an import path. AdamW steps the parameters that are not
+    matrices of blocks. `None` selects `lr` for "muon". A class with an import path then steps all parameters itself.
+    """
 
     state: str = "fp32"
-    """Format of the moments of "adamw": fp32, bf16 or int8."""
+    """Format of the moments of "adamw", and of AdamW beside "muon": fp32, bf16 or int8."""
 
     in_backward: bool = False
     """Whether "adamw" updates the weights during the backward, without clipping the gradients."""
@@ -132,15 +149,33 @@ class Settings:
                 "redundancy needs checkpoints: give --checkpoints FOLDER or --save-every N, because copies in memory "
                 "do not outlive the launcher"
             )
-        for name in ("state", "master", "in_backward"):
-            value = getattr(self, name)
-            if value != getattr(Settings, name) and self.optimizer != "adamw":
-                raise ValueError(
-                    f"{name} is {str(value).lower()}, which requires the optimizer adamw; got {self.optimizer}"
-                )
+        self._check_optimizer()
         if self.master == "split24" and self.precision != "bf16":
             raise ValueError(
                 f"master split24 keeps weights as bf16 plus 8 bits, so it requires precision bf16, got {self.precision}"
             )
         if self.in_backward and self.precision == "fp16":
             raise ValueError("in_backward does not support precision fp16, whose gradients are scaled: choose bf16")
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer not in OPTIMIZERS and "." not in self.optimizer:
+            raise ValueError(
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, or the import path of a class, such as "
+                f"torch.optim.Adafactor; got {self.optimizer}"
+            )
+        if self.adamw_lr is not None and not self.adamw_lr > 0:
+            raise ValueError(f"adamw_lr must be positive, got {self.adamw_lr}")
+        whole = ["muon", *({self.optimizer} - {*OPTIMIZERS})]
+        supported = {
+            "state": ["adamw", "muon"],
+            "master": ["adamw", *whole],
+            "in_backward": ["adamw"],
+            "adamw_lr": whole,
+        }
+        for name, optimizers in supported.items():
+            value = getattr(self, name)
+            if value != getattr(Settings, name) and self.optimizer not in optimizers:
+                raise ValueError(
+                    f"{name} is {str(value).lower()}, which requires the optimizer {' or '.join(optimizers)}; "
+                    f"got {self.optimizer}"
+                )

@@ -20,10 +20,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite import AdamW, Precision, Route, ShardLite, load, save, save_in_memory
+from shardlite import Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.apps.demo import report
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.log import Reporter, open_log
+from shardlite.apps.demo.optimizers import make_optimizer
 from shardlite.apps.demo.report import Point
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, unigram_entropy
@@ -49,6 +50,9 @@ class Run:
     corpus: Corpus
     model: ShardLite
     optimizer: Optimizer
+    peaks: Sequence[float]
+    """Peak learning rate of each parameter group."""
+
     scaler: torch.amp.GradScaler
     """Gradient scaler, which is enabled if forward and backward run in fp16."""
 
@@ -93,7 +97,8 @@ def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
     )
     optimizer = make_optimizer(model, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
-    return Run(settings, corpus, model, optimizer, scaler, dist.get_rank(), dist.get_world_size(), device)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    return Run(settings, corpus, model, optimizer, peaks, scaler, dist.get_rank(), dist.get_world_size(), device)
 
 
 def _make_gpt(settings: Settings) -> GPT:
@@ -105,20 +110,6 @@ def precision_of_run(settings: Settings) -> Precision:
     compute = None if settings.precision == "fp32" else settings.precision
     precision = precision_of(compute, settings.reduce, settings.master)
     return replace(precision, output=None if compute is None else torch.float32)
-
-
-def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
-    """Return the optimizer of a run. AdamW applies weight decay to matrices. Other optimizers apply none."""
-    kind = settings.optimizer.removeprefix("torch.")
-    if kind not in ("adamw", "AdamW"):
-        made: Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=settings.lr)
-        return made
-    matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1}
-    vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
-    options: dict[str, Any] = {"lr": settings.lr, "betas": (0.9, 0.99)}
-    if kind == "AdamW":
-        return torch.optim.AdamW([matrices, vectors], **options)
-    return AdamW([matrices, vectors], state=settings.state, in_backward=settings.in_backward, **options)
 
 
 def _announce(run: Run) -> None:
@@ -206,8 +197,8 @@ def _step(run: Run, step: int, drawn: int) -> dict[str, float]:
     """Take an optimizer step on the sequences from number `drawn` on, and return the values of the step for the log."""
     settings, model, scaler = run.settings, run.model, run.scaler
     begin, loss, rate = time.perf_counter(), 0.0, learning_rate(settings, step)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
+    for group, peak in zip(run.optimizer.param_groups, run.peaks, strict=True):
+        group["lr"] = rate * (peak / settings.lr)
     firsts = _firsts(settings, drawn, run.rank, ranks=run.ranks)
     for first in firsts:
         with nullcontext() if first == firsts[-1] else model.no_sync():

@@ -3,9 +3,7 @@
 In: the value of `--model`. Out: a `Source`, which creates the module and computes its loss.
 """
 
-import importlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import SIZES
+from shardlite.apps.options import imported
 from shardlite.apps.plan.decoder import Decoder
 from shardlite.apps.plan.presets import PRESETS, SourceError, check_model
 
@@ -127,12 +126,10 @@ def _of_import_path(model: str, batch: int, context: int | None, inputs: str | N
 
 
 def _imported(path: str, option: str) -> Callable[[], Any]:
-    """Return the function or class with the path `module:name`. The module may be in the current folder."""
+    """Return the function or class with the path `module:name`."""
     module, _, name = path.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = imported(module, name)
     except Exception as wrong:  # the import runs code that may raise anything
         raise SourceError(f"{option} {path}: {type(wrong).__name__}: {wrong}") from wrong
     if not callable(found):

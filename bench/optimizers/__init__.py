@@ -1,0 +1,1 @@
+"""Optimizers that step whole parameters, compared with AdamW and with other libraries."""
