@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.support.matrix import ROUNDOFF, Setting
 from bench.support.measure import largest
@@ -74,7 +74,17 @@ def verify(
     Raises:
         ResultError: If the error of a system exceeds the tolerance on any rank. Raised on every rank.
     """
-    exact = record(_build_exact(workload, group, setting), workload, group)
+    return compare(record(_build_exact(workload, group, setting), workload, group), workload, systems, group, setting)
+
+
+def compare(
+    exact: Record,
+    workload: Workload,
+    systems: Mapping[str, Build],
+    group: dist.ProcessGroup,
+    setting: Setting = Setting(),  # noqa: B008 (frozen)
+) -> dict[str, float]:
+    """Compare all systems with exact results. As `verify`; only as many losses are compared as `exact` has."""
     ddp = record(systems["ddp"](workload, group), workload, group)
     shares = {}
     for name, build in systems.items():
@@ -107,6 +117,12 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
 
 def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
     """Return the twin in fp64, which processes all micro-batches as one batch."""
+    model = exact_model(workload, group)
+    return Trainer(model, torch.optim.AdamW(model.parameters(), **OPTIONS), flat, max_norm=setting.max_norm)
+
+
+def exact_model(workload: Workload, group: dist.ProcessGroup) -> nn.Module:
+    """Return the plain model in fp64. Its backward averages the gradients over the ranks."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None
@@ -118,7 +134,7 @@ def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting)
     for param in model.parameters():
         on_gradient: Any = param.register_post_accumulate_grad_hook
         on_gradient(average)
-    return Trainer(model, torch.optim.AdamW(model.parameters(), **OPTIONS), flat, max_norm=setting.max_norm)
+    return model
 
 
 def _widened(tensor: Tensor) -> Tensor:
