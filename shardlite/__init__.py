@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardlite.ema import EMA
     from shardlite.model import ShardLite
     from shardlite.optim import AdamW
+    from shardlite.whole import WholeParameters
 
 __all__ = [
     "AdamW",
@@ -41,6 +42,7 @@ __all__ = [
     "ShardLite",
     "ShardLiteError",
     "ShardWarning",
+    "WholeParameters",
     "async_save",
     "load",
     "save",
@@ -60,6 +62,7 @@ _LATE = {
     "AdamW": "shardlite.optim",
     "EMA": "shardlite.ema",
     "ShardLite": "shardlite.model",
+    "WholeParameters": "shardlite.whole",
     "verify": "shardlite.apps.verify.verify",
 }
 """The module that defines each name."""

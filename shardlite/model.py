@@ -568,6 +568,7 @@ class ShardLite(nn.Module):
         - `gradient buckets`: gradients of this rank before they are reduced
         - `gradients`: gradient shards, or full gradients at stages 0 and 1
         - `optimizer state`: the state of all optimizers that have stepped the model
+        - `whole parameters`: weights, gradients and updates that this rank owns, during a step of `WholeParameters`
         - `averages`: the averages of `EMA`
         - `buffers`: the module's buffers
         - `staging`: memory for partial sums, 8-bit codes and broadcast values that arrive from other ranks
@@ -608,7 +609,7 @@ class ShardLite(nn.Module):
         """Return this rank's traffic since the model was wrapped, by unit and purpose.
 
         Purposes of a unit are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over
-        replicas` (hybrid sharding), `used` (in-backward steps) and `full state`. The unit `"(no unit)"` stands for the
+        replicas` (hybrid sharding), `used` (in-backward steps), `full state`, and `to owners` and `from owners` (`WholeParameters`). The unit `"(no unit)"` stands for the
         whole model, with purposes such as `order negotiation`, `gradient flags` and `norm`. Control messages, by which
         ranks compare the models that they wrap, are not counted.
 
@@ -911,6 +912,7 @@ class ShardLite(nn.Module):
             skips=Skips(nonfinite, context.device, context.rank, warns=not diagnose),
             clipper=Clipper(flats, context, self._reducer.results.reduced_norm, by_blocks=self._parts is not None),
             context=context,
+            ranks=self._groups,
             in_backward=self._in_backward,
             backward=self._backward,
             hooks=self._hooks,

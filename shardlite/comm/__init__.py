@@ -15,6 +15,7 @@ from shardlite.comm.collectives import (
     all_reduce,
     are_equal,
     broadcast,
+    exchange,
     reduce_scatter,
     ring_step,
     rings_in_kernel,

@@ -26,7 +26,7 @@ from shardlite.comm.executor import Chunk, LastHop, run_all_reduce, run_gather, 
 from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transfers import Schedule
-from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.base import Message, Transport
 from shardlite.comm.transport.group_collectives import FusedStep, GroupCollectives, WholeCollectives
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
 from shardlite.errors import LayoutError
@@ -326,6 +326,41 @@ def broadcast(
     with Running(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
         run_gather(operation.channel(transport, full), chain, lambda _, part: [Chunk(0, chunks[part])])
+
+
+def exchange(
+    parcels: Sequence[tuple[Sequence[tuple[Tensor, int]], Sequence[tuple[Tensor, int]]]],
+    transport: Transport,
+    total: int,
+    *,
+    operation: Operation = UNNAMED,
+) -> None:
+    """Send tensors to other ranks and receive tensors from them, in place.
+
+    Args:
+        parcels: pairs of lists: the tensors that this rank sends, and those that it receives, each with the other
+            rank. All ranks must pass parcels in the same order. A parcel has at most two tensors for each other rank
+            and direction.
+        transport: connects the ranks.
+        total: a number that is equal on all ranks. It identifies the operation, as the size of a buffer does.
+        operation: names the operation in errors and counts.
+
+    Raises:
+        CommError: a peer failed, timed out or runs a different operation; the received tensors are then undefined.
+    """
+    described = torch.empty(total, dtype=torch.uint8, device="meta")
+    with Running(operation, described):
+        channel = operation.channel(transport, described, (), "exchange")
+        if transport.batched:
+            for departing, arriving in parcels:
+                channel.exchange(departing, arriving)
+            return
+        messages = [Message(each, peer, outgoing=False) for _, arriving in parcels for each, peer in arriving]
+        for departing, _ in parcels:
+            for each, peer in departing:
+                channel.count_sent(each)
+                messages.append(Message(each, peer, outgoing=True))
+        transport.exchange(messages, channel.tag).wait()
 
 
 def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:

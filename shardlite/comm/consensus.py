@@ -93,7 +93,13 @@ A process may have several default process groups.
 
 
 def agree(
-    groups: Ranks, facts: Sequence[str], problem: Exception | None, *, what: str, timeout: timedelta = TIMEOUT
+    groups: Ranks,
+    facts: Sequence[str],
+    problem: Exception | None,
+    *,
+    what: str,
+    timeout: timedelta = TIMEOUT,
+    subject: str = "models",
 ) -> None:
     """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
@@ -112,7 +118,7 @@ def agree(
         rows = all_gather_json(group, (found, digest), what, timeout)
         reported = next((f"rank {rank}: {error}" for rank, (error, _) in enumerate(rows) if error is not None), None)
         if reported is None and len({each for _, each in rows}) > 1:
-            reported = _first_difference(all_gather_json(group, list(facts), what, timeout))
+            reported = _first_difference(all_gather_json(group, list(facts), what, timeout), subject)
         found = found or reported
     if problem is not None:
         raise problem
@@ -146,10 +152,11 @@ def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
     return own
 
 
-def _first_difference(rows: Sequence[Sequence[str]]) -> str:
+def _first_difference(rows: Sequence[Sequence[str]], subject: str) -> str:
     """Describe the first difference between rank 0 and the first rank that differs from rank 0."""
     rank, theirs = next((rank, each) for rank, each in enumerate(rows) if each != rows[0])
     pairs = zip(rows[0], theirs, strict=False)
     lengths = f"{len(rows[0])} entries", f"{len(theirs)} entries"
+    verb = "wrapped" if subject == "models" else "built"
     expected, got = next(((ours, other) for ours, other in pairs if ours != other), lengths)
-    return f"ranks wrapped different models: rank 0 has {expected}, rank {rank} has {got}"
+    return f"ranks {verb} different {subject}: rank 0 has {expected}, rank {rank} has {got}"

@@ -49,7 +49,7 @@ class WeightVersion:
     number: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Context:
     """Ranks, device, reports and counters of one wrapped model."""
 

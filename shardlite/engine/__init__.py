@@ -15,6 +15,7 @@ from shardlite.engine.optimizer_hooks import (
     InBackwardOptimizer,
     OptimizerBridge,
     give_shards,
+    models_with,
     optimizer_tensors,
     register_model,
     unregister_model,

@@ -17,19 +17,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import Context
+from shardlite.comm import Context, Ranks
 from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
 from shardlite.grads import Clipper, Skips, Step, Stepping
-from shardlite.optim import AdamW, InBackwardSteps, steps_in_backward
+from shardlite.optim import AdamW, InBackwardSteps, Verdict, probe_shards, probe_whole, steps_in_backward
 from shardlite.params import Flat
 from shardlite.weights import Gathering
-
-WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
-"""Class names of PyTorch's optimizers that are not elementwise."""
-
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------
 
@@ -133,6 +129,7 @@ class OptimizerBridge:
     skips: Skips
     clipper: Clipper
     context: Context
+    ranks: Ranks
     in_backward: InBackwardOptimizer
     backward: Backward
     hooks: ModuleHooks
@@ -357,19 +354,44 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
             "from `parameters()` of the ShardLite model, after wrapping, and not from a module in or around this model "
             "(`model.module`, `torch.compile(model)`, `nn.DataParallel(model)`)"
         )
-    if model.shards.are_split and not isinstance(optimizer, AdamW):
+    if getattr(optimizer, "steps_whole", False) or isinstance(optimizer, AdamW):
+        return
+    if model.shards.are_split:
         raise LayoutError(
             f"{type(optimizer).__name__} would step only the upper half of split weights "
             '(master="split24"): use shardlite.AdamW, or a master in fp32'
         )
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if model.shards.by_param() and "SparseAdam" in kinds:
-        raise LayoutError(
-            "SparseAdam requires sparse gradients, but gradients of shards are dense: use AdamW, or exclude the "
-            "embedding from sharding with `ignore=[...]`"
+    if model.shards.are_parts:
+        _check_elementwise(optimizer)
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Raise if an optimizer does not step shards as it would step whole parameters. Warn if this is not known.
+
+    Trial steps find this out. The error is the same on all ranks, because their optimizers have the same options.
+    """
+    name, verdict = type(optimizer).__name__, probe_shards(optimizer)
+    if verdict.same is False:
+        raise LayoutError(f"{name} cannot step shards, because {verdict.why}. {_remedy(name, probe_whole(optimizer))}")
+    if verdict.same is None:
+        warnings.warn(
+            f"{name} was not checked, because {verdict.why}. If it is not elementwise, as with a norm of each "
+            "parameter, its steps of shards differ from steps of whole parameters, which "
+            f"{_whole_parameters(name)} makes",
+            ShardWarning,
+            stacklevel=2,
         )
-    if model.shards.are_parts and kinds & WHOLE_MATRICES:
-        raise LayoutError(
-            f"{type(optimizer).__name__} computes with whole parameters, or with all of them together, and would "
-            "give different results on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
+
+
+def _remedy(name: str, whole: Verdict) -> str:
+    """Return how an optimizer that cannot step shards can step whole parameters."""
+    if whole.same is False:
+        return (
+            "Its results depend on all parameters together: use stage=0, where each rank has whole parameters, or, if "
+            "only a global norm is the reason, turn it off and call clip_grad_norm_() of the ShardLite model"
         )
+    return f"Build {_whole_parameters(name)}, which steps whole parameters, or use stage=0"
+
+
+def _whole_parameters(name: str) -> str:
+    return f"shardlite.WholeParameters(model.parameters(), {name}, ...)"

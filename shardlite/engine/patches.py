@@ -29,7 +29,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardlite.engine.conversions import refuse_if_wrapped
 from shardlite.engine.local_shards import ShardRange
 from shardlite.engine.optimizer_hooks import (
-    WHOLE_MATRICES,
     OptimizerBridge,
     after_step,
     before_step,
@@ -40,7 +39,7 @@ from shardlite.engine.optimizer_hooks import (
 )
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
-from shardlite.optim import AdamW
+from shardlite.optim import AdamW, probe_shards
 from shardlite.params import Shard, ShardTensor
 
 # ---- states of optimizers -------------------------------------------------------------------------------------------
@@ -192,12 +191,12 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
 def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
     """Return an error text if a tensor of a state does not have the shape that `optimizer` requires, else `None`.
 
-    PyTorch's optimizers keep numbers, and tensors in the parameter's shape. For an optimizer that is not PyTorch's, the
+    PyTorch's elementwise optimizers keep numbers, and tensors in the parameter's shape. For any other optimizer, the
     only known shapes are those of the tensors that the optimizer already holds.
     """
     if isinstance(optimizer, AdamW):
         return None  # `AdamW` itself compares the shapes of all its formats
-    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ not in WHOLE_MATRICES
+    known = type(optimizer).__module__.startswith("torch.optim") and probe_shards(optimizer).same
     for param, index, key, value in _tensors(optimizer, state_dict):
         expected = optimizer.state.get(param, {}).get(key, param if known else None)
         if isinstance(expected, Tensor) and value.numel() > 1 and value.shape != expected.shape:

@@ -4,5 +4,6 @@ In: shards with gradients, or the summands of the last addition of a reduction. 
 first.
 """
 
-from shardlite.optim.adamw import AdamW, adopt, check_loaded, steps_in_backward
+from shardlite.optim.adamw import AdamW, Unconverted, adopt, check_loaded, steps_in_backward
 from shardlite.optim.in_backward import InBackwardSteps, accumulating
+from shardlite.optim.probe import Verdict, probe_shards, probe_whole

@@ -203,7 +203,7 @@ class AdamW(Optimizer):
             ValueError: the groups or the shapes of moments differ from those of this optimizer.
         """
         # PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
-        kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+        kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
         self.backward_steps.alarm = Alarm()
 
@@ -215,7 +215,7 @@ class AdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a loaded or unpickled state, and copy the states of shards into the arenas."""
         for entry in state["state"].values():
-            entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Unconverted)})
+            entry.update({name: value.value for name, value in entry.items() if isinstance(value, Unconverted)})
         check_loaded(state)
         super().__setstate__(state)
         for group in self.param_groups:
@@ -377,7 +377,7 @@ def _optimizers() -> list[AdamW]:
 
 
 @dataclass(frozen=True)
-class _Unconverted:
+class Unconverted:
     """A value that PyTorch must not convert when it loads a state."""
 
     value: Any

@@ -21,7 +21,7 @@ from shardlite.apps.demo.log import COLUMNS, CSVLog, open_log
 from shardlite.apps.demo.report import Point, Progress, duration
 from shardlite.apps.demo.settings import SIZES, Settings
 from shardlite.apps.options import add_command, dtype_of
-from shardlite.engine.optimizer_hooks import WHOLE_MATRICES
+from shardlite.optim import probe_shards
 from tests.support.markdown import ROOT, blocks
 from tests.support.ranks.scripts import run_command
 
@@ -155,9 +155,10 @@ def test_choices_are_those_of_the_library():
     assert choices("train", "--state") == choices("plan", "--state") == list(config.STATES)
     assert choices("train", "--size") == list(SIZES)
     assert choices("ring", "--algorithm") == list(config.ALGORITHMS)
-    theirs = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
-    elementwise = theirs - WHOLE_MATRICES - {"Optimizer", "SparseAdam"}  # the last takes sparse gradients
-    assert set(choices("train", "--optimizer")) == {"adamw", *(f"torch.{name}" for name in elementwise)}
+    theirs = [kind for name in torch.optim.__all__ if isinstance(kind := getattr(torch.optim, name), type)]
+    matrix = [torch.nn.Parameter(torch.ones(2, 2))]
+    elementwise = [kind for kind in theirs if kind is not torch.optim.Optimizer and probe_shards(kind(matrix)).same]
+    assert set(choices("train", "--optimizer")) == {"adamw", *(f"torch.{kind.__name__}" for kind in elementwise)}
 
 
 def test_settings_reach_the_model_and_the_optimizer():

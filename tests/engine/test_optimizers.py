@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from shardlite import AdamW, LayoutError, ShardLite
+from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from tests.support.models.small import named
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import WIDE, same_bits, some_stages, take_step
@@ -220,28 +220,67 @@ class OwnLBFGS(optim.LBFGS):
     """A subclass is no more elementwise than its parent."""
 
 
-WHOLE: list[Make] = [
-    lambda p: optim.Muon([each for each in p if each.ndim == 2]),
-    lambda p: optim.Adafactor(p),
-    lambda p: optim.LBFGS(p, lr=0.1),
-    lambda p: OwnLBFGS(p, lr=0.1),
+class Cautious(optim.SGD):
+    """Steps only where the momentum and the gradient agree, and divides by the share of these elements."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            agrees = (param.grad * self.state[param].setdefault("average", param.grad.clone()) > 0).to(param.dtype)
+            param.sub_(param.grad * agrees / agrees.mean().clamp(min=1e-3), alpha=0.1)
+
+
+class Largest(optim.SGD):
+    """Raises on the rank that has no element of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad / param.grad.abs().max())
+
+
+WHOLE: list[tuple[Make, str]] = [
+    (lambda p: optim.Muon([each for each in p if each.ndim == 2]), "WholeParameters"),
+    (lambda p: optim.Adafactor(p), "WholeParameters"),
+    (lambda p: optim.LBFGS(p, lr=0.1), "use stage=0"),
+    (lambda p: OwnLBFGS(p, lr=0.1), "use stage=0"),
+    (lambda p: Cautious(p), "WholeParameters"),
+    (lambda p: Largest(p), "WholeParameters"),
 ]
 
 
-def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(group: Any) -> None:
+def test_optimizers_that_need_whole_parameters_are_refused_where_there_are_none(group: Any) -> None:
     """At stage 0 every rank has whole parameters, so there they train like the twin."""
     for stage in some_stages(0, 3):
-        for make in WHOLE:
+        for make, remedy in WHOLE:
             trained = Trained(net(), group, stage=stage)
             optimizer, theirs = make(trained.model.parameters()), make(trained.twin.masters.values())
             trained.backward(0)
             name = type(optimizer).__name__
-            words = f"^{name} computes with whole parameters.*use an elementwise optimizer"
+            words = f"^{name} cannot step shards, because .*{remedy}"
             with pytest.raises(LayoutError, match=words) if stage else nullcontext():
                 optimizer.step(lambda: torch.ones(()))
             if stage == 0:
                 theirs.step(lambda: torch.ones(()))
             trained.check(name)
+
+
+class Untried(optim.SGD):
+    """Keeps something that only its constructor's caller knows."""
+
+    def __init__(self, params: Any, rate: Callable[[], float]):
+        super().__init__(params, lr=rate())
+        self.source = torch.nn.Identity()
+
+
+def test_an_optimizer_without_a_twin_is_warned_of(group: Any) -> None:
+    trained = Trained(net(), group)
+    optimizers = Untried(trained.model.parameters(), lambda: 0.1), optim.SGD(trained.twin.masters.values(), lr=0.1)
+    trained.backward(0)
+    with pytest.warns(ShardWarning, match=r"^Untried was not checked, because .*missing.*'rate'.*WholeParameters"):
+        optimizers[0].step()
+    take_step(optimizers[1])
+    trained.check("a step")
 
 
 # ---- groups, schedulers, zero_grad ----------------------------------------------------------------------------------

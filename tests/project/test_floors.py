@@ -17,7 +17,7 @@ FLOORS = [
     ["params"],
     ["weights", "grads", "optim"],
     ["build", "engine"],
-    ["model", "ema"],
+    ["whole", "model", "ema"],
     ["checkpoint"],
     ["apps"],
 ]

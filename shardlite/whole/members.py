@@ -1,0 +1,171 @@
+"""A parameter that is stepped whole: the elements that each rank keeps, and the rank that owns the parameter.
+
+Legend: `W` ranks, `n` elements of the whole parameter, `k` elements that this rank keeps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
+
+import torch
+from shardlite_kernels import joined
+from torch import Tensor, nn
+
+from shardlite.comm import Context
+from shardlite.engine import OptimizerBridge
+from shardlite.params import Flat
+
+Copies: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Copies within this rank: target and source."""
+
+Parcel: TypeAlias = tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]
+"""The tensors that this rank sends, and those that it receives, each with the other rank."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Member:
+    """One parameter of a wrapped model."""
+
+    shard: nn.Parameter
+    name: str
+    unit: str
+    shape: Sequence[int]
+    """Shape of the whole parameter."""
+
+    ranges: Sequence[tuple[int, int]]
+    """The elements that each rank keeps. At stage 0, every rank keeps all elements."""
+
+    flat: Flat
+    index: int
+    """Index of the parameter in its flat (flat parameter)."""
+
+    place: int
+    """Index of the parameter in the model."""
+
+    context: Context
+    owner: int = 0
+    """The rank that steps the parameter."""
+
+    group: int = 0
+    """Index of the parameter group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.context.transport.rank
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return prod(self.shape)
+
+    @property
+    def work(self) -> int:
+        """A measure of the operations of a step: the elements times the shorter side of the matrix.
+
+        An orthogonalization or a preconditioner of a matrix [a, b] with `a <= b` takes multiples of `a * a * b`
+        operations. A tensor of more dimensions counts as a matrix with its first dimension as rows.
+        """
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        return self.numel * max(min(rows, self.numel // max(rows, 1)), 1)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank keeps all elements."""
+        return all(stop - start == self.numel for start, stop in self.ranges)
+
+    @property
+    def holders(self) -> list[int]:
+        """The ranks that keep elements."""
+        return [rank for rank, (start, stop) in enumerate(self.ranges) if start < stop]
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.owner == self.rank
+
+    @property
+    def moves(self) -> bool:
+        """Whether pieces have to be sent to the owner."""
+        start, stop = self.ranges[self.owner]
+        return stop - start < self.numel
+
+    def nbytes_sent(self, rank: int, itemsize_to: int, itemsize_back: int) -> int:
+        """Return the bytes that a rank sends in a step, given the bytes per element in both directions."""
+        if self.is_replicated:
+            return (len(self.ranges) - 1) * self.numel * itemsize_back if rank == self.owner else 0
+        start, stop = self.ranges[rank]
+        return (self.numel - stop + start) * itemsize_back if rank == self.owner else (stop - start) * itemsize_to
+
+    def gradient(self) -> Tensor:
+        """Return this rank's elements of the gradient, [k]."""
+        grad = self.shard.grad
+        assert grad is not None, "only parameters with a gradient are stepped"
+        return grad.detach().reshape(-1)
+
+    def weight(self) -> Tensor:
+        """Return this rank's elements of the weight, [k]: a view of the shard, or an fp32 copy of split weights."""
+        own = self.shard.detach().view(-1)
+        if self.flat.low is None:
+            return own
+        start, stop = self.flat.layout.slots[self.index].within(*self.flat.own_range(self.flat.layout))
+        return joined(own, self.flat.low[start:stop])
+
+    def write(self, weight: Tensor) -> None:
+        """Overwrite this rank's elements of the weight, unless `weight` [k] is a view of the shard."""
+        if self.flat.low is not None:
+            self.flat.write_param(self.index, weight)
+        elif weight.data_ptr() != self.shard.data_ptr():
+            self.shard.detach().view(-1).copy_(weight)
+
+    def to_owner(self, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> tuple[Parcel, Copies]:
+        """Return the messages and copies that assemble `wholes` [n] from `pieces` [k]. Only the owner has `wholes`."""
+        if not self.is_mine:
+            return ([(piece, self.owner) for piece in pieces if piece.numel()], []), []
+        others, own = self._cut(pieces, wholes)
+        return ([], others), own
+
+    def from_owner(self, piece: Tensor, whole: Tensor | None) -> tuple[Parcel, Copies]:
+        """Return the messages and copies that distribute `whole` [n] to `piece` [k]. Only the owner has `whole`."""
+        if whole is None:
+            return ([], [(piece, self.owner)] if piece.numel() else []), []
+        others, own = self._cut([piece], [whole])
+        return (others, []), [(piece, part) for part, piece in own]
+
+    def _cut(self, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> tuple[list[tuple[Tensor, int]], Copies]:
+        """Cut `wholes` [n] into the parts of other ranks, and this rank's parts with the `pieces` [k]."""
+        spans = [(rank, slice(*span)) for rank, span in enumerate(self.ranges) if span[0] < span[1]]
+        others = [(whole[span], rank) for rank, span in spans if rank != self.owner for whole in wholes]
+        own = slice(*self.ranges[self.owner])
+        return others, [(whole[own], piece) for whole, piece in zip(wholes, pieces, strict=True)]
+
+
+def members_of(model: OptimizerBridge) -> list[Member]:
+    """Return the members of a wrapped model, in the order of its units."""
+    context, found = model.context, []
+    for place, each in enumerate(model.shards.entries):
+        slot, flat = each.slot, each.flat
+        whole = [(0, slot.numel)] * context.transport.world_size
+        ranges = whole if flat.rank is None else list(pairwise(flat.cuts_of(each.index)))
+        found.append(
+            Member(
+                shard=each.shard,
+                name=slot.name,
+                unit=each.unit.name,
+                shape=slot.shape,
+                ranges=ranges,
+                flat=flat,
+                index=each.index,
+                place=place,
+                context=context,
+            )
+        )
+    return found
+
+
+def placeholder(member: Member) -> nn.Parameter:
+    """Return a parameter of the member's shape that takes the memory of one element."""
+    nothing = torch.full((), torch.nan, dtype=member.flat.master, device=member.shard.device)
+    return nn.Parameter(nothing.expand(tuple(member.shape)), requires_grad=True)

@@ -1,0 +1,394 @@
+"""`WholeParameters`: any optimizer class of the program, on the shards of a wrapped model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Muon, Optimizer
+
+from shardlite.comm import Context, StreamQueue, agree
+from shardlite.engine import OptimizerBridge, models_with
+from shardlite.errors import LayoutError, ShardWarning
+from shardlite.optim import AdamW, Unconverted, probe_whole
+from shardlite.whole.assignment import assign, describe
+from shardlite.whole.groups import (
+    Given,
+    Group,
+    Part,
+    Rule,
+    check_class,
+    check_elementwise,
+    divided,
+    groups_in,
+    options_of,
+)
+from shardlite.whole.instance import Instance
+from shardlite.whole.members import Member, members_of
+from shardlite.whole.pipeline import run
+from shardlite.whole.steps import ClassStep, MuonStep, divides_muon, stand_in, step_stand_ins
+
+
+class WholeParameters(Optimizer):
+    """Step whole parameters with an optimizer class that is not elementwise: Muon, SOAP, Shampoo, Adafactor, LAMB.
+
+    Each parameter has one owner. The owner gets the pieces of the averaged gradient and of the weight from the other
+    ranks, steps the whole parameter with `optimizer_class`, and sends the pieces of the new weight back. So norms,
+    factors and orthogonalizations see the whole parameter, and are computed once. The bits are those of the same
+    optimizer on an unsharded model with the same gradients. The state of a parameter is kept by its owner only. For
+    `torch.optim.Muon`, updates travel in bf16 and the momentum stays in the shards, with the same bits.
+
+    Parameter groups, schedulers, hooks, closures and a tensor as `lr` work as in PyTorch. Parameters without a gradient
+    are not stepped. `repr` shows the owners. Every rank must build the optimizer.
+
+    Args:
+        params: parameters or parameter groups of a wrapped model: the result of its `parameters()` or
+            `named_parameters()`.
+        optimizer_class: a subclass of `torch.optim.Optimizer` that treats each parameter by itself.
+        elementwise: options of `shardlite.AdamW` for the parameters that are not stepped whole. These parameters form
+            parameter groups of their own, and are stepped in shards. `None` steps all parameters whole. A parameter
+            group may have an entry `elementwise` with further options.
+        whole: `whole(name, shape) -> bool` selects the parameters that are stepped whole. The default selects matrices
+            that are neither embeddings nor heads, by their names. Used with `elementwise` only.
+        **defaults: options of `optimizer_class`.
+
+    Raises:
+        LayoutError: the parameters are not those of a wrapped model, ranks pass different classes or parameters, or the
+            class does not treat each parameter by itself. Also raised on ranks with valid arguments if another rank
+            has invalid arguments.
+        TypeError: `optimizer_class` is not an optimizer class, or does not take the options.
+        ValueError: a parameter occurs twice, or a group is empty.
+
+    Example:
+        >>> optimizer = WholeParameters(
+        ...     model.named_parameters(), torch.optim.Muon, lr=0.02, elementwise={"lr": 3e-4, "weight_decay": 0.1}
+        ... )
+    """
+
+    steps_whole = True
+    """Whether the optimizer steps whole parameters, so that its class need not be elementwise."""
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        *,
+        elementwise: Mapping[str, Any] | None = None,
+        whole: Rule | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.optimizer_class, self._options, self._rule = optimizer_class, defaults, whole
+        given = {} if elementwise is None and whole is not None else elementwise
+        self._moments = "fp32" if given is None else given.get("state", "fp32")
+        self._elementwise = None if given is None else {key: given[key] for key in given if key != "state"}
+        self._members: dict[Tensor, Member] = {}
+        self._units: dict[tuple[Context, str], ClassStep | MuonStep] = {}
+        self._ignored = Instance(self._make)
+        self._stand_ins = Instance(self._make)
+        self._adamw: AdamW | None = None
+        self._queues: dict[Context, StreamQueue] = {}
+        self._seen: list[Group] = []
+        """The options of each group after the latest step."""
+
+        self._is_whole: list[bool] = []
+        """For each group, whether its parameters are stepped whole."""
+
+        self._rest: list[str] = []
+        """Names of the parameters that are stepped elementwise."""
+
+        self._class_defaults: dict[str, Any] = {}
+        self._adds = False  # whether `add_param_group` adds a part that was checked
+        parts, named = self._prepare(params)
+        self._adds = True
+        super().__init__([part.group(named=named) for part in parts], {})
+        self._adds = False
+        self.defaults = self._class_defaults
+        self._install(parts)
+
+    # ---- construction -----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group. Collective. If needed, it is divided into whole and elementwise parameters.
+
+        Args:
+            param_group: `params`, and options. The constructor's values replace missing options.
+
+        Raises:
+            LayoutError, TypeError, ValueError: as for the constructor. Nothing was added.
+        """
+        if self._adds:
+            super().add_param_group(param_group)
+            return
+        parts, _ = self._prepare([param_group])
+        named = "param_names" in self.param_groups[0]
+        self._adds, defaults, self.defaults = True, self.defaults, {}
+        try:
+            for part in parts:
+                super().add_param_group(part.group(named=named))
+        finally:
+            self._adds, self.defaults = False, defaults
+        self._install(parts)
+
+    def _prepare(self, params: Any) -> tuple[list[Part], bool]:
+        """Divide parameter groups, and agree on them with all ranks. Return the parts, and whether names were given."""
+        groups = groups_in(params)
+        models = models_with(param for group in groups for _, param in group.params)
+        if not models:
+            raise LayoutError(
+                "WholeParameters: none of the parameters is a shard of a wrapped model: wrap the model first, and pass "
+                "parameters() or named_parameters() of the ShardLite model"
+            )
+        problem: Exception | None = None
+        parts: list[Part] = []
+        try:
+            parts = self._checked(groups, models)
+        except Exception as error:  # an error of any kind must reach the other ranks
+            problem = error
+        kind = getattr(self.optimizer_class, "__qualname__", "no class")
+        facts = [f"{getattr(self.optimizer_class, '__module__', '')}.{kind}", *(part.fact for part in parts)]
+        context = models[0].context
+        agree(models[0].ranks, facts, problem, what="WholeParameters", timeout=context.timeout, subject="optimizers")
+        return parts, any(group.named for group in groups)
+
+    def _checked(self, groups: Sequence[Given], models: Sequence[OptimizerBridge]) -> list[Part]:
+        """Divide parameter groups, and fill in their options.
+
+        Raises:
+            LayoutError, TypeError, ValueError: as for the constructor.
+        """
+        check_class(self.optimizer_class)
+        check_elementwise(self._elementwise or {})
+        members: dict[Tensor, Member] = {each.shard: each for model in models for each in members_of(model)}
+        for model in models:
+            unsharded = model.shards.first_unsharded(param for group in groups for _, param in group.params)
+            if unsharded is not None:
+                raise LayoutError(
+                    f"WholeParameters: {unsharded!r} is an unsharded parameter, which gets no gradient: pass "
+                    "parameters() of the ShardLite model"
+                )
+        parts = divided(groups, self._elementwise, self._rule, members, self._held())
+        whole = [part for part in parts if part.whole]
+        if whole:
+            self._fill(whole)
+        for part in parts:
+            if not part.whole:
+                part.fill(AdamW([{**part.options, "params": part.params}], state=self._moments).param_groups[0])
+        return parts
+
+    def _fill(self, parts: Sequence[Part]) -> None:
+        """Fill in the options of the class, from an instance with placeholders, and probe the class."""
+        prototype = self._make([{**part.options, "params": part.placeholders()} for part in parts])
+        for part, group in zip(parts, prototype.param_groups, strict=True):
+            part.fill(group)
+        self._class_defaults = prototype.defaults
+        verdict, name = probe_whole(prototype), self.optimizer_class.__name__
+        if verdict.same is False:
+            raise LayoutError(
+                f"WholeParameters: {name} does not step each parameter by itself: {verdict.why}. Use stage=0, where "
+                "every rank has all parameters"
+            )
+        if verdict.same is None or verdict.draws:
+            random = "it draws random numbers, which an unsharded model would draw in another order"
+            warnings.warn(
+                f"WholeParameters: whether {name} steps each parameter by itself, with the bits of an unsharded model, "
+                f"was not checked: {random if verdict.draws else verdict.why}",
+                ShardWarning,
+                stacklevel=5,
+            )
+
+    def _held(self) -> set[Tensor]:
+        return {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
+
+    def _make(self, groups: list[Group]) -> Optimizer:
+        return self.optimizer_class(groups, **self._options)
+
+    # ---- members and units ------------------------------------------------------------------------------------------
+
+    def _install(self, parts: Sequence[Part]) -> None:
+        """Choose the owners of new parameters, and add the parameters to the steps of their units."""
+        first = len(self.param_groups) - len(parts)
+        for index, part in enumerate(parts, first):
+            self._is_whole.append(part.whole)
+            if part.whole:
+                self._add_members(index, [each for each in part.members if each is not None])
+                pairs = zip(part.params, part.members, strict=True)
+                ignored = {param: param for param, member in pairs if member is None}
+                self._ignored.add(index, options_of(self.param_groups[index]), ignored)  # type: ignore[arg-type]
+            else:
+                self._rest += part.names
+        rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
+        if rest:
+            self._adamw = AdamW(rest, state=self._moments)  # the groups stay the same objects
+            self._adamw.state = self.state
+        self._seen = [dict(group) for group in self.param_groups]
+
+    def _add_members(self, index: int, members: Sequence[Member]) -> None:
+        """Add the members of one parameter group."""
+        for context in dict.fromkeys(each.context for each in members):
+            new = [each for each in members if each.context is context]
+            assign(new, [each for each in self._members.values() if each.context is context])
+        units: dict[tuple[Context, str], list[Member]] = {}
+        for each in sorted(members, key=lambda member: member.place):
+            each.group = index
+            self._members[each.shard] = each
+            units.setdefault((each.context, each.unit), []).append(each)
+        options = options_of(self.param_groups[index])
+        for unit, own in units.items():
+            self._units.setdefault(unit, self._new_step()).add(index, options, own)
+        if isinstance(self._new_step(), ClassStep) and not any(each.is_mine for each in members):
+            self._stand_ins.add(index, options, {members[0].shard: stand_in(members[0])})
+
+    def _new_step(self) -> ClassStep | MuonStep:
+        if self.optimizer_class is Muon and divides_muon():
+            return MuonStep(self)
+        return ClassStep(self._make)
+
+    @property
+    def members(self) -> list[Member]:
+        """The parameters that are stepped whole, except ignored parameters."""
+        return list(self._members.values())
+
+    def holds_whole(self, param: Tensor) -> bool:
+        """Return whether the state of `param` belongs to the whole parameter. Only the owner has such a state."""
+        member = self._members.get(param)
+        return member is not None and isinstance(self._units[member.context, member.unit], ClassStep)
+
+    def owns(self, param: Tensor) -> bool:
+        """Return whether this rank steps the parameter `param`, which is stepped whole."""
+        return self._members[param].is_mine
+
+    def __repr__(self) -> str:
+        """Return the groups, the owners, and the parameters that are stepped elementwise."""
+        lines = [super().__repr__(), f"{self.optimizer_class.__name__} steps whole parameters:"]
+        for context in dict.fromkeys(each.context for each in self.members):
+            lines += describe([each for each in self.members if each.context is context])
+        if self._rest:
+            lines.append(f"AdamW steps the shards of {len(self._rest)} parameters: {', '.join(self._rest)}")
+        return "\n".join(lines)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step every parameter that has a gradient. Collective.
+
+        Args:
+            closure: recomputes the loss and returns it. It is called once.
+
+        Returns:
+            The result of `closure`, or `None` without a closure.
+
+        Raises:
+            CommError: another rank failed or timed out.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
+            return loss  # the step is skipped, for example because a gradient is not finite
+        changes = [
+            {option: value for option, value in options_of(group).items() if seen.get(option, seen) is not value}
+            for group, seen in zip(self.param_groups, self._seen, strict=True)
+        ]
+        instances = list(self._instances())
+        for each in instances:
+            each.set_options(changes)
+        self._step_all()
+        for each in instances:
+            each.give_options(self.param_groups)
+        self._link_states()
+        self._seen = [dict(group) for group in self.param_groups]
+        return loss
+
+    def _step_all(self) -> None:
+        others: list[Callable[[], None]] = [
+            self._step_elementwise,
+            self._ignored.step,
+            partial(step_stand_ins, self._stand_ins),
+        ]
+        for context in dict.fromkeys(context for context, _ in self._units):
+            steps = [step for (other, _), step in self._units.items() if other is context]
+            now, others = others, []
+            run(context, steps, self._queue(context), now)
+        for each in others:
+            each()
+
+    def _step_elementwise(self) -> None:
+        if self._adamw is not None:
+            # The hooks of `step` have been called already, for the step of `WholeParameters`.
+            type(self._adamw).step.__wrapped__(self._adamw)  # type: ignore[attr-defined]
+
+    def _link_states(self) -> None:
+        """Enter the states that instances have created into `state`."""
+        for each in self._instances():
+            if each is not self._stand_ins:
+                for param, state in each.states().items():
+                    if self.state.get(param) is not state:
+                        self.state[param] = state
+
+    def _queue(self, context: Context) -> StreamQueue:
+        if context not in self._queues:
+            self._queues[context] = context.queue("whole parameters")
+        return self._queues[context]
+
+    def _instances(self) -> Iterator[Instance]:
+        yield from (step.instance for step in self._units.values() if isinstance(step, ClassStep))
+        yield self._ignored
+        yield self._stand_ins
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state that `state_dict()` has returned on this rank.
+
+        Args:
+            state_dict: the state of an optimizer with the same class, parameter groups, ranks, stage and units. For
+                other ranks, use `shardlite.load`.
+
+        Raises:
+            LayoutError: the state belongs to other parameters or owners. Raised on every rank; nothing was changed.
+        """
+        kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": kept})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a loaded state."""
+        self.param_groups = state["param_groups"]
+        self.state.clear()
+        rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
+        if self._adamw is not None:
+            self._adamw.param_groups = rest
+        entries = {
+            param: {name: getattr(value, "value", value) for name, value in entry.items()}
+            for param, entry in state["state"].items()
+            if isinstance(param, Tensor)
+        }
+        self.load_entries(entries.items())
+
+    def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Replace the states of all parameters.
+
+        Args:
+            entries: parameters with their states. Where `holds_whole`, tensors have the shapes of whole parameters.
+        """
+        states: dict[Tensor, dict[str, Any]] = {}
+        stepped = {param for group in (self._adamw.param_groups if self._adamw else ()) for param in group["params"]}
+        for param, entry in entries:
+            if param in stepped and self._adamw is not None:
+                self._adamw.load_entries([(param, entry)])
+            elif param in self._members and not self.holds_whole(param):
+                self.state[param] = entry
+            else:
+                states[param] = entry
+        for each in self._instances():
+            each.load(self.param_groups, states)
+        self._link_states()
+        self._seen = [dict(group) for group in self.param_groups]
+
+    def __getstate__(self) -> NoReturn:
+        """Raise `LayoutError`, because connections to other ranks cannot be copied."""
+        raise LayoutError("WholeParameters cannot be copied or pickled: save its state_dict(), or use shardlite.save")
