@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer, _muon
+from torch.optim import Optimizer
 
+from bench.optimizers.peers import COEFFICIENTS, STEPS
 from bench.optimizers.systems import MUON, OURS, both
 from bench.support.check import Record, ResultError, compare, exact_model, record
 from bench.support.measure import largest
@@ -50,9 +51,10 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     """Return the result of `torch.optim.Muon`'s iteration (Newton-Schulz), in the dtype of the matrix."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.mT if tall else matrix) / matrix.norm()
-    for _ in range(_muon.DEFAULT_NS_STEPS):
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
         gram = x @ x.mT
-        x = _muon.DEFAULT_A * x + (_muon.DEFAULT_B * gram + _muon.DEFAULT_C * gram @ gram) @ x
+        x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
 
 
@@ -74,7 +76,7 @@ def verify(workload: Workload, systems: Mapping[str, Build], group: dist.Process
 
 def _verify_bits(workload: Workload, systems: Mapping[str, Build], group: dist.ProcessGroup) -> None:
     ddp = record(systems["ddp"](workload, group), workload, group)
-    for name in OURS.keys() & systems.keys():
+    for name in [name for name in systems if name in OURS]:
         wrong = _differing(record(systems[name](workload, group), workload, group), ddp)
         if largest([len(wrong)], group)[0]:
             raise ResultError(f"{name} on {workload.name} does not have the bits of ddp; differing: {wrong or 'none'}")
@@ -83,8 +85,14 @@ def _verify_bits(workload: Workload, systems: Mapping[str, Build], group: dist.P
 def _differing(got: Record, ddp: Record) -> list[str]:
     """Return the names of the results that do not have the same bits."""
     ours, theirs = got.computed | got.stored, ddp.computed | ddp.stored
-    losses = [f"the loss of step {i}" for i, pair in enumerate(zip(got.losses, ddp.losses, strict=True)) if not torch.equal(*pair)]
-    return losses + [name for name in sorted(ours.keys() | theirs.keys()) if not _same(ours.get(name), theirs.get(name))]
+    losses = [
+        f"the loss of step {i}"
+        for i, pair in enumerate(zip(got.losses, ddp.losses, strict=True))
+        if not torch.equal(*pair)
+    ]
+    return losses + [
+        name for name in sorted(ours.keys() | theirs.keys()) if not _same(ours.get(name), theirs.get(name))
+    ]
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

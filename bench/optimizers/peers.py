@@ -26,7 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer, _muon
+from torch.optim import Optimizer
+
+_muon: Any = import_module("torch.optim._muon")  # `torch.optim` may have a function of this name
+
+COEFFICIENTS = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
+STEPS: int = _muon.DEFAULT_NS_STEPS
+"""Number of iterations of Newton-Schulz."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,7 @@ def _dion(params: Sequence[nn.Parameter], options: Mapping[str, Any]) -> Optimiz
 def _newton_schulz(matrices: Tensor, epsilon: Tensor) -> Tensor:
     """Orthogonalize each of the matrices [b r c] as `torch.optim.Muon` does."""
     del epsilon
-    coefficients = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
-    steps, eps = _muon.DEFAULT_NS_STEPS, _muon.EPS
-    return torch.stack([_muon._zeropower_via_newtonschulz(each, coefficients, steps, eps) for each in matrices])
+    return torch.stack([_muon._zeropower_via_newtonschulz(each, COEFFICIENTS, STEPS, _muon.EPS) for each in matrices])
 
 
 def _muon_fsdp2(params: Sequence[nn.Parameter], options: Mapping[str, Any]) -> Optimizer:

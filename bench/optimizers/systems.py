@@ -8,14 +8,13 @@
 | `dion`, `muon_fsdp2` | FSDP2 and the Muon of that package (`bench.optimizers.peers`) |
 | `stage2`, `stage3` | ShardLite and `WholeParameters` of `torch.optim.Muon` |
 
-Muon steps the matrices that `is_whole` selects, and fused AdamW steps all other parameters.
+Muon steps the matrices that `is_hidden_matrix` selects, and fused AdamW steps all other parameters.
 
 Legend: `W` ranks, `n` elements in all parameters that AdamW steps, `r` rows and `c` columns of a matrix.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from bench.support.systems import Build, Floor, Trainer, flat, join, whole_of_dt
 from bench.support.workloads import Workload
 from shardlite import Precision, ShardLite, WholeParameters
 from shardlite.apps.memory.systems import ADAMW, OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp2
+from shardlite.whole.groups import is_hidden_matrix
 
 MUON: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 """Options of `torch.optim.Muon`. This adjustment of the learning rate is the only one that all packages have."""
@@ -53,16 +53,11 @@ class Both(Optimizer):
             part.step()
 
 
-def is_whole(name: str, shape: Sequence[int]) -> bool:
-    """Return whether Muon steps a parameter: a matrix that is neither an embedding nor a head."""
-    return len(shape) == 2 and not re.search("embed|head", name)
-
-
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the parameters that Muon steps, and all other parameters."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for name, param in model.named_parameters():
-        parts[not is_whole(name, param.shape)].append(param)
+        parts[not is_hidden_matrix(name, param.shape)].append(param)
     return parts
 
 
@@ -119,7 +114,7 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, muon: MakeMuon)
 def build_shardlite(workload: Workload, group: dist.ProcessGroup, *, stage: int) -> Trainer:
     """Build ShardLite at one stage."""
     model = ShardLite(workload.model(), stage=stage, group=group)
-    optimizer = WholeParameters(model.named_parameters(), Muon, elementwise=OPTIONS, whole=is_whole, **MUON)
+    optimizer = WholeParameters(model.named_parameters(), Muon, elementwise=OPTIONS, **MUON)
     return Trainer(model, optimizer, partial(join, group=group))
 
 

@@ -1,7 +1,8 @@
 """Count the bytes that a rank sends to other ranks in an optimizer's step.
 
 ShardLite counts its messages itself (`ShardLite.traffic`). Collectives of a process group are counted by their
-arguments when PyTorch dispatches them. Reductions are assumed to be rings, and other collectives to send each byte once.
+arguments when PyTorch dispatches them. Reductions are assumed to be rings. Other collectives are assumed to send each
+byte once to each rank that needs it.
 
 Legend: `W` ranks.
 """
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from bench.support.systems import Trainer
 from shardlite import ShardLite
 
-_LOCAL = ("wait_tensor", "barrier")
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators of the same namespaces that send no tensors."""
 
 
@@ -36,7 +37,8 @@ def _traffic(trainer: Trainer) -> int:
     """Return the bytes that ShardLite has sent so far."""
     if not isinstance(trainer.model, ShardLite):
         return 0
-    return sum(sent.nbytes for purposes in trainer.model.traffic().values() for sent in purposes.values())
+    units = trainer.model.traffic().values()
+    return sum(sent.nbytes for purposes in units for sent in purposes.values())
 
 
 class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -57,7 +59,7 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: Sequence[Any]) -> float:
-        """Return the bytes that a call sends. The arguments of `gather_` and `scatter_` are outputs, inputs, group, root.
+        """Return the bytes that a call sends. `gather_` and `scatter_` take outputs, inputs, group and root.
 
         Raises:
             KeyError: The collective is unknown.
