@@ -14,15 +14,16 @@ from bench.optimizers.check import verify
 from bench.optimizers.peers import PEERS
 from bench.optimizers.systems import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite, shares, work
 from bench.optimizers.table import render
-from bench.optimizers.wire import Sent
+from bench.optimizers.wire import Sent, sent_in_update
 from bench.support.check import ResultError
 from bench.support.table import read_rows
-from bench.support.workloads import perceptrons
+from bench.support.workloads import gpt, perceptrons
+from shardlite.apps.demo.settings import GPTConfig
 from tests.support.ranks.scripts import run_command
 
 WIDTH = 32
 TINY = perceptrons("tiny", blocks=2, width=WIDTH, batch=4)
-MATRICES = 2 * 2 * 4 * WIDTH**2
+TINY_GPT = gpt("tiny gpt", GPTConfig(layers=1, width=WIDTH, heads=2, context=8), batch=2)
 KEYS = set(
     """
     bench model words parameters units optimizer ranks threads rounds machine torch python date system tolerance_used
@@ -47,8 +48,8 @@ def test_the_command_has_a_row_for_each_system(cluster, tmp_path):
         assert row["fastest_fsdp2"] == "dtensor"
     assert rows["dtensor"]["above_floor_vs_fsdp2"] == rows["ddp"]["above_floor_vs_ddp"] == 1
     assert rows["floor"]["optimizer_bytes"] == rows["ddp"]["optimizer_bytes"] == 0
-    for name in OURS:  # updates to owners and from owners, in bf16
-        assert 0 < rows[name]["optimizer_bytes"] <= 2 * 2 * MATRICES
+    for name in OURS:  # the cut between two ranks is between the matrices of a block
+        assert rows[name]["optimizer_bytes"] == 0
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys):
@@ -131,7 +132,16 @@ def test_the_floor_has_equal_shares_of_the_work():
     assert work(matrices[1]) == work(matrices[2]) == 8 * 8 * 32 + 8 * 8 * 8 + 8 * 8 * 32
 
 
-def test_bytes_to_other_ranks_are_counted(group):
+def test_bytes_of_whole_parameters_are_counted(group):
+    trainer = build_shardlite(TINY_GPT, group, stage=3)
+    trainer.backward(TINY_GPT.batch(group.rank(), 0))
+    sent = torch.tensor(sent_in_update(trainer, group.rank(), 2))
+    dist.all_reduce(sent, group=group)
+    matrices = 12 * WIDTH**2
+    assert 0 < sent <= 2 * 2 * matrices / 2  # less than half of each, to owners and back, in bf16
+
+
+def test_bytes_of_collectives_are_counted(group):
     rank, sent = group.rank(), Sent(group.rank(), 2)
     ten, parts = torch.zeros(10), [torch.zeros(10), torch.zeros(10)]
     found = []
