@@ -6,4 +6,6 @@ same optimizer on unsharded parameters. `members.py` describes the parameters, `
 `optimizer.py` first.
 """
 
+from shardlite.whole.assignment import Owned, assign, describe, ranges_of
+from shardlite.whole.groups import is_hidden_matrix
 from shardlite.whole.optimizer import WholeParameters

@@ -29,6 +29,7 @@ from shardlite.build import (
     Budget,
     Event,
     Options,
+    Plan,
     Recipe,
     StepTimeline,
     UnitPlan,
@@ -41,6 +42,7 @@ from shardlite.build import (
 )
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
+from shardlite.whole import Owned, assign, is_hidden_matrix, ranges_of
 
 _META = torch.device("meta")
 
@@ -196,9 +198,26 @@ class Planner:
         high = next(filter(fits, powers), None)
         return None if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=fits)
 
+    def owners(self, setting: Setting) -> list[Owned]:
+        """Return the trained matrices, without embeddings and heads, with their owners in `WholeParameters`."""
+        plan, found = self._plan(setting), list[Owned]()
+        for unit, flats in zip(plan.units, plan.flats, strict=True):
+            for layout in (flat.layout for flat in flats if flat.layout.trainable):
+                for index, slot in enumerate(layout.slots):
+                    if is_hidden_matrix(slot.name, slot.shape):
+                        ranges = ranges_of(layout, index, whole=setting.stage == 0)
+                        found.append(
+                            Owned(name=slot.name, unit=unit.name, shape=slot.shape, ranges=ranges, place=len(found))
+                        )
+        if found:
+            assign(found)
+        return found
+
+    def _plan(self, setting: Setting) -> Plan:
+        return plan_units(self._module, setting.recipe.options, setting.world_size, _META)
+
     def _units(self, setting: Setting) -> Budget:
-        plan = plan_units(self._module, setting.recipe.options, setting.world_size, _META)
-        return budget_of(plan, setting.recipe, buffers=self._buffers)
+        return budget_of(self._plan(setting), setting.recipe, buffers=self._buffers)
 
     def _trace(self, compute: torch.dtype | None, recomputes: bool) -> Sequence[Event]:
         how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"

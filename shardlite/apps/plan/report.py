@@ -10,6 +10,7 @@ from shardlite.apps.plan.plan import Planner, RankPlan, Setting
 from shardlite.apps.plan.simulate import Scaling, simulate
 from shardlite.apps.tables import aligned
 from shardlite.build import ACTIVATIONS
+from shardlite.whole import describe
 
 COLUMNS = {
     "weights": ("parameters",),
@@ -43,7 +44,9 @@ def by_column(held: Mapping[str, int]) -> dict[str, int]:
     return {title: sum(held.get(each, 0) for each in purposes) for title, purposes in COLUMNS.items()}
 
 
-def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> str:
+def text(
+    planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None, *, owners: bool = False
+) -> str:
     """Format all groups for a terminal."""
     lines = [*_head(planner, cluster)]
     for group in groups:
@@ -52,6 +55,9 @@ def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, car
             lines.append(f"does not fit in {_gb(card)} GB at any number of ranks up to 4096")
         elif card is not None:
             lines.append(f"fewest ranks that fit in {_gb(card)} GB: {group.fewest}")
+    if owners:
+        stages = {group.setting.stage: group for group in groups}
+        lines += [line for group in stages.values() for plan in group.plans for line in _owners(planner, plan.setting)]
     lines += ["", *_compared(planner, groups)]
     return "\n".join(lines)
 
@@ -145,6 +151,21 @@ def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None
         row["step, ms"], row["exposed, ms"] = f"{step.total * 1e3:.1f}", f"{max(step.exposed, 0) * 1e3:.1f}"
         row["efficiency"] = f"{weak:.0%}"
     return row
+
+
+def _owners(planner: Planner, setting: Setting) -> Iterator[str]:
+    """Yield lines with what each rank owns if `WholeParameters` steps the matrices."""
+    matrices, ranks = planner.owners(setting), setting.world_size
+    yield ""
+    yield f"owners in WholeParameters at stage {setting.stage}, {ranks} ranks:{'' if matrices else ' no matrices'}"
+    if not matrices:
+        return
+    yield from (f"  {line}" for line in describe(matrices))
+    sent = [
+        max(sum(each.nbytes_sent(rank, *sizes) for each in matrices) for rank in range(ranks))
+        for sizes in ((8, 4), (2, 2))
+    ]
+    yield f"  sent per rank and step, at most: {_gb(sent[0])} GB; by torch.optim.Muon in bf16: {_gb(sent[1])} GB"
 
 
 def _compared(planner: Planner, groups: Sequence[Group]) -> Iterator[str]:

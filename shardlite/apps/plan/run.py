@@ -40,7 +40,7 @@ def plan(options: Namespace) -> str:
 
         written += paint(planner, groups, cluster, card, options.plots)
     told = "".join(f"\nwrote {path}" for path in written)
-    return text(planner, groups, cluster, card) + (f"\n{told}" if told else "")
+    return text(planner, groups, cluster, card, owners=options.owners) + (f"\n{told}" if told else "")
 
 
 def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
