@@ -12,10 +12,12 @@ _COLUMNS: Columns = {
     "system": lambda row: system_name(row["system"]),
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
-    "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
     "above floor, ms": lambda row: _number(row, "ms_above_floor", 0),
     "above / FSDP2's": lambda row: _number(row, "above_floor_vs_fsdp2", 2),
     "above / DDP's": lambda row: _number(row, "above_floor_vs_ddp", 2),
+    "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
+    "CPU above floor, ms": lambda row: _number(row, "cpu_ms_above_floor", 0),
+    "CPU above / FSDP2's": lambda row: _number(row, "cpu_above_floor_vs_fsdp2", 2),
     "sent by the optimizer, MiB": lambda row: f"{row['optimizer_bytes'] / 2**20:.1f}",
     "peak, MiB": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
 }

@@ -28,7 +28,7 @@ KEYS = set(
     """
     bench model words parameters units optimizer ranks threads rounds machine torch python date system tolerance_used
     ms_p20 ms_p50 ms_p80 cpu_ms_p50 ms_above_floor above_floor_vs_ddp above_floor_vs_fsdp2 fastest_fsdp2
-    optimizer_bytes peak_bytes activation_bytes
+    cpu_ms_above_floor cpu_above_floor_vs_ddp cpu_above_floor_vs_fsdp2 optimizer_bytes peak_bytes activation_bytes
     """.split()  # noqa: SIM905
 )
 CHOSEN = ["floor", "ddp", "dtensor", "stage2", "stage3"]
