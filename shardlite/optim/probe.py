@@ -186,12 +186,19 @@ class _Instance:
             groups[piece.group].append(param)
         self._optimizer = original.twin(groups)
 
-    def step(self, grads: Tensor, without: Sequence[_Piece], closure: Sequence[Any]) -> None:
+    def step(self, grads: Tensor, without: Sequence[_Piece], *, closure: bool) -> None:
         """Step with gradients `grads` [n]. Parameters in `without` have no gradient."""
-        for param, (piece, view) in zip(self._params, self._pieces, strict=True):
+        for param, (_, view) in zip(self._params, self._pieces, strict=True):
             param.data = view.clone() if self._swaps else view
-            param.grad = None if piece in without else piece.view(grads)
-        _step(self._optimizer, closure)
+
+        def loss() -> Tensor:
+            for param, (piece, _) in zip(self._params, self._pieces, strict=True):
+                # After `step` has moved the parameters, gradients differ.
+                param.grad = None if piece in without else piece.view(grads) + param.detach()
+            return torch.ones(())
+
+        loss()
+        _step(self._optimizer, [loss] if closure else [])
         for param, (_, view) in zip(self._params, self._pieces, strict=True):
             view.copy_(param.detach())
             if self._swaps:
@@ -217,13 +224,13 @@ def _placeholder(like: Tensor) -> Tensor:
     return like.new_full((), torch.nan).expand(like.shape)
 
 
-def _step(optimizer: Optimizer, closure: Sequence[Any]) -> None:
+def _step(optimizer: Optimizer, args: Sequence[Any]) -> None:
     """Step without the hooks that the program has registered for all optimizers."""
     step: Any = type(optimizer).step
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        step(optimizer, *closure)  # the optimizer has hooks of its own
+        step(optimizer, *args)  # the optimizer has hooks of its own
     else:
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *closure)
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *args)
 
 
 class _Trial:
@@ -260,20 +267,16 @@ class _Trial:
 
     def _compare(self, parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool) -> Verdict:
         """Compare the steps of one instance with the steps of one instance per element of `parts`."""
-        verdict = self._compare_with([], parts, what, swaps=swaps)
-        if verdict.same is None:
-            verdict = self._compare_with([lambda: torch.ones(())], parts, what, swaps=swaps)
-        return verdict
+        verdict = self._compare_with(parts, what, swaps=swaps, closure=False)
+        return self._compare_with(parts, what, swaps=swaps, closure=True) if verdict.same is None else verdict
 
-    def _compare_with(
-        self, closure: Sequence[Any], parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool
-    ) -> Verdict:
+    def _compare_with(self, parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool, closure: bool) -> Verdict:
         whole = _Run(self._original, [self._whole], self._random(0) / 4, swaps=False)
         twins = _Run(self._original, parts, self._random(0) / 4, swaps=swaps)
         for step in range(self._steps):
-            if error := _error(self._step, step, whole, closure):
+            if error := _error(self._step, step, whole, closure=closure):
                 return Verdict(None, f"a step of whole parameters raises {error}")
-            if error := _error(self._step, step, twins, closure):
+            if error := _error(self._step, step, twins, closure=closure):
                 return Verdict(False, f"a step of {what} raises {error}")
             if not _equal(whole.values, twins.values):
                 return Verdict(False, f"its steps of {what} differ from steps of all whole parameters together")
@@ -285,11 +288,11 @@ class _Trial:
                 return Verdict(False, f"it computes {name[1]!r} from several elements")
         return Verdict(True)
 
-    def _step(self, step: int, run: "_Run", closure: Sequence[Any]) -> None:
+    def _step(self, step: int, run: "_Run", *, closure: bool) -> None:
         # Learning rates that depend on progress grow only if gradients agree.
         grads = (self._random(self._steps + 1) + self._random(step + 1)) * SCALES[step % len(SCALES)]
         for each in run.instances:
-            each.step(grads, self._without.get(step, ()), closure)
+            each.step(grads, self._without.get(step, ()), closure=closure)
 
     def _random(self, seed: int) -> Tensor:
         """Return reproducible values, [n]."""
@@ -313,10 +316,10 @@ class _Run:
         return [self._build(pieces=each) for each in self._parts]
 
 
-def _error(call: Callable[..., None], *args: Any) -> str:
+def _error(call: Callable[..., None], *args: Any, **kwargs: Any) -> str:
     """Return the class and the first line of the error that a call raises, or an empty text."""
     try:
-        call(*args)
+        call(*args, **kwargs)
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {line.rstrip('.')}"

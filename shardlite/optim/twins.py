@@ -43,6 +43,8 @@ class Original:
             if name not in _NOT_OPTIONS and not name.startswith(("_optimizer_", "_shardlite", "_zero_grad_"))
         }
         self._plain = {name: value for name, value in self._attributes.items() if _is_plain(value)}
+        inner = {name: type(value) for name, value in self._attributes.items() if isinstance(value, Optimizer)}
+        self._kept = {**self._plain, **inner}  # constructors take the class of an inner optimizer
         groups: dict[str, Group] = {}
         for given in optimizer.param_groups:
             options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
@@ -75,7 +77,7 @@ class Original:
             {"params": [*tensors], **copy.deepcopy(_known_to(names, group.options))}
             for tensors, group in zip(params, self.groups, strict=True)
         ]
-        arguments = {name: value for name, value in {**self._plain, **self._defaults}.items() if name in names}
+        arguments = {name: value for name, value in {**self._kept, **self._defaults}.items() if name in names}
         try:
             twin = self._kind(groups, **copy.deepcopy(arguments))
         except Exception:
@@ -111,11 +113,11 @@ def _flags(state: Any) -> dict[str, Any]:
 
 
 def _arguments(kind: type) -> set[str]:
-    """Return the names of the arguments of a constructor, including those that it passes on as `**kwargs`."""
+    """Return the names of a constructor's arguments after the first, with those that it passes on as `**kwargs`."""
     names: set[str] = set()
     for each in kind.__mro__[: kind.__mro__.index(Optimizer)]:
         if "__init__" in vars(each):
-            own = signature(vars(each)["__init__"]).parameters.values()
+            own = [*signature(vars(each)["__init__"]).parameters.values()][2:]
             names.update(param.name for param in own)
             if all(param.kind is not Parameter.VAR_KEYWORD for param in own):
                 break

@@ -147,6 +147,26 @@ class NeedsBackward(Own):
         super().step()
 
 
+class SAM(Own):
+    """Moves parameters by the global norm, and steps with the gradients that it gets there."""
+
+    def __init__(self, params, base_optimizer, **options):
+        super().__init__(params, **options)
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+
+    def step(self, closure):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm() + 1e-12
+        moves = [p.grad / norm for p in params]
+        for param, move in zip(params, moves, strict=True):
+            param.data.add_(move)
+            param.grad = None
+        closure()
+        for param, move in zip(params, moves, strict=True):
+            param.data.sub_(move)
+        self.base_optimizer.step()
+
+
 class Flag(Own):
     """Its option is no default, but an attribute, which may be changed later."""
 
@@ -253,6 +273,7 @@ OTHERS: dict[str, tuple[Callable[[Any], Optimizer], bool | None, bool | None]] =
     "sums for later": (Late, False, True),
     "closure": (NeedsClosure, True, True),
     "closure with a backward": (NeedsBackward, None, None),
+    "SAM": (lambda p: SAM(p, optim.SGD, lr=0.1, momentum=0.9), False, False),
     "no flag": (Flag, True, True),
     "flag": (lambda p: Flag(p, trust=True), False, True),
     "argument that is not kept": (lambda p: NotKept(p, 2), False, True),
