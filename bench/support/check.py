@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.support.matrix import ROUNDOFF, Setting
 from bench.support.measure import largest
@@ -61,6 +61,17 @@ class Record:
     """Whether only the losses are comparable."""
 
 
+class Expected(NamedTuple):
+    """The results with which others are compared."""
+
+    ddp: Record
+    exact: Record
+    """Only as many losses are compared as this record has."""
+
+    slack: tuple[float, float]
+    """Relative slack of a loss and of other results."""
+
+
 def verify(
     workload: Workload,
     systems: Mapping[str, Build],
@@ -76,17 +87,28 @@ def verify(
     """
     exact = record(_build_exact(workload, group, setting), workload, group)
     ddp = record(systems["ddp"](workload, group), workload, group)
+    expected = Expected(ddp, exact, slack(workload, setting))
     shares = {}
     for name, build in systems.items():
         got = ddp if name == "ddp" else record(build(workload, group), workload, group)
-        share, where = max(_shares(got, ddp, exact, _slack(workload, setting)))
-        shares[name] = largest([share], group)[0]
-        if shares[name] > 1:
-            raise ResultError(
-                f"{name} on {workload.name} is {shares[name]:.3g} times as far from the exact result as allowed; "
-                f"on rank {group.rank()} the worst is {where}, {share:.3g} times"
-            )
+        shares[name] = check(name, got, expected, workload, group)
     return shares
+
+
+def check(name: str, got: Record, expected: Expected, workload: Workload, group: dist.ProcessGroup) -> float:
+    """Return the largest error of a system's results, divided by the tolerance. Collective.
+
+    Raises:
+        ResultError: The error exceeds the tolerance on any rank. Raised on every rank.
+    """
+    share, where = max(_shares(got, expected))
+    worst = largest([share], group)[0]
+    if worst > 1:
+        raise ResultError(
+            f"{name} on {workload.name} is {worst:.3g} times as far from the exact result as allowed; "
+            f"on rank {group.rank()} the worst is {where}, {share:.3g} times"
+        )
+    return worst
 
 
 def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Record:
@@ -107,6 +129,12 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
 
 def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
     """Return the twin in fp64, which processes all micro-batches as one batch."""
+    model = exact_model(workload, group)
+    return Trainer(model, torch.optim.AdamW(model.parameters(), **OPTIONS), flat, max_norm=setting.max_norm)
+
+
+def exact_model(workload: Workload, group: dist.ProcessGroup) -> nn.Module:
+    """Return the plain model in fp64. Its backward averages the gradients over the ranks."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None
@@ -118,21 +146,22 @@ def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting)
     for param in model.parameters():
         on_gradient: Any = param.register_post_accumulate_grad_hook
         on_gradient(average)
-    return Trainer(model, torch.optim.AdamW(model.parameters(), **OPTIONS), flat, max_norm=setting.max_norm)
+    return model
 
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _slack(workload: Workload, setting: Setting) -> tuple[float, float]:
+def slack(workload: Workload, setting: Setting = Setting()) -> tuple[float, float]:  # noqa: B008 (frozen)
     """Return the relative slack of a loss and of other results."""
     roundoff = ROUNDOFF[setting.compute]
     return max(1.0, math.log2(workload.terms)) * roundoff, roundoff
 
 
-def _shares(got: Record, ddp: Record, exact: Record, slack: tuple[float, float]) -> list[tuple[float, str]]:
+def _shares(got: Record, expected: Expected) -> list[tuple[float, str]]:
     """Return the error of each result, divided by its tolerance, and the name of the result."""
+    ddp, exact, slack = expected
     if got.is_format:
         pairs = enumerate(zip(got.losses, exact.losses, strict=True))
         return [

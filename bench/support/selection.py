@@ -27,6 +27,7 @@ RENDERERS = {
     "host-block": "bench.host:render",
     "checkpoint": "bench.faults.checkpoint:render",
     "kernels": "bench.support.table:differences",
+    "optimizers": "bench.optimizers.table:render",
     "gpu": "bench.gpu.table:render",
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",

@@ -221,7 +221,7 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.
     """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in fp32."""
     model = workload.model()
     model = wrap_fsdp2(model, workload.units(model), group, Precision(compute=compute))
-    return Trainer(model, torch_adamw(model.parameters()), _whole_of_dtensor)
+    return Trainer(model, torch_adamw(model.parameters()), whole_of_dtensor)
 
 
 def build_shardlite(
@@ -242,14 +242,14 @@ def build_shardlite(
         route=Route(transport=transport, reduce=reduce),
         precision=Precision(compute=compute, quantized_gather=quantized_gather),
     )
-    whole = flat if stage == 0 else partial(_join, group=group)
+    whole = flat if stage == 0 else partial(join, group=group)
     return Trainer(model, AdamW(model.parameters(), **OPTIONS), whole)
 
 
 def build_tree(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """Build ShardLite at stage 3 with a sum of gradients that does not depend on the number of ranks."""
     model = ShardLite(workload.model(), group=group, route=Route(order="tree", parts=group.size()))
-    return InParts(model, AdamW(model.parameters(), **OPTIONS), partial(_join, group=group))
+    return InParts(model, AdamW(model.parameters(), **OPTIONS), partial(join, group=group))
 
 
 def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
@@ -336,12 +336,13 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).clone()
 
 
-def _whole_of_dtensor(tensor: Tensor) -> Tensor:
+def whole_of_dtensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, flattened. Collective."""
     assert isinstance(tensor, DTensor)
     return flat(tensor.full_tensor())
 
 
-def _join(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+def join(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the shards [k] of all ranks, in the order of ranks."""
     parts: list[Tensor] = [local] * group.size()
     dist.all_gather_object(parts, local.clone(), group=group)

@@ -395,8 +395,8 @@ def _remedy(name: str, whole: Verdict) -> str:
     """Return how an optimizer that cannot step shards can step whole parameters."""
     if whole.same is False:
         return (
-            "Its results depend on all parameters together: use stage=0, where each rank has whole parameters, or, if "
-            "only a global norm is the reason, turn it off and call clip_grad_norm_() of the ShardLite model"
+            f"Neither can shardlite.WholeParameters, because {whole.why}. Use stage=0, where each rank has all whole "
+            "parameters. If only a global norm is the reason, turn it off and call clip_grad_norm_() of the model"
         )
     return f"Build {_whole_parameters(name)}, which steps whole parameters, or use stage=0"
 

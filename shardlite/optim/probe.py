@@ -1,8 +1,8 @@
 """Find out by trial whether an optimizer steps shards as it would step whole parameters.
 
-PyTorch does not tell whether an optimizer is elementwise. So a probe builds twins of the optimizer, with the same class
-and options, and steps the same small values twice: as whole parameters, which one twin has, and as the shards of
-several twins. The optimizer is elementwise if both give the same bits.
+PyTorch does not tell whether an optimizer is elementwise. So a probe builds twins of the optimizer (see `twins.py`),
+and steps the same small values twice: as whole parameters, which one twin has, and as the shards of several twins. The
+optimizer is elementwise if both give the same bits.
 
     whole     | 2-D ..................... | 1-D ............... |     one twin
     shards    |-- twin 0 --|--- twin 1 ---|- twin 1 -| twin 2 --|     the shards of twin 3 are all empty
@@ -11,17 +11,15 @@ In: an optimizer that holds parameters. Out: a `Verdict`. The optimizer, its par
 do not change.
 """
 
-import copy
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from enum import Enum
-from inspect import Parameter, signature
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
 from threading import RLock
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -29,11 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.params import round_up
+from shardlite.optim.twins import Original
+from shardlite.params import ALIGN, round_up
 
-BLOCK = 64
-"""All cuts are multiples of this number of elements. PyTorch's vector loops over fp32 and bf16 round the elements after
-the last multiple differently, so a cut elsewhere could change the last bits even of elementwise arithmetic."""
+VECTORS = 128
+"""Bytes that PyTorch's vector loops handle at once. They may round the elements after the last multiple differently, so
+cuts are multiples of `ALIGN` elements and of this number of bytes, and change no bit of elementwise arithmetic."""
 
 STEPS = 12
 """Number of steps of a trial. Some optimizers average weights every 5 steps, or compute new factors every 10 steps."""
@@ -45,14 +44,11 @@ this option says."""
 SCALES = (0.1, 10.0, 0.001, 1.0)
 """Factors of the gradients in successive steps. So bounds of norms and ratios take effect in some steps."""
 
-SHAPES = ((), (192,), (12, 16))
+SHAPES = ((), (102,), (9, 11))
 """Shapes of small parameters by number of dimensions."""
 
 LARGE = (136, 160)
 """Shape of a large matrix. Some optimizers factor or quantize only parameters above a limit."""
-
-LR = 0.01
-"""Learning rate in a trial if the optimizer's is less than 1 % of this, as at the start of a warm-up."""
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -92,36 +88,48 @@ _verdicts: "WeakKeyDictionary[type, dict[str, Verdict]]" = WeakKeyDictionary()
 _lock = RLock()  # ranks may be threads, but a process has one set of random number generators
 
 
-def _cached(attempt: Callable[["_Original"], Verdict], optimizer: Optimizer) -> Verdict:
+def _cached(attempt: Callable[[Original], Verdict], optimizer: Optimizer) -> Verdict:
     """Return the result of `attempt`, which is called once per class, options, device, dtype and dimensions."""
-    original = _Original(optimizer)
+    original = Original(optimizer)
     with _lock:
         known = _verdicts.setdefault(type(optimizer), {})
         key = f"{attempt.__name__} {original.key()}"
         if key not in known:
-            with warnings.catch_warnings(), torch.inference_mode(False), _random_numbers(original.device) as drawn:
+            with warnings.catch_warnings(), _eagerly(), _random_numbers(original.device) as drawn:
                 warnings.simplefilter("ignore")
                 verdict = attempt(original)
-                known[key] = Verdict(verdict.same, "it draws random numbers", True) if drawn() else verdict
+                if drawn():
+                    why = "it draws random numbers" if verdict.same is False else verdict.why
+                    verdict = Verdict(verdict.same, why, draws=True)
+                known[key] = verdict
         return known[key]
 
 
-def _try_shards(original: "_Original") -> Verdict:
+def _try_shards(original: Original) -> Verdict:
     """Compare small parameters of all dimensions with their shards, then a large parameter with its shards."""
-    small = _Trial(original, [[*map(_shape, group.ndims)] for group in original.groups]).compare_shards()
+    small = _Trial(original, [[*map(_shape, group.flags)] for group in original.groups]).compare_shards()
     if not small.same:
         return small
-    large = [[LARGE if max(group.ndims) > 1 else (prod(LARGE),)] for group in original.groups]
-    return _Trial(original, large, len(SCALES)).compare_shards()
+    shapes = [[LARGE if max(group.flags) > 1 else (prod(LARGE),)] for group in original.groups]
+    large = _Trial(original, shapes, len(SCALES)).compare_shards()
+    return large if large.same is False else small
 
 
-def _try_whole(original: "_Original") -> Verdict:
+def _try_whole(original: Original) -> Verdict:
     """Compare one instance with two instances, each of which has a parameter of every group."""
-    return _Trial(original, [[*map(_shape, group.ndims)] * 2 for group in original.groups]).compare_instances()
+    return _Trial(original, [[*map(_shape, group.flags)] * 2 for group in original.groups]).compare_instances()
 
 
 def _shape(ndim: int) -> Shape:
     return SHAPES[ndim] if ndim < len(SHAPES) else (3, 4, *[2] * (ndim - 3), 16)
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Run compiled functions as they are, because compilation takes seconds, and leave the inference mode."""
+    compiles = "torch._dynamo" in sys.modules  # importing it takes a second
+    with torch.inference_mode(False), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        yield
 
 
 @contextmanager
@@ -149,6 +157,9 @@ class _Piece(NamedTuple):
     """The elements from `start` on, which are a parameter of `shape` in one of the groups."""
 
     group: int
+    param: int
+    """Index of the whole parameter in the trial."""
+
     start: int
     shape: Shape
 
@@ -159,13 +170,13 @@ class _Piece(NamedTuple):
         """Return elements `[start, stop)` in the shape of a shard, which has as many dimensions as its parameter."""
         is_whole = stop - start == prod(self.shape)
         shape = self.shape if is_whole else (stop - start, *[1] * (len(self.shape) - 1))
-        return _Piece(self.group, self.start + start, shape)
+        return _Piece(self.group, self.param, self.start + start, shape)
 
 
 class _Instance:
     """A twin of an optimizer. Its parameters are pieces of `values` [n], and change them."""
 
-    def __init__(self, original: "_Original", pieces: Sequence[_Piece], values: Tensor, *, swaps: bool) -> None:
+    def __init__(self, original: Original, pieces: Sequence[_Piece], values: Tensor, *, swaps: bool) -> None:
         """If `swaps`, parameters have values and gradients only during a step."""
         self._pieces = [(piece, piece.view(values)) for piece in pieces]
         self._swaps = swaps
@@ -186,6 +197,20 @@ class _Instance:
             if self._swaps:
                 param.data, param.grad = _placeholder(view), None
 
+    def numbers(self) -> dict[tuple[str, str], float]:
+        """Return the numbers that the optimizer keeps per group, and per parameter that is not empty."""
+        records: dict[str, Mapping[str, Any]] = {f"group {i}": g for i, g in enumerate(self._optimizer.param_groups)}
+        for param, (piece, _) in zip(self._params, self._pieces, strict=True):
+            state = self._optimizer.state.get(param)
+            if param.numel() and isinstance(state, Mapping):
+                records[f"parameter {piece.param}"] = state
+        return {
+            (key, name): float(value)
+            for key, record in records.items()
+            for name, value in record.items()
+            if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+
 
 def _placeholder(like: Tensor) -> Tensor:
     """Return a tensor of the same shape that has the memory of one NaN."""
@@ -204,24 +229,25 @@ def _step(optimizer: Optimizer, closure: Sequence[Any]) -> None:
 class _Trial:
     """Small whole parameters, and several ways to divide them among instances."""
 
-    def __init__(self, original: "_Original", shapes: Sequence[Sequence[Shape]], steps: int | None = None) -> None:
+    def __init__(self, original: Original, shapes: Sequence[Sequence[Shape]], steps: int | None = None) -> None:
         """`shapes` has the shapes of the parameters of each group."""
         self._original = original
-        self._steps = steps or original.steps()
+        self._block = max(ALIGN, VECTORS // original.dtype.itemsize)
+        self._steps = steps or max([STEPS, *(number + 2 for number in original.integers() if number <= LONG)])
         self._without: dict[int, Sequence[_Piece]] = {}  # parameters that have no gradient, by step
         self._whole: list[_Piece] = []
         self._numel = 0
         for group, each in enumerate(shapes):
             for shape in each:
-                self._whole.append(_Piece(group, self._numel, shape))
-                self._numel += round_up(prod(shape), BLOCK)
+                self._whole.append(_Piece(group, len(self._whole), self._numel, shape))
+                self._numel += round_up(prod(shape), self._block)
 
     def compare_shards(self) -> Verdict:
         """Compare one instance with four instances that have a shard of each parameter."""
         parts: list[list[_Piece]] = [[], [], [], []]
         for index, piece in enumerate(self._whole):
             numel = prod(piece.shape)
-            cut = min(round_up(numel // 4, BLOCK), numel)
+            cut = min((numel // 4 // self._block | 1) * self._block, numel)  # no multiple of larger blocks
             first, second = ((cut, numel), (0, cut), (cut, cut))[index % 3]  # one of the first three shards is empty
             for part, (start, stop) in zip(parts, pairwise((0, first, second, numel, numel)), strict=True):
                 part.append(piece.cut(start, stop))
@@ -242,30 +268,28 @@ class _Trial:
     def _compare_with(
         self, closure: Sequence[Any], parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool
     ) -> Verdict:
-        expected, got = self._random(0) / 4, self._random(0) / 4
-        whole = self._run([self._whole], expected, closure, swaps=False)
-        twins = self._run(parts, got, closure, swaps=swaps)
-        for _ in range(self._steps):
-            if error := _error(whole):
+        whole = _Run(self._original, [self._whole], self._random(0) / 4, swaps=False)
+        twins = _Run(self._original, parts, self._random(0) / 4, swaps=swaps)
+        for step in range(self._steps):
+            if error := _error(self._step, step, whole, closure):
                 return Verdict(None, f"a step of whole parameters raises {error}")
-            if error := _error(twins):
+            if error := _error(self._step, step, twins, closure):
                 return Verdict(False, f"a step of {what} raises {error}")
-            if not _equal(expected, got):
+            if not _equal(whole.values, twins.values):
                 return Verdict(False, f"its steps of {what} differ from steps of all whole parameters together")
-        if _equal(expected, self._random(0) / 4):
+        if _equal(whole.values, self._random(0) / 4):
             return Verdict(None, "trial steps change no parameter")
+        (numbers,) = [each.numbers() for each in whole.instances]
+        for name, value in (item for each in twins.instances for item in each.numbers().items()):
+            if repr(numbers.get(name, value)) != repr(value):  # a NaN equals a NaN
+                return Verdict(False, f"it computes {name[1]!r} from several elements")
         return Verdict(True)
 
-    def _run(
-        self, parts: Sequence[Sequence[_Piece]], values: Tensor, closure: Sequence[Any], *, swaps: bool
-    ) -> Iterator[None]:
-        """Change `values` [n] by steps. Yield after each step."""
-        instances = [_Instance(self._original, each, values, swaps=swaps) for each in parts]
-        for step in range(self._steps):
-            grads = self._random(step + 1) * SCALES[step % len(SCALES)]
-            for each in instances:
-                each.step(grads, self._without.get(step, ()), closure)
-            yield
+    def _step(self, step: int, run: "_Run", closure: Sequence[Any]) -> None:
+        # Learning rates that depend on progress grow only if gradients agree.
+        grads = (self._random(self._steps + 1) + self._random(step + 1)) * SCALES[step % len(SCALES)]
+        for each in run.instances:
+            each.step(grads, self._without.get(step, ()), closure)
 
     def _random(self, seed: int) -> Tensor:
         """Return reproducible values, [n]."""
@@ -275,136 +299,30 @@ class _Trial:
         return values.to(self._original.device, self._original.dtype)
 
 
-def _error(run: Iterator[None]) -> str:
-    """Take the next step of a run. Return the first line of the error that it raises, or an empty text."""
+class _Run:
+    """Values [n], and the instances that step them."""
+
+    def __init__(self, original: Original, parts: Sequence[Sequence[_Piece]], values: Tensor, *, swaps: bool) -> None:
+        self.values = values
+        self._build = partial(_Instance, original, values=values, swaps=swaps)
+        self._parts = parts
+
+    @cached_property
+    def instances(self) -> list[_Instance]:
+        """One instance per element of `parts`."""
+        return [self._build(pieces=each) for each in self._parts]
+
+
+def _error(call: Callable[..., None], *args: Any) -> str:
+    """Return the class and the first line of the error that a call raises, or an empty text."""
     try:
-        next(run)
+        call(*args)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {line.rstrip('.')}"
     return ""
 
 
 def _equal(some: Tensor, other: Tensor) -> bool:
     """Return whether all elements are equal. A NaN equals a NaN."""
     return bool(((some == other) | (some.isnan() & other.isnan())).all())
-
-
-# ---- twins ----------------------------------------------------------------------------------------------------------
-
-_TORCH_OWN = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
-"""Attributes of an optimizer that PyTorch, its schedulers and its gradient scalers set."""
-
-
-class _Group(NamedTuple):
-    """Options of one or more parameter groups, and the numbers of dimensions of their parameters."""
-
-    options: dict[str, Any]
-    ndims: set[int]
-
-
-class _Original:
-    """The optimizer in question: what its twins need to know."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._kind = type(optimizer)
-        self._defaults = optimizer.defaults
-        self._attributes = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if name not in _TORCH_OWN and not name.startswith(("_optimizer_", "_shardlite", "_zero_grad_"))
-        }
-        groups: dict[str, _Group] = {}  # models may have hundreds of groups that differ in the learning rate only
-        for given in optimizer.param_groups:
-            options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
-            if "lr" in options:
-                options["lr"] = _visible(options["lr"])
-            group = groups.setdefault(repr(sorted((options | {"lr": None}).items())), _Group(options, set()))
-            group.ndims.update(param.ndim for param in given["params"])
-        self.groups = [each for each in groups.values() if each.ndims]
-        first = next(param for given in optimizer.param_groups for param in given["params"])
-        self.device, self.dtype = first.device, first.dtype
-
-    def key(self) -> str:
-        """Return a text that is equal for optimizers of one class whose verdicts are equal."""
-        plain = {name: value for name, value in self._attributes.items() if _is_plain(value)}
-        return repr((self.device, self.dtype, self._defaults, self.groups, plain))
-
-    def steps(self) -> int:
-        """Return the number of steps after which all options have taken effect."""
-        options = [*self._attributes.values(), *(value for group in self.groups for value in group.options.values())]
-        return max([STEPS, *(value + 2 for value in options if type(value) is int and value <= LONG)])
-
-    def twin(self, params: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-        """Return an optimizer with the same class and options, for the given parameters of each group.
-
-        Raises:
-            Exception: the constructor needs arguments that the optimizer has not kept.
-        """
-        names = _arguments(self._kind)
-        groups = [
-            {"params": [*tensors], **copy.deepcopy(_chosen(group.options, names))}
-            for tensors, group in zip(params, self.groups, strict=True)
-        ]
-        plain = {name: value for name, value in self._attributes.items() if _is_plain(value)}
-        arguments = {name: value for name, value in {**plain, **self._defaults}.items() if name in names}
-        try:
-            twin = self._kind(groups, **copy.deepcopy(arguments))
-        except Exception:
-            if len(plain) < len(self._attributes):
-                raise
-            twin = self._without_constructor(groups)
-        if len(twin.param_groups) == len(self.groups):
-            for fresh, group in zip(twin.param_groups, self.groups, strict=True):
-                _overlay(fresh, group.options)
-        _overlay(vars(twin), plain)
-        return twin
-
-    def _without_constructor(self, groups: list[dict[str, Any]]) -> Optimizer:
-        twin = self._kind.__new__(self._kind)
-        vars(twin).update(copy.deepcopy(self._attributes))
-        Optimizer.__init__(twin, groups, copy.deepcopy(self._defaults))
-        return twin
-
-
-def _visible(lr: Any) -> Any:
-    """Return a learning rate that changes parameters: a warm-up may begin with 0."""
-    if not isinstance(lr, int | float | Tensor) or float(lr) >= LR / 100:
-        return lr
-    return torch.full_like(lr, LR) if isinstance(lr, Tensor) else LR
-
-
-def _arguments(kind: type) -> set[str]:
-    """Return the names of the arguments of a constructor, including those that it passes on as `**kwargs`."""
-    names: set[str] = set()
-    for each in kind.__mro__[: kind.__mro__.index(Optimizer)]:
-        if "__init__" in vars(each):
-            own = signature(vars(each)["__init__"]).parameters.values()
-            names.update(
-                param.name for param in own if param.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-            )
-            if not any(param.kind is Parameter.VAR_KEYWORD for param in own):
-                break
-    return names
-
-
-def _chosen(options: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return the options of a group for a constructor. Numbers that it does not know were added by steps."""
-    return {name: value for name, value in options.items() if name in names or isinstance(value, bool | str)}
-
-
-def _overlay(fresh: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Copy options into a new optimizer that its constructor does not set, but no counts of steps."""
-    for name, value in given.items():
-        counts = type(value) is int and fresh.get(name) == 0
-        if isinstance(value, bool | str) or (name in fresh and _is_plain(value) and not counts):
-            fresh[name] = copy.deepcopy(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is an option, and not a state."""
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    plain = (bool, int, float, str, type, FunctionType, torch.dtype, torch.device, Enum)
-    return value is None or isinstance(value, plain)

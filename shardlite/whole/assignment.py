@@ -2,12 +2,13 @@
 
 A parameter that one rank keeps whole is owned by this rank, so nothing of it is sent. The other parameters are given
 away one by one, from the most work to the least. A parameter goes to the rank with the least load among the ranks that
-keep a part of it, and to another rank only if these have too much. Moves from the rank with the highest load follow.
+keep a part of it, and to another rank only if these have too much. Afterwards the highest load is lowered step by step.
 
 Legend: `W` ranks. A load is a share of the work and a share of the elements of all parameters.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from shardlite.whole.members import Member
 
@@ -27,11 +28,22 @@ class Loads:
         self._sums[rank][0] += sign * member.work
         self._sums[rank][1] += sign * member.numel
 
-    def of(self, rank: int, member: Member | None = None) -> float:
-        """Return the load of a rank, with `member` added: the larger share, times the number of ranks."""
-        added = (0, 0) if member is None else (member.work, member.numel)
-        shares = ((own + more) / all_ for own, more, all_ in zip(self._sums[rank], added, self._total, strict=True))
-        return max(shares) * len(self._sums)
+    def move(self, member: Member, rank: int) -> None:
+        """Make another rank the owner of a member."""
+        self.add(member, member.owner, -1)
+        member.owner = rank
+        self.add(member, rank)
+
+    def of(self, rank: int, more: Sequence[Member] = (), less: Sequence[Member] = ()) -> float:
+        """Return the load of a rank, with some members added and others removed.
+
+        The load is the larger of both shares, times the number of ranks. The mean is 1.
+        """
+        work, numel = self._sums[rank]
+        for sign, members in ((1, more), (-1, less)):
+            for each in members:
+                work, numel = work + sign * each.work, numel + sign * each.numel
+        return max(work / self._total[0], numel / self._total[1]) * len(self._sums)
 
     def shares(self, rank: int) -> tuple[float, float]:
         """Return a rank's shares of the work and of the elements."""
@@ -62,30 +74,45 @@ def assign(members: Sequence[Member], owned: Iterable[Member] = ()) -> None:
 
 def _best(member: Member, loads: Loads, ranks: int) -> int:
     """Return the rank whose load is the lowest with the member."""
-    best = min(member.holders or range(ranks), key=lambda rank: loads.of(rank, member))
-    if loads.of(best, member) <= TOLERANCE:
+    best = min(member.holders or range(ranks), key=lambda rank: loads.of(rank, [member]))
+    if loads.of(best, [member]) <= TOLERANCE:
         return best
-    other = min(range(ranks), key=lambda rank: loads.of(rank, member))
-    return other if loads.of(other, member) < loads.of(best, member) else best
+    other = min(range(ranks), key=lambda rank: loads.of(rank, [member]))
+    return other if loads.of(other, [member]) < loads.of(best, [member]) else best
 
 
 def _improve(free: Sequence[Member], loads: Loads, ranks: int) -> None:
-    """Move members from the rank with the highest load, as long as this lowers the highest load."""
+    """Lower the highest load by moves and, above the tolerance, by exchanges, as long as this is possible."""
     for _ in range(4 * len(free)):
         highest = max(range(ranks), key=loads.of)
+        within = loads.of(highest) <= TOLERANCE
+        mine = [each for each in free if each.owner == highest]
         moves = [
-            (loads.of(rank, each), number, rank)
-            for number, each in enumerate(free)
-            if each.owner == highest
-            for rank in (each.holders if loads.of(highest) <= TOLERANCE else range(ranks))
+            (loads.of(rank, [each]), each.place, each, rank, None)
+            for each in mine
+            for rank in (each.holders if within else range(ranks))
             if rank != highest
         ]
-        if not moves or min(moves)[0] >= loads.of(highest):
+        exchanges = [
+            (
+                max(loads.of(highest, [other], [each]), loads.of(other.owner, [each], [other])),
+                each.place,
+                each,
+                other.owner,
+                other,
+            )
+            for other in (() if within else free)
+            if other.owner != highest
+            for each in mine
+            if other.work < each.work
+        ]
+        best = min([*moves, *exchanges], key=itemgetter(0, 1), default=None)
+        if best is None or best[0] >= loads.of(highest):
             return
-        _, number, rank = min(moves)
-        loads.add(free[number], highest, -1)
-        loads.add(free[number], rank)
-        free[number].owner = rank
+        _, _, given, rank, taken = best
+        loads.move(given, rank)
+        if taken is not None:
+            loads.move(taken, highest)
 
 
 def describe(members: Sequence[Member]) -> list[str]:

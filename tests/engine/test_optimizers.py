@@ -242,14 +242,14 @@ class Largest(optim.SGD):
 WHOLE: list[tuple[Make, str]] = [
     (lambda p: optim.Muon([each for each in p if each.ndim == 2]), "WholeParameters"),
     (lambda p: optim.Adafactor(p), "WholeParameters"),
-    (lambda p: optim.LBFGS(p, lr=0.1), "use stage=0"),
-    (lambda p: OwnLBFGS(p, lr=0.1), "use stage=0"),
+    (lambda p: optim.LBFGS(p, lr=0.1), "Use stage=0"),
+    (lambda p: OwnLBFGS(p, lr=0.1), "Use stage=0"),
     (lambda p: Cautious(p), "WholeParameters"),
     (lambda p: Largest(p), "WholeParameters"),
 ]
 
 
-def test_optimizers_that_need_whole_parameters_are_refused_where_there_are_none(group: Any) -> None:
+def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(group: Any) -> None:
     """At stage 0 every rank has whole parameters, so there they train like the twin."""
     for stage in some_stages(0, 3):
         for make, remedy in WHOLE:

@@ -98,7 +98,10 @@ def test_sharded_codes_are_right_but_stay_gathered_until_the_backward(group):
 
 
 class BlockwiseMomentum(torch.optim.Optimizer):
-    """Momentum in 8 bits, with a scale for each block of 64. Weights are written where no version counter sees it."""
+    """Momentum in 8 bits, with a scale for each block of 32, which no cut divides.
+
+    Weights are written where no version counter sees it.
+    """
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -112,11 +115,11 @@ class BlockwiseMomentum(torch.optim.Optimizer):
 
     def _update(self, param: Tensor, lr: float) -> None:
         state, numel = self.state[param], param.numel()
-        blocks = -(-numel // 64)
+        blocks = -(-numel // 32)
         if not state:
-            state["codes"] = torch.zeros(blocks, 64, dtype=torch.int8)
+            state["codes"] = torch.zeros(blocks, 32, dtype=torch.int8)
             state["scales"] = torch.zeros(blocks, 1)
-        grad = torch.nn.functional.pad(param.grad.flatten(), (0, blocks * 64 - numel)).view(blocks, 64)
+        grad = torch.nn.functional.pad(param.grad.flatten(), (0, blocks * 32 - numel)).view(blocks, 32)
         momentum = 0.9 * state["codes"] * state["scales"] / 127 + grad
         state["scales"] = momentum.abs().amax(1, keepdim=True)
         state["codes"] = (momentum / state["scales"].clamp(min=1e-30) * 127).round().to(torch.int8)

@@ -1,0 +1,136 @@
+"""Measure the step time of Muon, sharded and not sharded.
+
+    python -m bench.optimizers --ranks 2 4 --model all
+
+starts the ranks, verifies all systems (`bench.optimizers.check`), then measures them. Each model's rows go to
+`bench/results/optimizers-MODEL-Nranks.jsonl`, one JSON object per system:
+
+| key | meaning |
+|---|---|
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step (forward, backward and update), on the slowest rank |
+| `cpu_ms_p50` | CPU milliseconds of all threads of a process, hardly affected by other programs |
+| `ms_above_floor` | `ms_p50` minus that of the system `floor`: the time of communication and of repeated work |
+| `above_floor_vs_fsdp2` | `ms_above_floor` divided by that of `fastest_fsdp2`, the fastest system with FSDP2 |
+| `above_floor_vs_ddp` | `ms_above_floor` divided by DDP's |
+| `optimizer_bytes` | bytes that the busiest rank sends in the optimizer's step, so without gradients and gathers |
+| `peak_bytes` | peak of bytes in tensors during a step, on the rank with the highest peak; meaningless for the floor |
+| `activation_bytes` | bytes that the forward of the plain model saves for its backward |
+| `tolerance_used` | largest error found by `bench.optimizers.check`, divided by the allowed one |
+
+Bytes are measured without `torch.compile`, times with the functions that a package compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from bench.optimizers.check import verify
+from bench.optimizers.peers import missing
+from bench.optimizers.systems import OF_FSDP2, OPTIMIZER, SYSTEMS
+from bench.optimizers.table import render
+from bench.optimizers.wire import sent_in_update
+from bench.support.measure import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
+from bench.support.ranks import on_ranks, options_of_ranks
+from bench.support.systems import Build
+from bench.support.table import Row, write_rows
+from bench.support.workloads import MEASURED, WORKLOADS, Workload
+
+
+def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
+    """Verify all systems on one workload, measure bytes and times, and return a row for each system. Collective.
+
+    Args:
+        workload: the model and batches.
+        systems: systems to build, including `ddp`.
+        rounds: number of timed steps of each system.
+        group: process group of all ranks.
+
+    Raises:
+        ResultError: A result is wrong. In this case, nothing is measured.
+    """
+    checked = verify(workload, systems, group)
+    activations = activation_bytes(workload)
+    sizes = {name: _sizes(workload, build, group) for name, build in systems.items() if name != "floor"}
+    taken = time_steps(workload, {name: build(workload, group) for name, build in systems.items()}, rounds, group)
+    told = {"units": "one per block, one for the rest", "optimizer": OPTIMIZER, "parameters": workload.parameters()}
+    told |= {"threads": torch.get_num_threads(), "rounds": rounds}
+    common = workload.row("optimizers", group.size(), **told)
+    rows = []
+    for name, times in taken.items():
+        speed = milliseconds(times.wall) | {"cpu_ms_p50": round(1e3 * percentile(times.cpu, 50), 2)}
+        size = sizes.get(name, {"optimizer_bytes": 0, "peak_bytes": None})
+        checks = {"tolerance_used": round(checked[name], 3)}
+        rows.append({**common, "system": name, **checks, **speed, **size, "activation_bytes": activations})
+    return _compared(rows)
+
+
+def _sizes(workload: Workload, build: Build, group: dist.ProcessGroup) -> Row:
+    """Return `optimizer_bytes` and `peak_bytes` of a system. Collective."""
+    with torch.compiler.set_stance("force_eager"):  # a compiled function does not tell what it allocates
+        peak = peak_bytes(workload, build, group)
+        trainer = build(workload, group)
+        trainer.step(workload.batch(group.rank(), 0))
+        trainer.backward(workload.batch(group.rank(), 1))
+        sent = sent_in_update(trainer, group.rank(), group.size())
+    return {"optimizer_bytes": int(largest([sent], group)[0]), "peak_bytes": peak}
+
+
+def _compared(rows: list[Row]) -> list[Row]:
+    """Add comparisons with the floor, DDP and the fastest system with FSDP2, if these systems were measured."""
+    times = {row["system"]: row["ms_p50"] for row in rows}
+    if "floor" not in times:
+        return rows
+    above = {name: time - times["floor"] for name, time in times.items()}
+    fastest = min((name for name in times if name in OF_FSDP2), key=lambda name: times[name], default=None)
+    for row in rows:
+        own = above[row["system"]]
+        row["ms_above_floor"] = round(own, 2)
+        row["above_floor_vs_ddp"] = round(own / above["ddp"], 3)
+        if fastest is not None:
+            row |= {"fastest_fsdp2": fastest, "above_floor_vs_fsdp2": round(own / above[fastest], 3)}
+    return rows
+
+
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
+    """Measure as one of the ranks, and write the rows on rank 0."""
+    systems = {name: SYSTEMS[name] for name in options.systems}
+    for name in MEASURED if options.model == "all" else (options.model,):
+        if group.rank() == 0:
+            print(f"optimizers: {name}, {group.size()} ranks: {', '.join(systems)}", file=sys.stderr, flush=True)
+        rows = measure(WORKLOADS[name], systems, options.steps, group)
+        if group.rank() == 0:
+            write_rows(rows, options.out / f"optimizers-{name}-{group.size()}ranks.jsonl")
+            print(f"\n{render(rows)}\n", flush=True)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = options_of_ranks("bench.optimizers", "step time of Muon, sharded and not sharded", [2])
+    parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, help="systems to measure (all whose packages are installed)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each system (%(default)s)")
+    options = parser.parse_args(arguments)
+    absent = missing(options.systems or [*SYSTEMS])
+    if options.systems and absent:
+        parser.error(f"--systems: not installed: {', '.join(absent)}; run {'; '.join(absent.values())}")
+    for name, command in absent.items():
+        print(f"optimizers: without {name}, which is not installed; run {command}", file=sys.stderr)
+    options.systems = options.systems or [name for name in SYSTEMS if name not in absent]
+    if "ddp" not in options.systems:
+        parser.error("--systems must include ddp, because the other systems are verified against it")
+    if min(*options.ranks, options.steps) < 1:
+        parser.error("--ranks and --steps must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
+    options = _options(arguments)
+    return on_ranks("bench.optimizers", options.ranks, arguments, partial(_run_rank, options))
