@@ -30,7 +30,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from bench.optimizers import sweep
 from bench.optimizers.check import verify
+from bench.optimizers.libraries import LIBRARIES, installed
 from bench.optimizers.peers import missing
 from bench.optimizers.systems import OF_FSDP2, OPTIMIZER, SYSTEMS
 from bench.optimizers.table import render
@@ -97,8 +99,10 @@ def _compared(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
-    """Measure as one of the ranks, and write the rows on rank 0."""
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
+    """Measure as one of the ranks, and write the rows on rank 0. Return whether a sweep has found a defect."""
+    if options.sweep:
+        return sweep.run(options.sweep, options.only, group, options.out)
     systems = {name: SYSTEMS[name] for name in options.systems}
     for name in MEASURED if options.model == "all" else (options.model,):
         if group.rank() == 0:
@@ -107,6 +111,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
         if group.rank() == 0:
             write_rows(rows, options.out / f"optimizers-{name}-{group.size()}ranks.jsonl")
             print(f"\n{render(rows)}\n", flush=True)
+    return False
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -116,7 +121,16 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--systems", nargs="+", choices=SYSTEMS, help="systems to measure (all whose packages are installed)"
     )
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each system (%(default)s)")
+    parser.add_argument(
+        "--sweep", nargs="+", choices=LIBRARIES, help="instead: train with every optimizer of these libraries"
+    )
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="with --sweep: only these optimizers")
     options = parser.parse_args(arguments)
+    if options.sweep:
+        missing_libraries = [each for each in options.sweep if not installed(each)]
+        if missing_libraries:
+            parser.error(f"--sweep: not installed: run pip install --no-deps {' '.join(missing_libraries)}")
+        return options
     absent = missing(options.systems or [*SYSTEMS])
     if options.systems and absent:
         parser.error(f"--systems: not installed: {', '.join(absent)}; run {'; '.join(absent.values())}")

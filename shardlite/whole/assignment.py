@@ -8,9 +8,78 @@ Legend: `W` ranks. A load is a share of the work and a share of the elements of 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from operator import itemgetter
 
-from shardlite.whole.members import Member
+from shardlite.params import Layout
+
+
+@dataclass(eq=False, kw_only=True)
+class Owned:
+    """One parameter, the elements that each rank keeps, and the rank that owns the parameter."""
+
+    name: str
+    unit: str
+    shape: Sequence[int]
+    """Shape of the whole parameter."""
+
+    ranges: Sequence[tuple[int, int]]
+    """The elements that each rank keeps. At stage 0, every rank keeps all elements."""
+
+    place: int
+    """Index of the parameter in the model."""
+
+    owner: int = 0
+    """The rank that steps the parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return prod(self.shape)
+
+    @property
+    def work(self) -> int:
+        """A measure of the operations of a step: the elements times the shorter side of the matrix.
+
+        An orthogonalization or a preconditioner of a matrix [a, b] with `a <= b` takes multiples of `a * a * b`
+        operations. A tensor of more dimensions counts as a matrix with its first dimension as rows.
+        """
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        return self.numel * max(min(rows, self.numel // max(rows, 1)), 1)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank keeps all elements."""
+        return all(stop - start == self.numel for start, stop in self.ranges)
+
+    @property
+    def holders(self) -> list[int]:
+        """The ranks that keep elements."""
+        return [rank for rank, (start, stop) in enumerate(self.ranges) if start < stop]
+
+    @property
+    def moves(self) -> bool:
+        """Whether pieces have to be sent to the owner."""
+        start, stop = self.ranges[self.owner]
+        return stop - start < self.numel
+
+    def nbytes_sent(self, rank: int, itemsize_to: int, itemsize_back: int) -> int:
+        """Return the bytes that a rank sends in a step, given the bytes per element in both directions."""
+        if self.is_replicated:
+            return (len(self.ranges) - 1) * self.numel * itemsize_back if rank == self.owner else 0
+        start, stop = self.ranges[rank]
+        return (self.numel - stop + start) * itemsize_back if rank == self.owner else (stop - start) * itemsize_to
+
+
+def ranges_of(layout: Layout, index: int, *, whole: bool) -> Sequence[tuple[int, int]]:
+    """Return the elements of slot `index` that each rank keeps. If `whole`, every rank keeps all elements."""
+    slot = layout.slots[index]
+    if whole:
+        return [(0, slot.numel)] * layout.world_size
+    return list(pairwise(min(max(cut - slot.start, 0), slot.numel) for cut in layout.cuts))
+
 
 TOLERANCE = 1.1
 """A rank that keeps no part of a parameter may own it if the load of each other rank would exceed the mean so much."""
@@ -19,22 +88,22 @@ TOLERANCE = 1.1
 class Loads:
     """The loads of all ranks."""
 
-    def __init__(self, members: Sequence[Member], ranks: int) -> None:
+    def __init__(self, members: Sequence[Owned], ranks: int) -> None:
         self._total = (sum(each.work for each in members) or 1, sum(each.numel for each in members) or 1)
         self._sums = [[0, 0] for _ in range(ranks)]
 
-    def add(self, member: Member, rank: int, sign: int = 1) -> None:
+    def add(self, member: Owned, rank: int, sign: int = 1) -> None:
         """Add a member to the load of a rank."""
         self._sums[rank][0] += sign * member.work
         self._sums[rank][1] += sign * member.numel
 
-    def move(self, member: Member, rank: int) -> None:
+    def move(self, member: Owned, rank: int) -> None:
         """Make another rank the owner of a member."""
         self.add(member, member.owner, -1)
         member.owner = rank
         self.add(member, rank)
 
-    def of(self, rank: int, more: Sequence[Member] = (), less: Sequence[Member] = ()) -> float:
+    def of(self, rank: int, more: Sequence[Owned] = (), less: Sequence[Owned] = ()) -> float:
         """Return the load of a rank, with some members added and others removed.
 
         The load is the larger of both shares, times the number of ranks. The mean is 1.
@@ -50,8 +119,8 @@ class Loads:
         return self._sums[rank][0] / self._total[0], self._sums[rank][1] / self._total[1]
 
 
-def assign(members: Sequence[Member], owned: Iterable[Member] = ()) -> None:
-    """Set the owner of each member. Members in `owned` have owners already, which count in the loads.
+def assign(members: Sequence[Owned], owned: Iterable[Owned] = ()) -> None:
+    """Set the owner of each member. Owneds in `owned` have owners already, which count in the loads.
 
     All ranks get the same result, because it depends on the shapes and on the cuts between shards only.
     """
@@ -72,7 +141,7 @@ def assign(members: Sequence[Member], owned: Iterable[Member] = ()) -> None:
     _improve(free, loads, ranks)
 
 
-def _best(member: Member, loads: Loads, ranks: int) -> int:
+def _best(member: Owned, loads: Loads, ranks: int) -> int:
     """Return the rank whose load is the lowest with the member."""
     best = min(member.holders or range(ranks), key=lambda rank: loads.of(rank, [member]))
     if loads.of(best, [member]) <= TOLERANCE:
@@ -81,7 +150,7 @@ def _best(member: Member, loads: Loads, ranks: int) -> int:
     return other if loads.of(other, [member]) < loads.of(best, [member]) else best
 
 
-def _improve(free: Sequence[Member], loads: Loads, ranks: int) -> None:
+def _improve(free: Sequence[Owned], loads: Loads, ranks: int) -> None:
     """Lower the highest load by moves and, above the tolerance, by exchanges, as long as this is possible."""
     for _ in range(4 * len(free)):
         highest = max(range(ranks), key=loads.of)
@@ -115,7 +184,7 @@ def _improve(free: Sequence[Member], loads: Loads, ranks: int) -> None:
             loads.move(taken, highest)
 
 
-def describe(members: Sequence[Member]) -> list[str]:
+def describe(members: Sequence[Owned]) -> list[str]:
     """Return a line for each rank: what it owns, and its shares of the work and of the elements."""
     ranks = len(members[0].ranges)
     loads = Loads(members, ranks)

@@ -5,8 +5,6 @@ Legend: `W` ranks, `n` elements of the whole parameter, `k` elements that this r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 from typing import TypeAlias
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from shardlite.comm import Context
 from shardlite.engine import OptimizerBridge
 from shardlite.params import Flat
+from shardlite.whole.assignment import Owned, ranges_of
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
 """Copies within this rank: target and source."""
@@ -25,29 +24,15 @@ Parcel: TypeAlias = tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]
 
 
 @dataclass(eq=False, kw_only=True)
-class Member:
+class Member(Owned):
     """One parameter of a wrapped model."""
 
     shard: nn.Parameter
-    name: str
-    unit: str
-    shape: Sequence[int]
-    """Shape of the whole parameter."""
-
-    ranges: Sequence[tuple[int, int]]
-    """The elements that each rank keeps. At stage 0, every rank keeps all elements."""
-
     flat: Flat
     index: int
     """Index of the parameter in its flat (flat parameter)."""
 
-    place: int
-    """Index of the parameter in the model."""
-
     context: Context
-    owner: int = 0
-    """The rank that steps the parameter."""
-
     group: int = 0
     """Index of the parameter group."""
 
@@ -57,47 +42,9 @@ class Member:
         return self.context.transport.rank
 
     @property
-    def numel(self) -> int:
-        """Number of elements of the whole parameter."""
-        return prod(self.shape)
-
-    @property
-    def work(self) -> int:
-        """A measure of the operations of a step: the elements times the shorter side of the matrix.
-
-        An orthogonalization or a preconditioner of a matrix [a, b] with `a <= b` takes multiples of `a * a * b`
-        operations. A tensor of more dimensions counts as a matrix with its first dimension as rows.
-        """
-        rows = self.shape[0] if len(self.shape) > 1 else 1
-        return self.numel * max(min(rows, self.numel // max(rows, 1)), 1)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank keeps all elements."""
-        return all(stop - start == self.numel for start, stop in self.ranges)
-
-    @property
-    def holders(self) -> list[int]:
-        """The ranks that keep elements."""
-        return [rank for rank, (start, stop) in enumerate(self.ranges) if start < stop]
-
-    @property
     def is_mine(self) -> bool:
         """Whether this rank is the owner."""
         return self.owner == self.rank
-
-    @property
-    def moves(self) -> bool:
-        """Whether pieces have to be sent to the owner."""
-        start, stop = self.ranges[self.owner]
-        return stop - start < self.numel
-
-    def nbytes_sent(self, rank: int, itemsize_to: int, itemsize_back: int) -> int:
-        """Return the bytes that a rank sends in a step, given the bytes per element in both directions."""
-        if self.is_replicated:
-            return (len(self.ranges) - 1) * self.numel * itemsize_back if rank == self.owner else 0
-        start, stop = self.ranges[rank]
-        return (self.numel - stop + start) * itemsize_back if rank == self.owner else (stop - start) * itemsize_to
 
     def gradient(self) -> Tensor:
         """Return this rank's elements of the gradient, [k]."""
@@ -147,8 +94,7 @@ def members_of(model: OptimizerBridge) -> list[Member]:
     context, found = model.context, []
     for place, each in enumerate(model.shards.entries):
         slot, flat = each.slot, each.flat
-        whole = [(0, slot.numel)] * context.transport.world_size
-        ranges = whole if flat.rank is None else list(pairwise(flat.cuts_of(each.index)))
+        ranges = ranges_of(flat.layout, each.index, whole=flat.rank is None)
         found.append(
             Member(
                 shard=each.shard,

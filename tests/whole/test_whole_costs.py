@@ -1,36 +1,29 @@
 """Owners, bytes and memory of `WholeParameters`."""
 
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import ShardLite, WholeParameters
 from shardlite.params.layout import lay_out
-from shardlite.whole.assignment import Loads, assign, describe
-from shardlite.whole.members import Member
+from shardlite.whole.assignment import Loads, Owned, assign, describe, ranges_of
 from tests.support.models.losses import on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.twins.sharded import Turn, slow, take_step
 from tests.support.twins.whole import Norms, sharded_muon
 
 
-def members(ranks: int, units: list[dict[str, tuple[int, ...]]], *, replicated: bool = False) -> list[Member]:
-    """Return the members of units with these parameters, cut as a model cuts them."""
+def members(ranks: int, units: list[dict[str, tuple[int, ...]]], *, replicated: bool = False) -> list[Owned]:
+    """Return the parameters of units, cut as a model cuts them."""
     found = []
     for number, shapes in enumerate(units):
         layout = lay_out(shapes.items(), dtype=torch.float32, trainable=True, world_size=ranks)
         for index, slot in enumerate(layout.slots):
-            cuts = [min(max(cut - slot.start, 0), slot.numel) for cut in layout.cuts]
-            ranges = [(0, slot.numel)] * ranks if replicated else [*pairwise(cuts)]
-            flat: Any = SimpleNamespace(layout=layout)
-            facts = {"shape": slot.shape, "ranges": ranges, "flat": flat, "index": index, "place": len(found)}
-            shard = nn.Parameter(torch.zeros(0))
-            found.append(Member(shard=shard, name=slot.name, unit=f"{number}", context=None, **facts))  # type: ignore[arg-type]
+            ranges, place = ranges_of(layout, index, whole=replicated), len(found)
+            found.append(Owned(name=slot.name, unit=f"{number}", shape=slot.shape, ranges=ranges, place=place))
     return found
 
 
@@ -45,7 +38,7 @@ def llama(layers: int, width: int) -> list[dict[str, tuple[int, ...]]]:
     return [attention | {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}] * layers
 
 
-def highest(found: list[Member], ranks: int) -> float:
+def highest(found: list[Owned], ranks: int) -> float:
     loads = Loads(found, ranks)
     for each in found:
         loads.add(each, each.owner)

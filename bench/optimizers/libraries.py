@@ -1,0 +1,105 @@
+"""The optimizers of other libraries: their classes, and options with which they can be built.
+
+`torch` is PyTorch. `timm` and `pytorch_optimizer` are optional: `pip install --no-deps timm pytorch_optimizer`. If
+torchvision is missing, which the rest of timm requires, only the optimizers of timm are imported.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+LR = 0.01
+
+_ATTEMPTS: tuple[dict[str, Any], ...] = ({"lr": LR}, {}, {"num_iterations": 100, "lr": LR}, {"num_iterations": 100})
+"""Options to build a class with. The first that the constructor takes are used."""
+
+
+class Candidate(NamedTuple):
+    """An optimizer of a library."""
+
+    library: str
+    name: str
+    kind: type[Optimizer]
+    options: dict[str, Any]
+
+
+def candidates(library: str) -> Iterator[Candidate]:
+    """Yield the optimizers that a library names, except those that need another package or a GPU."""
+    for name, kind, options in _LIBRARIES[library]():
+        attempts = _ATTEMPTS if options is None else ({"lr": LR, **options}, options)
+        yield Candidate(library, name, kind, next(filter(lambda each: _can_build(kind, each), attempts), attempts[0]))
+
+
+def installed(library: str) -> bool:
+    """Return whether a library is installed."""
+    return find_spec(library) is not None
+
+
+def _can_build(kind: type[Optimizer], options: dict[str, Any]) -> bool:
+    try:
+        kind([nn.Parameter(torch.zeros(8, 8))], **options)
+    except Exception:  # the constructor of a foreign class may raise anything
+        return False
+    return True
+
+
+def _of_torch() -> Iterator[tuple[str, type[Optimizer], None]]:
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
+            yield name, kind, None
+
+
+def _of_timm() -> Iterator[tuple[str, type[Optimizer], dict[str, Any]]]:
+    optim = _timm_optim()
+    for name in optim.list_optimizers(exclude_filters=["bnb*", "fused*", "apex*"]):
+        info = optim.get_optimizer_info(name)
+        yield name, info.opt_class, dict(info.defaults or {})
+
+
+def _timm_optim() -> Any:
+    try:
+        return import_module("timm.optim")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+    spec: Any = find_spec("timm")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "timm"]:
+        del sys.modules[name]
+    for name in ("timm", "timm.models"):
+        module: Any = ModuleType(name)
+        module.__path__ = [str(Path(spec.origin).parents[1].joinpath(*name.split(".")))]
+        sys.modules[name] = module
+    sys.modules["timm.models"].group_parameters = None  # type: ignore[attr-defined]  # not used without a model
+    return import_module("timm.optim")
+
+
+def _of_pytorch_optimizer() -> Iterator[tuple[str, type[Optimizer], None]]:
+    library: Any = import_module("pytorch_optimizer")
+    for name in library.get_supported_optimizers():
+        try:
+            yield name, library.load_optimizer(name), None
+        except ImportError:
+            continue  # a front of a package that is not installed
+
+
+_LIBRARIES: dict[str, Callable[[], Iterator[tuple[str, type[Optimizer], dict[str, Any] | None]]]] = {
+    "torch": _of_torch,
+    "timm": _of_timm,
+    "pytorch_optimizer": _of_pytorch_optimizer,
+}
+LIBRARIES = tuple(_LIBRARIES)
+
+
+def groups_of(candidate: Candidate, params: list[Tensor]) -> Any:
+    """Return parameters as the class expects them: a Muon may want to be told which parameters are matrices."""
+    if candidate.kind.__name__ == "Muon" and candidate.library == "torch":
+        return [param for param in params if param.ndim == 2]
+    return params

@@ -1,0 +1,242 @@
+"""Train with every optimizer of other libraries, on shards and in `WholeParameters`, and compare with plain training.
+
+    python -m bench.optimizers --sweep torch timm pytorch_optimizer --ranks 2 3
+
+A small model is trained for some steps at stages 3, 2 and 0. A plain twin has the same averaged gradients, and the same
+class steps the twin's parameters. The rows go to `bench/results/optimizers-sweep.jsonl`, one JSON object per optimizer
+and number of ranks, with an outcome for each stage:
+
+| outcome | meaning |
+|---|---|
+| `same` | all weights have the bits of the twin |
+| `refused` | an error of ShardLite on every rank, before anything has changed |
+| `warned` | a `ShardWarning`: the optimizer draws random numbers, or could not be checked |
+| `plain run fails` | the class does not train the twin, so there is nothing to compare |
+| `differs` | weights differ, and nobody was told: a defect |
+| `fails` | another error: a defect |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bench.optimizers.libraries import Candidate, candidates, groups_of
+from bench.support.table import RESULTS, Row, read_rows, write_rows
+from shardlite import LayoutError, ShardLite, ShardWarning, WholeParameters
+from shardlite.apps.memory.machine import machine
+from shardlite.apps.verify.plain import Twin
+
+STAGES = (3, 2, 0)
+STEPS = 6
+DEFECTS = ("differs", "fails")
+
+Make = Callable[[list[Tensor]], Optimizer]
+
+
+FILE = "optimizers-sweep.jsonl"
+
+
+def run(libraries: Sequence[str], only: Sequence[str], group: dist.ProcessGroup, out: Path = RESULTS) -> bool:
+    """Run the sweep as one of the ranks. On rank 0, add the rows to the file, and print them. Return if it has defects.
+
+    Rows of other optimizers or numbers of ranks stay in the file.
+    """
+    rows = []
+    for row in sweep(libraries, group, only):
+        rows.append({"bench": "optimizers-sweep", **row, **machine()})
+        if group.rank() == 0:
+            print(
+                row["ranks"], row["library"], row["optimizer"], row["shards"], row["whole"], file=sys.stderr, flush=True
+            )
+    if group.rank() == 0:
+        file = out / FILE
+        new = {_key(row) for row in rows}
+        kept = [row for row in read_rows([file]) if _key(row) not in new] if file.exists() else []
+        write_rows(sorted([*kept, *rows], key=_key), file)
+        print(f"{table(rows)}\n\n{counts(rows)}", flush=True)
+    return any(outcome in DEFECTS for row in rows for where in ("shards", "whole") for outcome in row[where].values())
+
+
+def _key(row: Row) -> tuple[str, str, int]:
+    return row["library"], row["optimizer"], row["ranks"]
+
+
+def sweep(libraries: Sequence[str], group: dist.ProcessGroup, only: Sequence[str] = ()) -> Iterator[Row]:
+    """Yield a row for each optimizer. Collective."""
+    for library in libraries:
+        for candidate in candidates(library):
+            if not only or candidate.name in only:
+                yield try_all(candidate, group)
+
+
+def try_all(candidate: Candidate, group: dist.ProcessGroup, stages: Sequence[int] = STAGES) -> Row:
+    """Return the row of one optimizer. Collective."""
+    kind, options = candidate.kind, candidate.options
+
+    def plain(params: list[Tensor]) -> Optimizer:
+        return kind(groups_of(candidate, params), **copy.deepcopy(options))
+
+    def whole(params: list[Tensor]) -> Optimizer:
+        return WholeParameters(groups_of(candidate, params), kind, **copy.deepcopy(options))
+
+    row: Row = {"library": candidate.library, "optimizer": candidate.name, "class": kind.__name__}
+    row |= {"ranks": group.size(), "options": {name: str(value) for name, value in options.items()}}
+    for where, make in (("shards", plain), ("whole", whole)):
+        found = {stage: _outcome(plain, make, stage, group) for stage in stages}
+        row[where] = {str(stage): outcome for stage, (outcome, _) in found.items()}
+        row[f"{where}_why"] = next((why for _, why in found.values() if why), "")
+    return row
+
+
+def net() -> nn.Module:
+    """Return three blocks, whose matrices are cut between ranks. All sizes are multiples of a vector's length."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 64), nn.Linear(64, 32)) for _ in range(3)]
+    return nn.Sequential(*blocks)
+
+
+def _loss(model: Callable[..., Any], step: int, rank: int) -> Tensor:
+    batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+    loss: Tensor = model(batch).sub(1).square().mean()
+    return loss
+
+
+def _backward(model: Callable[..., Any], step: int, rank: int) -> None:
+    _loss(model, step, rank).backward()
+
+
+def _outcome(plain: Make, make: Make, stage: int, group: dist.ProcessGroup) -> tuple[str, str]:
+    """Train a twin by `plain` and a wrapped model by `make`. Return the outcome, and the reason if there is one."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as said, contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("always")
+        twin = Twin(net(), group.size(), None, group=group)
+        model = ShardLite(net(), stage=stage, group=group, timeout=timedelta(seconds=60))
+        try:
+            theirs = plain(list(twin.masters.values()))
+        except Exception as error:  # a foreign class may raise anything
+            return "plain run fails", _brief(error)
+        failed = _first_of_ranks(lambda: _train(model, twin, make, theirs, group), group)
+        told = next((str(each.message) for each in said if issubclass(each.category, ShardWarning)), "")
+    if failed is not None:
+        return failed
+    weights = model.full_state_dict()
+    same = all(torch.equal(weights[name], value) for name, value in twin.state_dict().items())
+    if told:
+        return "warned", told
+    return ("same", "") if same else ("differs", "")
+
+
+def _train(model: ShardLite, twin: Twin, make: Make, theirs: Optimizer, group: dist.ProcessGroup) -> Any:
+    """Train both. Return an outcome with its reason after an error, else `None`."""
+    try:
+        ours = make(list(model.parameters()))
+    except LayoutError as error:
+        return "refused", _brief(error)
+    for step in range(STEPS):
+        twin.backward(partial(_backward, twin, step, group.rank()))
+        _backward(model, step, group.rank())
+        try:
+            with torch.random.fork_rng(devices=[]):
+                theirs.step()
+        except Exception as error:
+            return "plain run fails", _brief(error)
+        if failed := _first_of_ranks(lambda: _step(ours), group):
+            return failed
+        ours.zero_grad()
+        theirs.zero_grad()
+    return None
+
+
+def _step(optimizer: Optimizer) -> Any:
+    try:
+        optimizer.step()
+    except LayoutError as error:
+        return "refused", _brief(error)
+    except Exception as error:
+        return "fails", _brief(error)
+    return None
+
+
+def _first_of_ranks(run: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """Return the worst result of all ranks: a failure, then a refusal, then `None`. Collective."""
+    try:
+        own = run()
+    except Exception as error:
+        own = "fails", _brief(error)
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    if len({each and each[0] for each in found}) > 1:  # ranks that end differently would wait for each other
+        return next((each for each in found if each is not None and each[0] == "fails"), ("fails", f"by rank: {found}"))
+    return found[0]
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+
+
+# ---- table ----------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a markdown table: an optimizer per line, with the outcomes at all stages and numbers of ranks."""
+    lines = ["| library | optimizer | on shards | in `WholeParameters` | reason |", "|---|---|---|---|---|"]
+    names = dict.fromkeys((row["library"], row["optimizer"]) for row in rows)
+    for library, name in names:
+        own = [row for row in rows if (row["library"], row["optimizer"]) == (library, name)]
+        cells = [_cell(own, where) for where in ("shards", "whole")]
+        why = next((row[f"{where}_why"] for where in ("whole", "shards") for row in own if row[f"{where}_why"]), "")
+        lines.append(f"| {library} | `{name}` | {cells[0]} | {cells[1]} | {_reason(why)} |")
+    return "\n".join(lines)
+
+
+def _cell(rows: Sequence[Row], where: str) -> str:
+    """Return the outcome at stages 3 and 2, and those at stage 0 if they differ."""
+    outcomes = {stage: sorted({row[where][stage] for row in rows}) for stage in rows[0][where]}
+    sharded = sorted({each for stage, found in outcomes.items() if stage != "0" for each in found})
+    zero = outcomes.get("0", sharded)
+    return ", ".join(sharded) + ("" if zero == sharded else f" (stage 0: {', '.join(zero)})")
+
+
+def _reason(why: str) -> str:
+    """Shorten a reason to the clause that tells what is special."""
+    text = why.partition(": ")[2] or why
+    for start in ("because ", "by itself: ", "was not checked: "):
+        text = text.partition(start)[2] or text
+    return text.partition(". ")[0].replace("|", "\\|").rstrip(".")[:160]
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """Return how many optimizers have each outcome, and the defects."""
+    lines = []
+    for where in ("shards", "whole"):
+        of = {}
+        for row in rows:
+            key = row["library"], row["optimizer"]
+            of.setdefault(key, set()).update(outcome for stage, outcome in row[where].items() if stage != "0")
+        kinds = sorted({outcome for each in of.values() for outcome in each})
+        lines.append(f"{where}: " + ", ".join(f"{kind} {sum(kind in each for each in of.values())}" for kind in kinds))
+    bad = sorted(
+        {
+            f"{row['library']} {row['optimizer']} ({where}, {row['ranks']} ranks, stage {stage}): {outcome}"
+            for row in rows
+            for where in ("shards", "whole")
+            for stage, outcome in row[where].items()
+            if outcome in DEFECTS
+        }
+    )
+    return "\n".join([*lines, *bad])
