@@ -203,8 +203,10 @@ def test_narrow_formats_train(cluster, tmp_path):
     assert told[-1] < told[0]
 
 
-RATES = {"torch.SGD": 0.5, "torch.ASGD": 0.5, "torch.RAdam": 0.5, "torch.Adadelta": 20.0}
-"""Those that do not divide a gradient by its size, or not in their first steps, take larger ones."""
+RATES = {"torch.SGD": 0.5, "torch.ASGD": 0.5, "torch.RAdam": 0.5, "torch.Adadelta": 20.0, "torch.optim.Adafactor": 0.5}
+"""Those that do not divide a gradient by its size, or not in their first steps, take larger ones. So does Adafactor,
+which multiplies updates by the size of the weight.
+"""
 
 
 @pytest.mark.parametrize(
