@@ -70,7 +70,7 @@ class Original:
         """Return a twin for the given parameters of each group.
 
         Raises:
-            Exception: the constructor requires arguments that the optimizer has not kept.
+            ValueError: the constructor requires arguments that the optimizer has not kept.
         """
         names = _arguments(self._kind)
         groups = [
@@ -80,9 +80,9 @@ class Original:
         arguments = {name: value for name, value in {**self._kept, **self._defaults}.items() if name in names}
         try:
             twin = self._kind(groups, **copy.deepcopy(arguments))
-        except Exception:
+        except Exception as error:
             if len(self._plain) < len(self._attributes):
-                raise
+                raise ValueError(f"{self._kind.__name__} cannot be built from its options: {error}") from error
             twin = self._without_constructor(groups)
         if len(twin.param_groups) == len(self.groups):
             for fresh, group in zip(twin.param_groups, self.groups, strict=True):

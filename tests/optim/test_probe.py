@@ -134,6 +134,13 @@ class Late(Own):
         return param.grad + (state["sum"] if len(state) > 100 else 0)
 
 
+class NeedsGradients(Own):
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad.data)
+
+
 class NeedsClosure(Own):
     def step(self, closure):
         closure()
@@ -271,6 +278,7 @@ OTHERS: dict[str, tuple[Callable[[Any], Optimizer], bool | None, bool | None]] =
     "fails for empty shards": (Largest, False, True),
     "fails for shapes of shards": (Rows, False, True),
     "sums for later": (Late, False, True),
+    "all gradients": (NeedsGradients, True, True),
     "closure": (NeedsClosure, True, True),
     "closure with a backward": (NeedsBackward, None, None),
     "SAM": (lambda p: SAM(p, optim.SGD, lr=0.1, momentum=0.9), False, False),
@@ -299,12 +307,12 @@ def test_other_optimizers(name: str) -> None:
 def test_reasons() -> None:
     whys = {kind: probe_shards(kind(parameters())).why for kind in (LAMB, Largest, Late, Random, NeedsBackward)}
     assert whys == {
-        LAMB: "its steps of shards differ from steps of all whole parameters together",
-        Largest: "a step of shards raises RuntimeError: max(): Expected reduction dim to be specified for "
+        LAMB: "a trial with shards differs from a trial with all whole parameters",
+        Largest: "a trial with shards raises RuntimeError: max(): Expected reduction dim to be specified for "
         "input.numel() == 0. Specify the reduction dim with the 'dim' argument",
-        Late: "it computes 'sum' from several elements",
+        Late: "a trial shows that it computes 'sum' from several elements",
         Random: "it draws random numbers",
-        NeedsBackward: "a step of whole parameters raises RuntimeError: element 0 of tensors does not require grad "
+        NeedsBackward: "a trial with whole parameters raises RuntimeError: element 0 of tensors does not require grad "
         "and does not have a grad_fn",
     }
 
