@@ -227,7 +227,9 @@ def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParam
 
     def part(path: Sequence[Any], value: Any, own: Any) -> Any:
         if broadcast and _is_sent(value):
-            value = _send(state.context, torch.empty_like(value) if own is value else own.detach())
+            # `empty_like` would copy the strides of a placeholder, which are 0.
+            target = torch.empty(value.shape, dtype=value.dtype) if own is value else own.detach()
+            value = _send(state.context, target)
         if not isinstance(value, Tensor):
             return value
         name, key = _entry_of(path, shards)

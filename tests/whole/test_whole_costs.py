@@ -8,6 +8,9 @@ from torch import optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import ShardLite, WholeParameters
+from shardlite.apps.cli import main
+from shardlite.apps.plan.plan import Planner, Setting
+from shardlite.apps.plan.source import find_source
 from shardlite.params.layout import lay_out
 from shardlite.whole.assignment import Loads, Owned, assign, describe, ranges_of
 from tests.support.models.losses import on_tokens
@@ -154,3 +157,21 @@ def test_each_replica_has_its_owners(group: Any) -> None:
     model = wrapped(init_device_mesh("cpu", (2, 2)))
     optimizer = WholeParameters(model.parameters(), Norms)
     assert {each.owner for each in optimizer.members} == {0, 1}
+
+
+def test_the_plan_names_the_owners_of_the_run(group: Any) -> None:
+    planner = Planner(find_source("demo-tiny", batch=1, context=None))
+    for stage in (0, 3):
+        model = ShardLite(planner.source.make(), group=group, stage=stage)
+        optimizer = WholeParameters(model.parameters(), optim.Muon, elementwise={})
+        planned = planner.owners(Setting(stage=stage, world_size=group.size()))
+        assert {each.name: each.owner for each in planned} == {each.name: each.owner for each in optimizer.members}
+
+
+def test_the_command_prints_owners(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "--model", "demo-tiny", "--ranks", "4", "--batch", "1", "--checkpoint", "with", "--owners"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "owners in WholeParameters at stage 3, 4 ranks:" in out
+    assert [f"rank {rank}: " in out for rank in range(4)] == [True] * 4
