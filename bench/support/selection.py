@@ -32,6 +32,7 @@ RENDERERS = {
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",
     "optimizers-losses": "bench.optimizers.losses:render",
+    "optimizers-sweep": "bench.optimizers.sweep:table",
     **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
 }
 """For each value of the key `bench`, the function that renders the rows as a table."""
