@@ -1,4 +1,4 @@
-"""AdamW on arenas (buffers of many shards or moments), and a probe that finds out whether other optimizers are elementwise.
+"""AdamW on arenas (buffers of many shards or moments), and a probe that finds out whether optimizers are elementwise.
 
 In: shards with gradients, or the summands of the last addition of a reduction. Out: stepped shards. Read `adamw.py`
 first.
