@@ -1,10 +1,10 @@
 """Warn about programs that use a shard, or its gradient, as if it were the whole parameter.
 
-A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, hand-written norms and
-`xavier_uniform_` would silently give different results. So in some steps a model's shards, their gradients, and views
-of both have a class that intercepts function calls. In most steps these tensors have their ordinary classes, because
-interception costs time. A program that computes a norm or a mean of shards usually does so in its first steps, or in
-the steps that it logs, such as every 50th or every 500th.
+A norm, a mean or a random fill of a shard covers only this rank's part: hand-written norms and steps, and
+`xavier_uniform_`, would silently give different results. (`optim/probe.py` checks the steps of optimizer classes.) So
+in some steps a model's shards, their gradients, and views of both have a class that intercepts function calls. In most
+steps these tensors have their ordinary classes, because interception costs time. A program that computes a norm or a
+mean of shards usually does so in its first steps, or in the steps that it logs, such as every 50th or every 500th.
 """
 
 import copy
@@ -162,8 +162,8 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     warnings.warn(
         f"{what} covers only this rank's part, elements {part.start} to {part.stop} of {part.numel}. For norms of "
         "gradients call `clip_grad_norm_()` of the ShardLite model, for other values of whole parameters use "
-        "`gathered()`. Optimizers that need such values (LAMB, LARS, NovoGrad, AdamP, adaptive clipping) give other "
-        "results on shards: use stage=0, which has whole parameters. (This warning is given once per model.)",
+        "`gathered()`. A step that needs such values (LAMB, adaptive clipping) belongs in an optimizer class, which "
+        "`shardlite.WholeParameters` gives whole parameters. (This warning is given once per model.)",
         ShardWarning,
         stacklevel=4,
     )
