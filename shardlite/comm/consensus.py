@@ -85,6 +85,15 @@ def ranks_of(ranks: GroupLike) -> Ranks:
     return Ranks(ranks)
 
 
+def collectives_of_program() -> int:
+    """Return the number of collectives that were started over the default process group, or 0 if this is unknown."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    try:
+        return 0 if group is None else group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:  # the backend does not count
+        return 0
+
+
 _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 """For each default process group: number of the model that this rank wrapped most recently.
 

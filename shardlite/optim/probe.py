@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.optim.twins import Original
+from shardlite.comm import collectives_of_program
+from shardlite.optim.twins import Original, communicates
 from shardlite.params import ALIGN, round_up
 
 VECTORS = 128
@@ -97,8 +98,12 @@ def _cached(attempt: Callable[[Original], Verdict], optimizer: Optimizer) -> Ver
         if key not in known:
             with warnings.catch_warnings(), _eagerly(), _random_numbers(original.device) as drawn:
                 warnings.simplefilter("ignore")
+                before = collectives_of_program()
                 verdict = attempt(original)
-                if drawn():
+                if collectives_of_program() > before or (verdict.same is None and communicates(type(optimizer))):
+                    why = "it communicates with other ranks itself, which takes whole parameters on every rank"
+                    verdict = Verdict(same=False, why=why)
+                elif drawn():
                     why = "it draws random numbers" if verdict.same is False else verdict.why
                     verdict = Verdict(verdict.same, why, draws=True)
                 known[key] = verdict

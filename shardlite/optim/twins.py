@@ -7,7 +7,7 @@ counts. In: an optimizer. Out: its `Original`, which builds twins.
 import copy
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -149,3 +149,16 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     plain = (bool, int, float, str, type, FunctionType, torch.dtype, torch.device, Enum)
     return value is None or isinstance(value, plain)
+
+
+def communicates(kind: type) -> bool:
+    """Return whether the code of an optimizer class uses `torch.distributed`."""
+    functions = (value for each in kind.__mro__[: kind.__mro__.index(Optimizer)] for value in vars(each).values())
+    return any(_uses_distributed(unwrap(each)) for each in functions if callable(each))
+
+
+def _uses_distributed(function: Any) -> bool:
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    values = (getattr(function, "__globals__", {}).get(name) for name in names)
+    modules = (getattr(each, "__module__", None) or getattr(each, "__name__", "") for each in values)
+    return "distributed" in names or any(str(each).startswith("torch.distributed") for each in modules)
