@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 LR = 0.01
 
@@ -29,13 +29,27 @@ class Candidate(NamedTuple):
     name: str
     kind: type[Optimizer]
     options: dict[str, Any]
+    grouped: bool = False
+    """Whether the class must be told which parameters are matrices, by an entry `use_muon` of each group."""
+
+    def groups(self, params: list[Tensor]) -> Any:
+        """Return parameters in the form that the class expects."""
+        if self.kind is Muon:
+            return [param for param in params if param.ndim == 2]
+        if not self.grouped:
+            return params
+        return [
+            {"params": [param for param in params if (param.ndim == 2) is matrices], "use_muon": matrices}
+            for matrices in (True, False)
+        ]
 
 
 def candidates(library: str) -> Iterator[Candidate]:
     """Yield the optimizers that a library names, except those that need another package or a GPU."""
     for name, kind, options in _LIBRARIES[library]():
         attempts = _ATTEMPTS if options is None else ({"lr": LR, **options}, options)
-        yield Candidate(library, name, kind, next(filter(lambda each: _can_build(kind, each), attempts), attempts[0]))
+        found = [Candidate(library, name, kind, each, grouped) for grouped in (False, True) for each in attempts]
+        yield next(filter(_can_build, found), found[0])
 
 
 def installed(library: str) -> bool:
@@ -43,9 +57,10 @@ def installed(library: str) -> bool:
     return find_spec(library) is not None
 
 
-def _can_build(kind: type[Optimizer], options: dict[str, Any]) -> bool:
+def _can_build(candidate: Candidate) -> bool:
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (8,))]
     try:
-        kind([nn.Parameter(torch.zeros(8, 8))], **options)
+        candidate.kind(candidate.groups(params), **candidate.options)  # type: ignore[arg-type]
     except Exception:  # the constructor of a foreign class may raise anything
         return False
     return True
@@ -96,10 +111,3 @@ _LIBRARIES: dict[str, Callable[[], Iterator[tuple[str, type[Optimizer], dict[str
     "pytorch_optimizer": _of_pytorch_optimizer,
 }
 LIBRARIES = tuple(_LIBRARIES)
-
-
-def groups_of(candidate: Candidate, params: list[Tensor]) -> Any:
-    """Return parameters as the class expects them: a Muon may want to be told which parameters are matrices."""
-    if candidate.kind.__name__ == "Muon" and candidate.library == "torch":
-        return [param for param in params if param.ndim == 2]
-    return params

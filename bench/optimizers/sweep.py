@@ -12,6 +12,7 @@ and number of ranks, with an outcome for each stage:
 | `refused` | an error of ShardLite on every rank, before anything has changed |
 | `warned` | a `ShardWarning`: the optimizer draws random numbers, or could not be checked |
 | `plain run fails` | the class does not train the twin, so there is nothing to compare |
+| `constructor fails` | the class itself refuses shards when it is built |
 | `differs` | weights differ, and nobody was told: a defect |
 | `fails` | another error: a defect |
 """
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bench.optimizers.libraries import Candidate, candidates, groups_of
+from bench.optimizers.libraries import Candidate, candidates
 from bench.support.table import RESULTS, Row, read_rows, write_rows
 from shardlite import LayoutError, ShardLite, ShardWarning, WholeParameters
 from shardlite.apps.memory.machine import machine
@@ -88,10 +89,10 @@ def try_all(candidate: Candidate, group: dist.ProcessGroup, stages: Sequence[int
     kind, options = candidate.kind, candidate.options
 
     def plain(params: list[Tensor]) -> Optimizer:
-        return kind(groups_of(candidate, params), **copy.deepcopy(options))
+        return kind(candidate.groups(params), **copy.deepcopy(options))
 
     def whole(params: list[Tensor]) -> Optimizer:
-        return WholeParameters(groups_of(candidate, params), kind, **copy.deepcopy(options))
+        return WholeParameters(candidate.groups(params), kind, **copy.deepcopy(options))
 
     row: Row = {"library": candidate.library, "optimizer": candidate.name, "class": kind.__name__}
     row |= {"ranks": group.size(), "options": {name: str(value) for name, value in options.items()}}
@@ -144,10 +145,10 @@ def _outcome(plain: Make, make: Make, stage: int, group: dist.ProcessGroup) -> t
 
 def _train(model: ShardLite, twin: Twin, make: Make, theirs: Optimizer, group: dist.ProcessGroup) -> Any:
     """Train both. Return an outcome with its reason after an error, else `None`."""
-    try:
-        ours = make(list(model.parameters()))
-    except LayoutError as error:
-        return "refused", _brief(error)
+    built: list[Optimizer] = []
+    if failed := _first_of_ranks(lambda: _build(make, model, built), group):
+        return failed
+    ours = built[0]
     for step in range(STEPS):
         twin.backward(partial(_backward, twin, step, group.rank()))
         _backward(model, step, group.rank())
@@ -160,6 +161,16 @@ def _train(model: ShardLite, twin: Twin, make: Make, theirs: Optimizer, group: d
             return failed
         ours.zero_grad()
         theirs.zero_grad()
+    return None
+
+
+def _build(make: Make, model: ShardLite, built: list[Optimizer]) -> Any:
+    try:
+        built.append(make(list(model.parameters())))
+    except LayoutError as error:
+        return "refused", _brief(error)
+    except Exception as error:
+        return "constructor fails", _brief(error)
     return None
 
 
@@ -181,9 +192,8 @@ def _first_of_ranks(run: Callable[[], Any], group: dist.ProcessGroup) -> Any:
         own = "fails", _brief(error)
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
-    if len({each and each[0] for each in found}) > 1:  # ranks that end differently would wait for each other
-        return next((each for each in found if each is not None and each[0] == "fails"), ("fails", f"by rank: {found}"))
-    return found[0]
+    worst = ("fails", "constructor fails", "refused", "plain run fails")
+    return min(filter(None, found), key=lambda each: worst.index(each[0]), default=None)
 
 
 def _brief(error: Exception) -> str:
