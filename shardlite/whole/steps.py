@@ -124,9 +124,10 @@ class MuonStep:
     def run(self, wholes: Sequence[tuple[Member, Sequence[Tensor]]]) -> None:
         """Orthogonalize the updates [n] that this rank owns, in place."""
         for member, (update,) in wholes:
-            matrix = orthogonal(update.view(tuple(member.shape)), self._group(member))
-            if matrix.data_ptr() != update.data_ptr() or not matrix.is_contiguous():
-                update.copy_(matrix.reshape(-1))
+            own = update.view(tuple(member.shape))
+            matrix = orthogonal(own, self._group(member))
+            if matrix is not own:
+                own.copy_(matrix)
 
     def end(self, member: Member, piece: Tensor) -> None:
         """Add the orthogonalized update [k] to this rank's shard."""
