@@ -24,6 +24,7 @@ from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
 from shardlite.grads import Clipper, Skips, Step, Stepping
 from shardlite.optim import (
+    RAISES,
     AdamW,
     InBackwardSteps,
     Verdict,
@@ -393,6 +394,8 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 def _remedy(name: str, whole: Verdict) -> str:
     """Return how an optimizer that cannot step shards can step whole parameters."""
+    if whole.why.startswith(RAISES):
+        return "It may require other gradients, or parameters that belong together: use another optimizer, or stage=0"
     if whole.same is False:
         return (
             f"Neither can shardlite.WholeParameters, because {whole.why}. Use stage=0, where each rank has all whole "

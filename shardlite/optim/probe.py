@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.comm import collectives_of_program
-from shardlite.optim.twins import Original, communicates
+from shardlite.optim.twins import CANNOT_BUILD, Original, communicates
 from shardlite.params import ALIGN, round_up
 
 VECTORS = 128
@@ -50,6 +50,8 @@ SHAPES = ((), (102,), (9, 11))
 
 LARGE = (136, 160)
 """Shape of a large matrix. Some optimizers factor or quantize only parameters above a limit."""
+
+RAISES = "a trial with whole parameters raises"
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -112,7 +114,7 @@ def _cached(attempt: Callable[[Original], Verdict], optimizer: Optimizer) -> Ver
 
 def _try_shards(original: Original) -> Verdict:
     """Compare small parameters of all dimensions with their shards, then a large parameter with its shards."""
-    small = _Trial(original, [[*map(_shape, group.flags)] for group in original.groups]).compare_shards()
+    small = _compared(original, 1, _Trial.compare_shards)
     if not small.same:
         return small
     shapes = [[LARGE if max(group.flags) > 1 else (prod(LARGE),)] for group in original.groups]
@@ -122,11 +124,29 @@ def _try_shards(original: Original) -> Verdict:
 
 def _try_whole(original: Original) -> Verdict:
     """Compare one instance with two instances, each of which has a parameter of every group."""
-    return _Trial(original, [[*map(_shape, group.flags)] * 2 for group in original.groups]).compare_instances()
+    return _compared(original, 2, _Trial.compare_instances)
+
+
+def _compared(original: Original, copies: int, compare: Callable[["_Trial"], Verdict]) -> Verdict:
+    """Compare small parameters or, if the optimizer raises an error for these, large parameters.
+
+    An optimizer that raises an error for both may require parameters that belong together, or sparse gradients. This
+    can be neither checked nor divided among ranks.
+    """
+    verdict = Verdict(None)
+    for shape, steps in ((_shape, None), (_large_shape, len(SCALES))):
+        verdict = compare(_Trial(original, [[*map(shape, group.flags)] * copies for group in original.groups], steps))
+        if verdict.same is not None or not verdict.why.startswith(RAISES) or CANNOT_BUILD in verdict.why:
+            return verdict
+    return verdict._replace(same=False)
 
 
 def _shape(ndim: int) -> Shape:
     return SHAPES[ndim] if ndim < len(SHAPES) else (3, 4, *[2] * (ndim - 3), 16)
+
+
+def _large_shape(ndim: int) -> Shape:
+    return (LARGE[0], *[2] * (ndim - 2), LARGE[1]) if ndim > 1 else SHAPES[ndim]
 
 
 @contextmanager
@@ -288,7 +308,7 @@ class _Trial:
         twins = _Run(self._original, parts, self._random(0) / 4, swaps=swaps)
         for step in range(self._steps):
             if error := _error(self._step, step, whole, closure=closure):
-                return Verdict(None, f"a trial with whole parameters raises {error}")
+                return Verdict(None, f"{RAISES} {error}")
             if error := _error(self._step, step, twins, closure=closure):
                 return Verdict(False, f"a trial with {what} raises {error}")
             if not _equal(whole.values, twins.values):

@@ -19,6 +19,8 @@ LR = 0.01
 """Learning rate of twins if the original's is less than 1 % of this, as at the start of a warm-up. The steps of a twin
 change its parameters."""
 
+CANNOT_BUILD = "cannot be built from its options"
+
 _NOT_OPTIONS = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
 """Attributes of an optimizer that PyTorch, its schedulers and its gradient scalers set."""
 
@@ -82,7 +84,7 @@ class Original:
             twin = self._kind(groups, **copy.deepcopy(arguments))
         except Exception as error:
             if len(self._plain) < len(self._attributes):
-                raise ValueError(f"{self._kind.__name__} cannot be built from its options: {error}") from error
+                raise ValueError(f"{self._kind.__name__} {CANNOT_BUILD}: {error}") from error
             twin = self._without_constructor(groups)
         if len(twin.param_groups) == len(self.groups):
             for fresh, group in zip(twin.param_groups, self.groups, strict=True):

@@ -14,7 +14,7 @@ from torch.optim import Muon, Optimizer
 from shardlite.comm import Context, StreamQueue, agree
 from shardlite.engine import OptimizerBridge, models_with
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.optim import AdamW, Unconverted, WholeStateOptimizer, probe_whole
+from shardlite.optim import RAISES, AdamW, Unconverted, WholeStateOptimizer, probe_whole
 from shardlite.whole.assignment import assign, describe
 from shardlite.whole.groups import (
     Given,
@@ -187,9 +187,9 @@ class WholeParameters(WholeStateOptimizer):
         self._class_defaults = prototype.defaults
         verdict, name = probe_whole(prototype), self.optimizer_class.__name__
         if verdict.same is False:
+            fails = "cannot be tried" if verdict.why.startswith(RAISES) else "does not step each parameter by itself"
             raise LayoutError(
-                f"WholeParameters: {name} does not step each parameter by itself: {verdict.why}. Use stage=0, where "
-                "every rank has all parameters"
+                f"WholeParameters: {name} {fails}: {verdict.why}. Use stage=0, where every rank has all parameters"
             )
         if verdict.same is None or verdict.draws:
             random = "it draws random numbers, which an unsharded model would draw in another order"

@@ -237,7 +237,7 @@ class Constructed(Own):
 # ---- PyTorch's optimizers -------------------------------------------------------------------------------------------
 
 THEIRS = [kind for name in optim.__all__ if isinstance(kind := getattr(optim, name), type) and kind is not Optimizer]
-VERDICTS = {"Muon": (False, True), "Adafactor": (False, True), "LBFGS": (False, False), "SparseAdam": (None, None)}
+VERDICTS = {"Muon": (False, True), "Adafactor": (False, True), "LBFGS": (False, False), "SparseAdam": (False, False)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -280,7 +280,7 @@ OTHERS: dict[str, tuple[Callable[[Any], Optimizer], bool | None, bool | None]] =
     "sums for later": (Late, False, True),
     "all gradients": (NeedsGradients, True, True),
     "closure": (NeedsClosure, True, True),
-    "closure with a backward": (NeedsBackward, None, None),
+    "closure with a backward": (NeedsBackward, False, False),
     "SAM": (lambda p: SAM(p, optim.SGD, lr=0.1, momentum=0.9), False, False),
     "no flag": (Flag, True, True),
     "flag": (lambda p: Flag(p, trust=True), False, True),
