@@ -94,7 +94,7 @@ def test_sparse_adam(group: Any, stage: int) -> None:
     model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
     optimizer = optim.SparseAdam([next(model.parameters())])
     model(torch.arange(4)).sum().backward()
-    with pytest.raises(LayoutError, match="SparseAdam cannot step shards, because .*does not support dense gradients"):
+    with pytest.raises(LayoutError, match=r"SparseAdam cannot step shards, because .*does not support dense gradients"):
         optimizer.step()
     model.zero_grad()
     optimizer = AdamW(model.parameters())
