@@ -56,20 +56,23 @@ def run(libraries: Sequence[str], only: Sequence[str], group: dist.ProcessGroup,
 
     Rows of other optimizers or numbers of ranks stay in the file.
     """
-    rows = []
+    rows: list[Row] = []
     for row in sweep(libraries, group, only):
         rows.append({"bench": "optimizers-sweep", **row, **machine()})
         if group.rank() == 0:
-            print(
-                row["ranks"], row["library"], row["optimizer"], row["shards"], row["whole"], file=sys.stderr, flush=True
-            )
+            told = (row[each] for each in ("ranks", "library", "optimizer", "shards", "whole"))
+            print(*told, file=sys.stderr, flush=True)
+            _keep(rows, out / FILE)
     if group.rank() == 0:
-        file = out / FILE
-        new = {_key(row) for row in rows}
-        kept = [row for row in read_rows([file]) if _key(row) not in new] if file.exists() else []
-        write_rows(sorted([*kept, *rows], key=_key), file)
         print(f"{table(rows)}\n\n{counts(rows)}", flush=True)
     return any(outcome in DEFECTS for row in rows for where in ("shards", "whole") for outcome in row[where].values())
+
+
+def _keep(rows: Sequence[Row], file: Path) -> None:
+    """Add rows to a file, in place of earlier rows of the same optimizers and numbers of ranks."""
+    new = {_key(row) for row in rows}
+    others = [row for row in read_rows([file]) if _key(row) not in new] if file.exists() else []
+    write_rows(sorted([*others, *rows], key=_key), file)
 
 
 def _key(row: Row) -> tuple[str, str, int]:
