@@ -195,6 +195,9 @@ def _first_of_ranks(run: Callable[[], Any], group: dist.ProcessGroup) -> Any:
         own = "fails", _brief(error)
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
+    refusal = next((each for each in found if each and each[0] == "refused"), None)
+    if refusal is not None and None in found:  # the other ranks would wait for this one
+        return "fails", f"on some ranks only: {refusal[1]}"
     worst = ("fails", "constructor fails", "refused", "plain run fails")
     return min(filter(None, found), key=lambda each: worst.index(each[0]), default=None)
 
