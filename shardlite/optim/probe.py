@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
@@ -38,18 +38,24 @@ cuts are multiples of `ALIGN` elements and of this number of bytes, and change n
 STEPS = 12
 """Number of steps of a trial. Some optimizers average weights every 5 steps, or compute new factors every 10 steps."""
 
-LONG = 50
+LONG = 128
 """If an option is an integer up to this number, for example a number of warm-up steps, a trial has more steps than
 this option says."""
 
 SCALES = (0.1, 10.0, 0.001, 1.0)
 """Factors of the gradients in successive steps. So bounds of norms and ratios take effect in some steps."""
 
+LAST_SCALE = 1e4
+"""Factor of the gradients in the last step, for high bounds of norms."""
+
 SHAPES = ((), (102,), (9, 11))
 """Shapes of small parameters by number of dimensions."""
 
 LARGE = (136, 160)
 """Shape of a large matrix. Some optimizers factor or quantize only parameters above a limit."""
+
+LARGEST = 512
+"""If an option is an integer up to this number, for example such a limit, the large matrix is larger than it says."""
 
 RAISES = "a trial with whole parameters raises"
 
@@ -101,8 +107,9 @@ def _cached(attempt: Callable[[Original], Verdict], optimizer: Optimizer) -> Ver
             with warnings.catch_warnings(), _eagerly(), _random_numbers(original.device) as drawn:
                 warnings.simplefilter("ignore")
                 before = collectives_of_program()
-                verdict = attempt(original)
-                if collectives_of_program() > before or (verdict.same is None and communicates(type(optimizer))):
+                alone = not communicates(type(optimizer))  # a trial of such a class could wait for other ranks
+                verdict = attempt(original) if alone else Verdict(None)
+                if not alone or collectives_of_program() > before:
                     why = "it communicates with other ranks itself, which takes whole parameters on every rank"
                     verdict = Verdict(same=False, why=why)
                 elif drawn():
@@ -117,7 +124,8 @@ def _try_shards(original: Original) -> Verdict:
     small = _compared(original, 1, _Trial.compare_shards)
     if not small.same:
         return small
-    shapes = [[LARGE if max(group.flags) > 1 else (prod(LARGE),)] for group in original.groups]
+    rows, columns = _large_shape(original, 2)
+    shapes = [[(rows, columns) if max(group.flags) > 1 else (rows * columns,)] for group in original.groups]
     large = _Trial(original, shapes, len(SCALES)).compare_shards()
     return large if large.same is False else small
 
@@ -127,6 +135,16 @@ def _try_whole(original: Original) -> Verdict:
     return _compared(original, 2, _Trial.compare_instances)
 
 
+def probe_closure(optimizer: Optimizer) -> Verdict:
+    """Return whether a step with a closure is a call of the closure and then a step without it."""
+    return _cached(_try_closure, optimizer)
+
+
+def _try_closure(original: Original) -> Verdict:
+    shapes = [[*map(_shape, group.flags)] for group in original.groups]
+    return _Trial(original, shapes).compare_closures()
+
+
 def _compared(original: Original, copies: int, compare: Callable[["_Trial"], Verdict]) -> Verdict:
     """Compare small parameters or, if the optimizer raises an error for these, large parameters.
 
@@ -134,7 +152,7 @@ def _compared(original: Original, copies: int, compare: Callable[["_Trial"], Ver
     can be neither checked nor divided among ranks.
     """
     verdict = Verdict(None)
-    for shape, steps in ((_shape, None), (_large_shape, len(SCALES))):
+    for shape, steps in ((_shape, None), (partial(_large_shape, original), len(SCALES))):
         verdict = compare(_Trial(original, [[*map(shape, group.flags)] * copies for group in original.groups], steps))
         if verdict.same is not None or not verdict.why.startswith(RAISES) or CANNOT_BUILD in verdict.why:
             return verdict
@@ -145,8 +163,9 @@ def _shape(ndim: int) -> Shape:
     return SHAPES[ndim] if ndim < len(SHAPES) else (3, 4, *[2] * (ndim - 3), 16)
 
 
-def _large_shape(ndim: int) -> Shape:
-    return (LARGE[0], *[2] * (ndim - 2), LARGE[1]) if ndim > 1 else SHAPES[ndim]
+def _large_shape(original: Original, ndim: int) -> Shape:
+    more = max([0, *(number + 8 - LARGE[0] for number in original.integers() if number <= LARGEST)])
+    return (LARGE[0] + more, *[2] * (ndim - 2), LARGE[1] + more) if ndim > 1 else SHAPES[ndim]
 
 
 @contextmanager
@@ -223,7 +242,10 @@ class _Instance:
             return torch.ones(())
 
         loss()
-        _step(self._optimizer, [loss] if closure else [])
+        has_gradients = any(param.grad is not None for param in self._params)
+        # Without any gradient, a step only counts, and a class that requires gradients may raise an error.
+        with nullcontext() if has_gradients else suppress(Exception):
+            step_without_hooks(self._optimizer, [loss] if closure else [])
         for param, (_, view) in zip(self._params, self._pieces, strict=True):
             view.copy_(param.detach())
             if self._swaps:
@@ -249,7 +271,7 @@ def _placeholder(like: Tensor) -> Tensor:
     return like.new_full((), torch.nan).expand(like.shape)
 
 
-def _step(optimizer: Optimizer, args: Sequence[Any]) -> None:
+def step_without_hooks(optimizer: Optimizer, args: Sequence[Any] = ()) -> None:
     """Step without the hooks that the program has registered for all optimizers."""
     step: Any = type(optimizer).step
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -289,27 +311,36 @@ class _Trial:
         """Compare one instance with two instances that have every second parameter, and only during steps."""
         parts = self._whole[::2], self._whole[1::2]
         self._without = {2: self._whole[:1], 6: self._whole[::2]}
-        verdict = self._compare(parts, "some of the parameters", swaps=True)
+        verdict = self._compare_with(parts, "some of the parameters", swaps=True, closures=(False, False))
         if verdict.same is None:  # the optimizer may require all gradients
             self._without = {}
-            verdict = self._compare(parts, "some of the parameters", swaps=True)
+            verdict = self._compare_with(parts, "some of the parameters", swaps=True, closures=(False, False))
         return verdict
+
+    def compare_closures(self) -> Verdict:
+        """Compare steps that get a closure with steps after a call of the closure."""
+        return self._compare_with(
+            [self._whole], "a closure that was called before", swaps=False, closures=(True, False)
+        )
 
     def _compare(self, parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool) -> Verdict:
         """Compare the steps of one instance with the steps of one instance per element of `parts`."""
-        verdict = self._compare_with(parts, what, swaps=swaps, closure=False)
+        verdict = self._compare_with(parts, what, swaps=swaps, closures=(False, False))
         if verdict.same is not None:
             return verdict
-        with_closure = self._compare_with(parts, what, swaps=swaps, closure=True)
+        with_closure = self._compare_with(parts, what, swaps=swaps, closures=(True, True))
         return verdict if "TypeError" in with_closure.why else with_closure  # `step` may take no closure
 
-    def _compare_with(self, parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool, closure: bool) -> Verdict:
+    def _compare_with(
+        self, parts: Sequence[Sequence[_Piece]], what: str, *, swaps: bool, closures: tuple[bool, bool]
+    ) -> Verdict:
+        """Compare a run of one instance with a run of several. `closures`: whether steps of both runs get a closure."""
         whole = _Run(self._original, [self._whole], self._random(0) / 4, swaps=False)
         twins = _Run(self._original, parts, self._random(0) / 4, swaps=swaps)
         for step in range(self._steps):
-            if error := _error(self._step, step, whole, closure=closure):
+            if error := _error(self._step, step, whole, closure=closures[0]):
                 return Verdict(None, f"{RAISES} {error}")
-            if error := _error(self._step, step, twins, closure=closure):
+            if error := _error(self._step, step, twins, closure=closures[1]):
                 return Verdict(False, f"a trial with {what} raises {error}")
             if not _equal(whole.values, twins.values):
                 return Verdict(False, f"a trial with {what} differs from a trial with all whole parameters")
@@ -323,7 +354,8 @@ class _Trial:
 
     def _step(self, step: int, run: "_Run", *, closure: bool) -> None:
         # Learning rates that depend on progress grow only if gradients agree.
-        grads = (self._random(self._steps + 1) + self._random(step + 1)) * SCALES[step % len(SCALES)]
+        scale = LAST_SCALE if step == self._steps - 1 else SCALES[step % len(SCALES)]
+        grads = (self._random(self._steps + 1) + self._random(step + 1)) * scale
         for each in run.instances:
             each.step(grads, self._without.get(step, ()), closure=closure)
 

@@ -6,6 +6,7 @@ counts. In: an optimizer. Out: its `Original`, which builds twins.
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from inspect import Parameter, signature, unwrap
 from types import FunctionType
@@ -23,6 +24,10 @@ CANNOT_BUILD = "cannot be built from its options"
 
 _NOT_OPTIONS = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
 """Attributes of an optimizer that PyTorch, its schedulers and its gradient scalers set."""
+
+
+_ANY = "**kwargs"
+"""Among the names of a constructor's arguments, this stands for any others."""
 
 
 class Group(NamedTuple):
@@ -81,7 +86,7 @@ class Original:
         ]
         arguments = {name: value for name, value in {**self._kept, **self._defaults}.items() if name in names}
         try:
-            twin = self._kind(groups, **copy.deepcopy(arguments))
+            twin = self._built(groups, [arguments | self._defaults, arguments] if _ANY in names else [arguments])
         except Exception as error:
             if len(self._plain) < len(self._attributes):
                 raise ValueError(f"{self._kind.__name__} {CANNOT_BUILD}: {error}") from error
@@ -91,6 +96,13 @@ class Original:
                 _overlay(fresh, group.options)
         _overlay(vars(twin), self._plain)
         return twin
+
+    def _built(self, groups: list[dict[str, Any]], attempts: Sequence[dict[str, Any]]) -> Optimizer:
+        """Return an instance that was built with the first arguments that the constructor takes."""
+        for arguments in attempts[:-1]:
+            with suppress(Exception):
+                return self._kind(copy.copy(groups), **copy.deepcopy(arguments))
+        return self._kind(groups, **copy.deepcopy(attempts[-1]))
 
     def _without_constructor(self, groups: list[dict[str, Any]]) -> Optimizer:
         twin = self._kind.__new__(self._kind)
@@ -122,8 +134,8 @@ def _arguments(kind: type) -> set[str]:
             own = [*signature(vars(each)["__init__"]).parameters.values()][2:]
             names.update(param.name for param in own)
             if all(param.kind is not Parameter.VAR_KEYWORD for param in own):
-                break
-    return names
+                return names
+    return names | {_ANY}
 
 
 def _known_to(names: set[str], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,14 +165,18 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, plain)
 
 
+_COLLECTIVES = ("all_", "broadcast", "reduce_scatter", "isend", "irecv", "send", "recv", "batch_isend", "barrier")
+
+
 def communicates(kind: type) -> bool:
-    """Return whether the code of an optimizer class uses `torch.distributed`."""
+    """Return whether the code of an optimizer class calls collectives of `torch.distributed`."""
     functions = (value for each in kind.__mro__[: kind.__mro__.index(Optimizer)] for value in vars(each).values())
     return any(_uses_distributed(unwrap(each)) for each in functions if callable(each))
 
 
 def _uses_distributed(function: Any) -> bool:
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    values = (getattr(function, "__globals__", {}).get(name) for name in names)
-    modules = (getattr(each, "__module__", None) or getattr(each, "__name__", "") for each in values)
-    return "distributed" in names or any(str(each).startswith("torch.distributed") for each in modules)
+    names = set(getattr(getattr(function, "__code__", None), "co_names", ()))
+    values = [getattr(function, "__globals__", {}).get(name) for name in names]
+    modules = [getattr(each, "__module__", None) or getattr(each, "__name__", "") for each in values]
+    knows = "distributed" in names or any(str(each).startswith("torch.distributed") for each in modules)
+    return knows and any(name.startswith(_COLLECTIVES) for name in names)

@@ -17,7 +17,12 @@ Rule = Callable[[str, Sequence[int]], bool]
 """A function of a parameter's name and shape that returns whether the parameter is stepped whole."""
 
 _TENSORS = ("params", "param_names")
-_NO_MATRIX = re.compile(r"embed|emb\b|wte|wpe|head|classifier|position", re.IGNORECASE)
+_NO_MATRIX = re.compile(
+    r"embed|(^|[._])emb([._]|$)|wte|wpe|position|(^|[._])shared[._]|attention_bias"
+    r"|(?<![a-z])([a-z]+_)?heads?([._]|$)|classifier|(^|\.)(output|score)\.weight$",
+    re.IGNORECASE,
+)
+"""Words in the names of embeddings, tables of positions, and heads."""
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:

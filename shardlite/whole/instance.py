@@ -1,12 +1,66 @@
-"""An instance of the program's optimizer class, with its own parameters, as a part of `WholeParameters`."""
+"""An instance of the program's optimizer class, with its own parameters, as a part of `WholeParameters`.
 
+Every instance has its own copies of the options. The program may change an option of `WholeParameters` (a schedule
+changes the learning rate), and a step may change an option of an instance (a count of steps). Before and after a step,
+changes are copied in both directions. Values may be changed in place.
+"""
+
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardlite.optim import step_without_hooks
 from shardlite.whole.groups import Group, options_of
+
+Marks: TypeAlias = dict[str, tuple[Any, Any]]
+"""For each option of a group its value, and a mark that differs after the value was changed in place."""
+
+
+def marks_of(group: Group) -> Marks:
+    """Return marks of the current options of a group."""
+    return {option: (value, _mark(value)) for option, value in options_of(group).items()}
+
+
+def changed(group: Group, marks: Marks) -> list[str]:
+    """Return the options of a group that were added or changed since `marks_of`."""
+    return [option for option, value in options_of(group).items() if not _is_marked(value, marks.get(option))]
+
+
+def hand_over(options: Sequence[str], source: Group, target: Group) -> None:
+    """Copy options from one group to another. A tensor is overwritten, because others may refer to it."""
+    for option in options:
+        value, there = source[option], target.get(option)
+        if isinstance(value, Tensor) and isinstance(there, Tensor) and value.shape == there.shape:
+            with torch.no_grad():
+                there.copy_(value)
+        else:
+            target[option] = _copied(value)
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value._version
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else None
+
+
+def _is_marked(value: Any, mark: tuple[Any, Any] | None) -> bool:
+    if mark is None or mark[0] is not value:
+        return False
+    try:
+        return bool(_mark(value) == mark[1])
+    except (RuntimeError, ValueError):  # a list with tensors of several elements
+        return False
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
 class Instance:
@@ -23,11 +77,13 @@ class Instance:
         self.params: dict[Tensor, nn.Parameter] = {}
         """The parameters, by the parameters of `WholeParameters`."""
 
+        self._marks: dict[int, Marks] = {}
+
     def add(self, index: int, options: Group, params: Mapping[Tensor, nn.Parameter]) -> None:
         """Add a group, or parameters of a new group. `index` is the index of the group of `WholeParameters`."""
         if not params:
             return
-        group = {**options, "params": list(params.values())}
+        group = {**{option: _copied(value) for option, value in options.items()}, "params": list(params.values())}
         if self.optimizer is None:
             self.optimizer = self._make([group])
         else:
@@ -35,17 +91,23 @@ class Instance:
         self.groups[index] = self.optimizer.param_groups[-1]
         self.params |= params
 
-    def set_options(self, changes: Sequence[Group]) -> None:
-        """Set changed options, given for each group of `WholeParameters`."""
+    def take(self, groups: Sequence[Group], changes: Sequence[Sequence[str]], state: Mapping[Tensor, Any]) -> None:
+        """Take over options that the program has changed, and states that it has replaced or removed."""
         for index, group in self.groups.items():
-            group.update(changes[index])
+            hand_over(changes[index], groups[index], group)
+            self._marks[index] = marks_of(group)
+        for param, own in self.states().items():
+            if (given := state.get(param)) is not own and self.optimizer is not None:
+                mine = self.params[param]
+                if given:
+                    self.optimizer.state[mine] = given
+                else:
+                    del self.optimizer.state[mine]
 
-    def give_options(self, groups: Sequence[Group]) -> None:
+    def give(self, groups: Sequence[Group]) -> None:
         """Copy the options that a step has changed, such as step counts, to the groups of `WholeParameters`."""
         for index, group in self.groups.items():
-            for option, value in options_of(group).items():
-                if groups[index].get(option, groups) is not value:
-                    groups[index][option] = value
+            hand_over(changed(group, self._marks[index]), group, groups[index])
 
     def states(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state of each parameter that has one."""
@@ -55,9 +117,17 @@ class Instance:
         return {param: own[mine] for param, mine in self.params.items() if mine in own}
 
     def step(self) -> None:
-        """Step the parameters that have a gradient."""
-        if self.optimizer is not None:
-            self.optimizer.step()
+        """Step the parameters that have a gradient.
+
+        If there are none, the step counts only. A class that requires gradients may raise an error then.
+        """
+        if self.optimizer is None:
+            return
+        if any(mine.grad is not None for mine in self.params.values()):
+            step_without_hooks(self.optimizer)
+        else:
+            with suppress(Exception):
+                step_without_hooks(self.optimizer)
 
     def load(self, groups: Sequence[Group], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Replace options and states, in the way of the class."""
@@ -69,5 +139,6 @@ class Instance:
             for index, group in self.groups.items()
         ]
         state = {numbers[id(own)]: states[param] for param, own in self.params.items() if param in states}
-        self.optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+        further = {key: value for key, value in self.optimizer.state_dict().items() if key != "shardlite"}
+        self.optimizer.load_state_dict({**further, "state": state, "param_groups": own_groups})
         self.groups = dict(zip(self.groups, self.optimizer.param_groups, strict=True))

@@ -14,7 +14,15 @@ from torch.optim import Muon, Optimizer
 from shardlite.comm import Context, StreamQueue, agree
 from shardlite.engine import OptimizerBridge, models_with
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.optim import RAISES, AdamW, Unconverted, WholeStateOptimizer, probe_whole
+from shardlite.optim import (
+    RAISES,
+    AdamW,
+    Unconverted,
+    WholeStateOptimizer,
+    probe_closure,
+    probe_whole,
+    step_without_hooks,
+)
 from shardlite.whole.assignment import assign, describe
 from shardlite.whole.groups import (
     Given,
@@ -27,7 +35,7 @@ from shardlite.whole.groups import (
     groups_in,
     options_of,
 )
-from shardlite.whole.instance import Instance
+from shardlite.whole.instance import Instance, Marks, changed, marks_of
 from shardlite.whole.members import Member, members_of
 from shardlite.whole.pipeline import run
 from shardlite.whole.steps import ClassStep, MuonStep, divides_muon, stand_in, step_stand_ins
@@ -80,6 +88,8 @@ class WholeParameters(WholeStateOptimizer):
     ) -> None:
         self.optimizer_class, self._options, self._rule = optimizer_class, defaults, whole
         given = {} if elementwise is None and whole is not None else elementwise
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"WholeParameters: elementwise must be a dict of options, got {type(given).__name__}")
         self._moments = "fp32" if given is None else given.get("state", "fp32")
         self._elementwise = None if given is None else {key: given[key] for key in given if key != "state"}
         self._members: dict[Tensor, Member] = {}
@@ -88,8 +98,8 @@ class WholeParameters(WholeStateOptimizer):
         self._stand_ins = Instance(self._make)
         self._adamw: AdamW | None = None
         self._queues: dict[Context, StreamQueue] = {}
-        self._seen: list[Group] = []
-        """The options of each group after the latest step."""
+        self._seen: list[Marks] = []
+        """Marks of the options of each group after the latest step."""
 
         self._is_whole: list[bool] = []
         """For each group, whether its parameters are stepped whole."""
@@ -173,23 +183,38 @@ class WholeParameters(WholeStateOptimizer):
         parts = divided(groups, self._elementwise, self._rule, members, self._held())
         whole = [part for part in parts if part.whole]
         if whole:
-            self._fill(whole)
+            self._fill(whole, are_parts=any(model.shards.are_parts for model in models))
         for part in parts:
             if not part.whole:
                 part.fill(AdamW([{**part.options, "params": part.params}], state=self._moments).param_groups[0])
         return parts
 
-    def _fill(self, parts: Sequence[Part]) -> None:
+    def _fill(self, parts: Sequence[Part], *, are_parts: bool) -> None:
         """Fill in the options of the class, from an instance with placeholders, and probe the class."""
-        prototype = self._make([{**part.options, "params": part.placeholders()} for part in parts])
+        try:
+            prototype = self._make([{**part.options, "params": part.placeholders()} for part in parts])
+        except ValueError as error:
+            if self._elementwise is None:
+                hint = "to step some of the parameters by shardlite.AdamW, pass elementwise={...} with its options"
+                raise ValueError(f"{error} (WholeParameters: {hint})") from error
+            raise
         for part, group in zip(parts, prototype.param_groups, strict=True):
             part.fill(group)
         self._class_defaults = prototype.defaults
         verdict, name = probe_whole(prototype), self.optimizer_class.__name__
         if verdict.same is False:
             fails = "cannot be tried" if verdict.why.startswith(RAISES) else "does not step each parameter by itself"
-            raise LayoutError(
-                f"WholeParameters: {name} {fails}: {verdict.why}. Use stage=0, where every rank has all parameters"
+            remedy = "Use stage=0, where every rank has all parameters"
+            if not are_parts:
+                remedy = f"Every rank has all parameters, so build {name} itself from parameters() of the model"
+            raise LayoutError(f"WholeParameters: {name} {fails}: {verdict.why}. {remedy}")
+        own = prototype.state_dict().keys() - {"state", "param_groups", "shardlite"}
+        if own:
+            warnings.warn(
+                f"WholeParameters: state_dict() and checkpoints lack {', '.join(sorted(own))}, which {name} keeps "
+                "besides its states and groups",
+                ShardWarning,
+                stacklevel=5,
             )
         if verdict.same is None or verdict.draws:
             random = "it draws random numbers, which an unsharded model would draw in another order"
@@ -224,7 +249,11 @@ class WholeParameters(WholeStateOptimizer):
         if rest:
             self._adamw = AdamW(rest, state=self._moments)  # the groups stay the same objects
             self._adamw.state = self.state
-        self._seen = [dict(group) for group in self.param_groups]
+        self._seen += [marks_of(group) for group in self.param_groups[first:]]
+        self._held_ids = self._ids()
+
+    def _ids(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     def _add_members(self, index: int, members: Sequence[Member]) -> None:
         """Add the members of one parameter group."""
@@ -295,24 +324,40 @@ class WholeParameters(WholeStateOptimizer):
         """
         loss = None
         if closure is not None:
+            self._check_closure()
             with torch.enable_grad():
                 loss = closure()
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return loss  # the step is skipped, for example because a gradient is not finite
+        self._check_groups()
         self.has_stepped = True
-        changes = [
-            {option: value for option, value in options_of(group).items() if seen.get(option, seen) is not value}
-            for group, seen in zip(self.param_groups, self._seen, strict=True)
-        ]
+        changes = [changed(group, seen) for group, seen in zip(self.param_groups, self._seen, strict=True)]
         instances = list(self._instances())
         for each in instances:
-            each.set_options(changes)
+            each.take(self.param_groups, changes, self.state)
         self._step_all()
         for each in instances:
-            each.give_options(self.param_groups)
+            each.give(self.param_groups)
         self._link_states()
-        self._seen = [dict(group) for group in self.param_groups]
+        self._seen = [marks_of(group) for group in self.param_groups]
         return loss
+
+    def _check_closure(self) -> None:
+        """Raise if the class uses a closure otherwise than by calling it once before the step."""
+        instance = next((each.optimizer for each in self._instances() if each.optimizer is not None), None)
+        if instance is not None and probe_closure(instance).same is False:
+            raise LayoutError(
+                f"WholeParameters: {self.optimizer_class.__name__} does not call the closure once, before its step, as "
+                "WholeParameters does: use stage=0, where every rank has all parameters"
+            )
+
+    def _check_groups(self) -> None:
+        """Raise if the program has changed the parameters of a group by hand."""
+        if self._ids() != self._held_ids:
+            raise LayoutError(
+                "WholeParameters: the parameters in param_groups were changed by hand, but their owners are fixed: add "
+                "parameters with add_param_group(), or build another WholeParameters"
+            )
 
     def _step_all(self) -> None:
         others: list[Callable[[], None]] = [
@@ -329,8 +374,9 @@ class WholeParameters(WholeStateOptimizer):
 
     def _step_elementwise(self) -> None:
         if self._adamw is not None:
-            # The hooks of `step` have been called already, for the step of `WholeParameters`.
-            type(self._adamw).step.__wrapped__(self._adamw)  # type: ignore[attr-defined]
+            self._adamw.state = self.state
+            # The hooks of all optimizers have been called already, for the step of `WholeParameters`.
+            step_without_hooks(self._adamw)
 
     def _link_states(self) -> None:
         """Enter the states that instances have created into `state`."""
@@ -398,7 +444,7 @@ class WholeParameters(WholeStateOptimizer):
         for each in self._instances():
             each.load(self.param_groups, states)
         self._link_states()
-        self._seen = [dict(group) for group in self.param_groups]
+        self._seen = [marks_of(group) for group in self.param_groups]
 
     def __getstate__(self) -> NoReturn:
         """Raise `LayoutError`, because connections to other ranks cannot be copied."""

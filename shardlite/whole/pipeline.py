@@ -62,7 +62,8 @@ class _Flight:
 
     def _submit(self, purpose: str, parcels: Sequence[tuple[Parcel, Copies]]) -> Work:
         context, unit = self._context, self._unit
-        operation = context.operation(f"whole parameters of unit {unit!r} {purpose}", purpose, unit)
+        during = f"a step of {len(self._members)} parameters of this unit, which must have gradients on all ranks"
+        operation = context.operation(f"whole parameters of unit {unit!r} {purpose}", purpose, unit, during=during)
         nbytes = sum(each.numel for each in self._members)
 
         def run() -> None:

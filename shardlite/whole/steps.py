@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.whole.groups import Group
 from shardlite.whole.instance import Instance
@@ -69,20 +70,21 @@ class ClassStep:
 
     def run(self, wholes: Sequence[tuple[Member, Sequence[Tensor]]]) -> None:
         """Step the parameters that this rank owns, given weight [n] and gradient [n] of each. Overwrite the weights."""
-        optimizer, params = self.instance.optimizer, self.instance.params
-        if optimizer is None:
-            return
+        params = self.instance.params
         for member, (weight, grad) in wholes:
             param = params[member.shard]
             param.data = weight.view(tuple(member.shape))
             param.grad = grad.to(param.dtype).view(param.shape)
         try:
-            optimizer.step()
+            self.instance.step()
+            states = self.instance.states()
             with torch.no_grad():
-                for member, (weight, _) in wholes:
+                for member, (weight, grad) in wholes:
                     new = params[member.shard].detach()
                     if new.data_ptr() != weight.data_ptr() or not new.is_contiguous():  # the class replaced `.data`
                         weight.copy_(new.reshape(-1))
+                    if member.moves and member.shard in states:
+                        _own_memory(states[member.shard], grad)
         finally:
             for member, _ in wholes:
                 param = params[member.shard]
@@ -92,6 +94,17 @@ class ClassStep:
     def end(self, member: Member, piece: Tensor) -> None:
         """Store the new weight [k]."""
         member.write(piece)
+
+
+def _own_memory(state: dict[str, Any], grad: Tensor) -> None:
+    """Copy tensors of a state that lie in the memory of the gradient `grad` [n], which the next units use."""
+    start, stop = grad.data_ptr(), grad.data_ptr() + grad.nbytes
+
+    def lies_there(leaf: object) -> bool:
+        return isinstance(leaf, Tensor) and start <= leaf.data_ptr() < stop
+
+    if any(map(lies_there, tree_leaves(state))):
+        state.update(tree_map(lambda leaf: leaf.clone() if lies_there(leaf) else leaf, dict(state)))
 
 
 class MuonStep:

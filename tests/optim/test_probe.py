@@ -279,7 +279,7 @@ OTHERS: dict[str, tuple[Callable[[Any], Optimizer], bool | None, bool | None]] =
     "fails for shapes of shards": (Rows, False, True),
     "sums for later": (Late, False, True),
     "all gradients": (NeedsGradients, True, True),
-    "closure": (NeedsClosure, True, True),
+    "closure": (NeedsClosure, True, False),
     "closure with a backward": (NeedsBackward, False, False),
     "SAM": (lambda p: SAM(p, optim.SGD, lr=0.1, momentum=0.9), False, False),
     "no flag": (Flag, True, True),
