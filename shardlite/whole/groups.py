@@ -54,7 +54,10 @@ class Part:
     @property
     def fact(self) -> str:
         """A description that must be equal on all ranks."""
-        return f"a group of {'whole' if self.whole else 'elementwise'} parameters {', '.join(self.names)}"
+        plain = (bool, int, float, str, tuple, type(None))
+        options = {name: value for name, value in sorted(self.options.items()) if isinstance(value, plain)}
+        kind = "whole" if self.whole else "elementwise"
+        return f"a group of {kind} parameters {', '.join(self.names)} with the options {options}"
 
     def placeholders(self) -> list[nn.Parameter]:
         """Return a parameter of the whole shape for each parameter. It takes the memory of one element."""

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning, WholeParameters
+from shardlite.whole import is_hidden_matrix
 from tests.support.models.small import MLP
 from tests.support.twins.whole import Norms
 
@@ -105,3 +107,90 @@ def test_it_cannot_be_copied(group: Any) -> None:
     optimizer = WholeParameters(model_of(group).parameters(), Norms)
     with pytest.raises(LayoutError, match="cannot be copied or pickled"):
         copy.deepcopy(optimizer)
+
+
+def test_groups_that_are_changed_by_hand_are_refused(group: Any) -> None:
+    model = model_of(group)
+    optimizer = WholeParameters(model.parameters(), Norms)
+    optimizer.param_groups[0]["params"].pop()
+    model(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(LayoutError, match="changed by hand"):
+        optimizer.step()
+
+
+def test_a_class_that_uses_its_closure_otherwise_is_refused(group: Any) -> None:
+    """Such as one that moves the parameters before it evaluates the closure."""
+
+    class Moves(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            params = [p for each in self.param_groups for p in each["params"] if p.grad is not None]
+            if closure is not None:
+                for param in params:
+                    param.add_(0.1 * param.grad)
+                with torch.enable_grad():
+                    closure()
+            for param in params:
+                param.sub_(0.1 * param.grad)
+
+    model = model_of(group)
+    optimizer = WholeParameters(model.parameters(), Moves, lr=0.1)
+    with pytest.raises(LayoutError, match="does not call the closure once"):
+        optimizer.step(lambda: model(torch.ones(2, 7)).sum())
+
+
+def test_a_class_with_collectives_of_its_own_is_refused_without_a_trial(group: Any) -> None:
+    class Gathers(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError("no trial, which could wait for other ranks")
+
+        def share(self, param: torch.Tensor) -> None:
+            dist.all_reduce(param)
+
+    model = model_of(group)
+    refused("communicates with other ranks itself", model.parameters(), Gathers, lr=0.1, kind=LayoutError)
+    optimizer = Gathers(model.parameters(), lr=0.1)
+    model(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(LayoutError, match="communicates with other ranks itself"):
+        optimizer.step()
+
+
+def test_entries_that_a_class_adds_to_its_state_dict_are_warned_of(group: Any) -> None:
+    class Counts(Norms):
+        calls = 0
+
+        def state_dict(self) -> Any:
+            return {**super().state_dict(), "calls": self.calls}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.calls = state_dict.pop("calls")
+            super().load_state_dict(state_dict)
+
+    with pytest.warns(ShardWarning, match="lack calls, which Counts keeps"):
+        optimizer = WholeParameters(model_of(group).parameters(), Counts)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_muon_without_elementwise_says_how_to_step_the_rest(group: Any) -> None:
+    refused(r"only supports 2D parameters.*pass elementwise=\{", model_of(group).parameters(), optim.Muon)
+    refused("elementwise must be a dict of options, got bool", model_of(group).parameters(), Norms, elementwise=True)
+
+
+def test_at_stage_0_an_optimizer_of_all_parameters_needs_no_help(group: Any) -> None:
+    torch.manual_seed(0)
+    model = ShardLite(MLP([7, 33, 5]), group=group, stage=0)
+    refused("build LBFGS itself", model.parameters(), optim.LBFGS)
+
+
+def test_other_options_on_another_rank_are_an_error_on_all(group: Any) -> None:
+    params = model_of(group).parameters()
+    refused("ranks built different optimizers: .*'lr': 0.1", params, Norms, lr=0.1 + group.rank(), kind=LayoutError)
+
+
+def test_the_default_rule_leaves_embeddings_and_heads_out() -> None:
+    matrices = ["h.0.attn.c_attn.weight", "multihead.0.weight", "layers.1.mlp.up.weight", "block.0.out.weight"]
+    others = ["wte.weight", "shared.weight", "lm_head.weight", "head.weight", "tok_embeddings.weight", "output.weight"]
+    others += ["encoder.0.relative_attention_bias.weight", "pos_emb.weight", "model.score.weight", "heads.1.weight"]
+    assert [name for name in (*matrices, *others) if is_hidden_matrix(name, (4, 4))] == matrices
+    assert not is_hidden_matrix("mlp.up.bias", (4,))

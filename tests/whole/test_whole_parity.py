@@ -4,6 +4,7 @@ Legend: `W` ranks.
 """
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlite import Precision, Route, ShardLite, WholeParameters
 from tests.support.models.experts import Model as Experts
@@ -344,3 +346,95 @@ def test_bf16_gradients_and_computation(group: Any) -> None:
     pair = Pair(LanguageModel, group, recipe="whole muon", precision=Precision(compute=torch.bfloat16))
     for _ in range(3):
         pair.step(on_tokens)
+
+
+def test_a_group_may_be_added_after_the_schedule_has_changed_the_rate(group: Any) -> None:
+    later: dict[bool, list[Any]] = {}
+
+    def make(params: Any, ours: bool) -> tuple[optim.Optimizer, Any]:
+        first, second, *later[ours] = list(params)
+        optimizer = norms([first, second], ours, lr=0.1)
+        return optimizer, StepLR(optimizer, 1, gamma=0.5)
+
+    model, twin, ours, theirs = trained_twins(group, make)
+    for step in range(4):
+        backward(model, twin, step)
+        for (optimizer, scheduler), is_ours in ((ours, True), (theirs, False)):
+            take_step(optimizer)
+            scheduler.step()
+            if step == 1:
+                optimizer.add_param_group({"params": later[is_ours]})
+        model.zero_grad()
+        twin.zero_grad()
+        compare(model, twin)
+
+
+class Counting(Norms):
+    """Keeps a tensor, a list and its learning rate in the group, changes them in place, and keeps the last gradient."""
+
+    def __init__(self, params: Any, lr: Any = 0.02) -> None:
+        optim.Optimizer.__init__(
+            self, params, {"lr": lr, "momentum": 0.9, "count": torch.zeros(()), "kept": [], "rate": torch.tensor(0.5)}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+            group["kept"].append(1)
+            group["rate"].mul_(0.9)
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    change = param.grad - state.get("last", 0)
+                    state["last"] = param.grad
+                    param.sub_(change / change.norm(), alpha=float(group["rate"] * group["lr"] * len(group["kept"])))
+
+
+@pytest.mark.ranks(2, 3)
+def test_options_and_states_that_a_class_changes_in_place(group: Any) -> None:
+    def make(params: Any, ours: bool) -> tuple[optim.Optimizer, Any]:
+        lr = torch.tensor(0.02)
+        optimizer = WholeParameters(params, Counting, lr=lr) if ours else Counting(params, lr=lr)
+        return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
+
+    for stage in some_stages(0, 3):
+        model, twin, ours, theirs = trained_twins(group, make, stage=stage)
+        for step in range(4):
+            backward(model, twin, step)
+            for optimizer, scheduler in (ours, theirs):
+                take_step(optimizer)
+                scheduler.step()
+            if stage:
+                compare(model, twin)
+            if step == 1:
+                for optimizer, _ in (ours, theirs):
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        same_states(f"stage {stage}", model.full_state_dict(), twin.masters)
+        counts = [[(float(each["count"]), len(each["kept"])) for each in o.param_groups] for o, _ in (ours, theirs)]
+        assert counts[0] == counts[1] == [(4.0, 4)]
+
+
+def test_states_may_be_reset(group: Any) -> None:
+    model, twin, ours, theirs = trained_twins(group, norms)
+    for step in range(4):
+        backward(model, twin, step)
+        for optimizer in (ours, theirs):
+            if step == 1:
+                optimizer.state.clear()
+            if step == 3:
+                optimizer.state = defaultdict(dict)
+            take_step(optimizer)
+        compare(model, twin)
+
+
+def test_global_hooks_see_one_step(group: Any) -> None:
+    seen: list[Any] = []
+    model, twin, ours, _ = trained_twins(group, norms)
+    backward(model, twin, 0)
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        ours.step()
+    finally:
+        hook.remove()
+    assert seen == [ours]
