@@ -13,6 +13,7 @@ and number of ranks, with an outcome for each stage:
 | `warned` | a `ShardWarning`: the optimizer draws random numbers, or could not be checked |
 | `plain run fails` | the class does not train the twin, so there is nothing to compare |
 | `constructor fails` | the class itself refuses shards when it is built |
+| `same per block` | weights have the bits of a twin with an instance per block: the class computes matrices together |
 | `differs` | weights differ, and nobody was told: a defect |
 | `fails` | another error: a defect |
 """
@@ -119,6 +120,11 @@ def _loss(model: Callable[..., Any], step: int, rank: int) -> Tensor:
     return loss
 
 
+def _kept(make: Make, made: list[Optimizer], params: list[Tensor]) -> Optimizer:
+    made.append(make(params))
+    return made[-1]
+
+
 def _backward(model: Callable[..., Any], step: int, rank: int) -> None:
     _loss(model, step, rank).backward()
 
@@ -135,7 +141,8 @@ def _outcome(plain: Make, make: Make, stage: int, group: dist.ProcessGroup) -> t
             theirs = plain(list(twin.masters.values()))
         except Exception as error:  # a foreign class may raise anything
             return "plain run fails", _brief(error)
-        failed = _first_of_ranks(lambda: _train(model, twin, make, theirs, group), group)
+        made: list[Optimizer] = []
+        failed = _first_of_ranks(lambda: _train(model, twin, partial(_kept, make, made), theirs, group), group)
         told = next((str(each.message) for each in said if issubclass(each.category, ShardWarning)), "")
     if failed is not None:
         return failed
@@ -143,7 +150,25 @@ def _outcome(plain: Make, make: Make, stage: int, group: dist.ProcessGroup) -> t
     same = all(torch.equal(weights[name], value) for name, value in twin.state_dict().items())
     if told:
         return "warned", told
-    return ("same", "") if same else ("differs", "")
+    if same or not isinstance(made[-1], WholeParameters):
+        return ("same", "") if same else ("differs", "")
+    alike = _trained_per_block(plain, group)
+    return ("same per block" if all(torch.equal(weights[name], alike[name]) for name in weights) else "differs"), ""
+
+
+def _trained_per_block(plain: Make, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Train a plain twin with one instance of the class per block. Return its weights."""
+    twin = Twin(net(), group.size(), None, group=group)
+    blocks = dict.fromkeys(name.partition(".")[0] for name in twin.masters)
+    optimizers = [
+        plain([each for name, each in twin.masters.items() if name.startswith(f"{block}.")]) for block in blocks
+    ]
+    for step in range(STEPS):
+        twin.backward(partial(_backward, twin, step, group.rank()))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return dict(twin.state_dict())
 
 
 def _train(model: ShardLite, twin: Twin, make: Make, theirs: Optimizer, group: dist.ProcessGroup) -> Any:

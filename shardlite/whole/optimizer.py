@@ -219,8 +219,8 @@ class WholeParameters(WholeStateOptimizer):
         if verdict.same is None or verdict.draws:
             random = "it draws random numbers, which an unsharded model would draw in another order"
             warnings.warn(
-                f"WholeParameters: whether {name} steps each parameter by itself, with the bits of an unsharded model, "
-                f"was not checked: {random if verdict.draws else verdict.why}",
+                f"WholeParameters: steps of {name} may differ from those of an unsharded model: "
+                f"{random if verdict.draws else verdict.why}",
                 ShardWarning,
                 stacklevel=5,
             )
