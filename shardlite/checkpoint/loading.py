@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
 from shardlite.checkpoint import files, memory_copies
-from shardlite.checkpoint.contents import Run, check_keys, names_of, restore, restore_generators
+from shardlite.checkpoint.contents import Run, check_keys, kind_of, names_of, restore, restore_generators
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
@@ -260,8 +260,8 @@ class _StateOnDisk:
         checkpoint, groups = self._checkpoint, dict[int, dict[str, str]]()
         for entry in checkpoint.entries:
             path = checkpoint.path_of(entry)
-            place = path.index("state") if "state" in path[:-2] else -1
-            if place >= 0 and path[place + 1] in known:
+            place = next((i for i, key in enumerate(path[:-2]) if key == "state" and path[i + 1] in known), -1)
+            if place >= 0:
                 self._moments.setdefault(str(path[place + 1]), {})[path[place + 2 :]] = entry
             elif len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
                 groups.setdefault(path[-2], {})[str(path[-1])] = entry
@@ -279,7 +279,7 @@ class _StateOnDisk:
 
     def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
         """Check that the saved groups belong to an optimizer of this kind, with the same parameters."""
-        kind, folder = type(optimizer).__name__, self._checkpoint.folder
+        kind, folder = kind_of(optimizer), self._checkpoint.folder
         for saved, group in zip(self.groups, optimizer.param_groups, strict=False):
             absent = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
             if absent:

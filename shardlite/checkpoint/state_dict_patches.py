@@ -149,7 +149,8 @@ def _add_owned(state: _State, model: ShardLite, optimizer: WholeParameters) -> N
         content = (
             pickled(name, flat or state.get("state", {}).get(name, {})).getvalue() if optimizer.owns(param) else b""
         )
-        length = context.all_gather_int(len(content), "the length of a state")[owner]
+        lengths = context.all_gather_int(len(content), "the length of a state")
+        length = lengths[context.rank - context.transport.rank + owner]  # in this replica
         data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8).to(context.device)
         broadcast_tensor(data, context.inline[0], source=owner, operation=context.operation("a state", "values"))
         if not optimizer.owns(param) and (found := unpickled(name, BytesIO(data.cpu().numpy().tobytes()))):

@@ -331,7 +331,7 @@ def broadcast(
 def exchange(
     parcels: Sequence[tuple[Sequence[tuple[Tensor, int]], Sequence[tuple[Tensor, int]]]],
     transport: Transport,
-    total: int,
+    numel: int,
     *,
     operation: Operation = UNNAMED,
 ) -> None:
@@ -342,13 +342,13 @@ def exchange(
             rank. All ranks must pass parcels in the same order. A parcel has at most two tensors for each other rank
             and direction.
         transport: connects the ranks.
-        total: a number that is equal on all ranks. It identifies the operation, as the size of a buffer does.
+        numel: number of elements of all parcels, equal on all ranks. It identifies the operation.
         operation: names the operation in errors and counts.
 
     Raises:
         CommError: a peer failed, timed out or runs a different operation; the received tensors are then undefined.
     """
-    described = torch.empty(total, dtype=torch.uint8, device="meta")
+    described = torch.empty(numel, dtype=torch.uint8, device="meta")
     with Running(operation, described):
         channel = operation.channel(transport, described, (), "exchange")
         if transport.batched:

@@ -1,8 +1,9 @@
 """Optimizer steps on wrapped models: the components of a model that a step uses, and the hooks of all optimizers.
 
 An optimizer that was built before wrapping, and is not ShardLite's, holds the module's own parameters. These parameters
-have no gradients, so the optimizer would silently train nothing. The first step of such an optimizer raises. A wrapped
-model is notified of each step that changes the model, and can skip the step.
+have no gradients, so the optimizer would silently train nothing. The first step of such an optimizer raises. So does
+the first step on shards of an optimizer that is not elementwise (`optim/probe.py`). A wrapped model is notified of each
+step that changes the model, and can skip the step.
 """
 
 import warnings

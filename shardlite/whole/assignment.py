@@ -82,7 +82,8 @@ def ranges_of(layout: Layout, index: int, *, whole: bool) -> Sequence[tuple[int,
 
 
 TOLERANCE = 1.1
-"""A rank that keeps no part of a parameter may own it if the load of each other rank would exceed the mean so much."""
+"""A rank that keeps no part of a parameter may own it only if each rank that keeps a part would otherwise have more
+than this multiple of the mean load."""
 
 
 class Loads:
@@ -120,7 +121,7 @@ class Loads:
 
 
 def assign(members: Sequence[Owned], owned: Iterable[Owned] = ()) -> None:
-    """Set the owner of each member. Owneds in `owned` have owners already, which count in the loads.
+    """Set the owner of each member. Parameters in `owned` already have owners, and count in the loads.
 
     All ranks get the same result, because it depends on the shapes and on the cuts between shards only.
     """

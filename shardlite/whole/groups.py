@@ -18,8 +18,8 @@ Rule = Callable[[str, Sequence[int]], bool]
 
 _TENSORS = ("params", "param_names")
 _NO_MATRIX = re.compile(
-    r"embed|(^|[._])emb([._]|$)|wte|wpe|position|(^|[._])shared[._]|attention_bias"
-    r"|(?<![a-z])([a-z]+_)?heads?([._]|$)|classifier|(^|\.)(output|score)\.weight$",
+    r"embed|(^|[._])emb([._]|$)|wte|wpe|(^|[._])position|attention_bias"
+    r"|(?<![a-z])([a-z]+_)?head([._]|$)|classifier|^(\D*\.)?(shared|output|score)\.weight$",
     re.IGNORECASE,
 )
 """Words in the names of embeddings, tables of positions, and heads."""
@@ -99,11 +99,12 @@ def check_elementwise(options: Mapping[str, Any]) -> None:
     Raises:
         TypeError: an option is unknown, or cannot be combined with `WholeParameters`.
     """
-    known = ("lr", "betas", "eps", "weight_decay", "max_update", "state")
+    known = ("lr", "betas", "eps", "weight_decay", "max_update")
     unknown = [option for option in options if option not in known]
     if unknown:
         raise TypeError(
-            f"WholeParameters: elementwise takes the options {', '.join(known)} of shardlite.AdamW, got {unknown[0]!r}"
+            f"WholeParameters: elementwise takes the options {', '.join(known)} of shardlite.AdamW, and `state` in the "
+            f"constructor, got {unknown[0]!r}"
         )
 
 
@@ -167,7 +168,11 @@ def divided(
     for options, pairs in ((each.options, each.params) for each in groups):
         given = {option: value for option, value in options.items() if option != "elementwise"}
         whole = Part(whole=True, options=given)
-        rest = Part(whole=False, options={**(elementwise or {}), **options.get("elementwise", {})})
+        own = options.get("elementwise", {})
+        if elementwise is None and own:
+            raise TypeError("WholeParameters: a group has an entry `elementwise`: also pass elementwise={...}")
+        check_elementwise(own)
+        rest = Part(whole=False, options={**(elementwise or {}), **own})
         for number, (name, param) in enumerate(pairs):
             member = members.get(param)
             known, shape = (name or f"ignored {number}", param.shape) if member is None else (member.name, member.shape)
@@ -178,5 +183,10 @@ def divided(
             part.params.append(param)
             part.names.append(known)
             part.members.append(member)
+        if given and not whole.params:
+            raise ValueError(
+                f"WholeParameters: a group has the options {', '.join(given)}, but AdamW steps all of its parameters: "
+                "pass these options in the group's entry `elementwise`"
+            )
         parts += [part for part in (whole, rest) if part.params]
     return parts

@@ -91,11 +91,14 @@ class Instance:
         self.groups[index] = self.optimizer.param_groups[-1]
         self.params |= params
 
-    def take(self, groups: Sequence[Group], changes: Sequence[Sequence[str]], state: Mapping[Tensor, Any]) -> None:
-        """Take over options that the program has changed, and states that it has replaced or removed."""
+    def take_options(self, groups: Sequence[Group], changes: Sequence[Sequence[str]]) -> None:
+        """Take over options that the program has changed."""
         for index, group in self.groups.items():
             hand_over(changes[index], groups[index], group)
             self._marks[index] = marks_of(group)
+
+    def take_states(self, state: Mapping[Tensor, Any]) -> None:
+        """Take over states that the program has replaced or removed."""
         for param, own in self.states().items():
             if (given := state.get(param)) is not own and self.optimizer is not None:
                 mine = self.params[param]
@@ -139,6 +142,5 @@ class Instance:
             for index, group in self.groups.items()
         ]
         state = {numbers[id(own)]: states[param] for param, own in self.params.items() if param in states}
-        further = {key: value for key, value in self.optimizer.state_dict().items() if key != "shardlite"}
-        self.optimizer.load_state_dict({**further, "state": state, "param_groups": own_groups})
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state, "param_groups": own_groups})
         self.groups = dict(zip(self.groups, self.optimizer.param_groups, strict=True))

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from shardlite.optim import (
     AdamW,
     Unconverted,
     WholeStateOptimizer,
+    canonical,
     probe_closure,
     probe_whole,
     step_without_hooks,
@@ -38,7 +40,7 @@ from shardlite.whole.groups import (
 from shardlite.whole.instance import Instance, Marks, changed, marks_of
 from shardlite.whole.members import Member, members_of
 from shardlite.whole.pipeline import run
-from shardlite.whole.steps import ClassStep, MuonStep, divides_muon, stand_in, step_stand_ins
+from shardlite.whole.steps import ClassStep, MuonStep, UnitStep, divides_muon, stand_in, step_stand_ins
 
 
 class WholeParameters(WholeStateOptimizer):
@@ -59,15 +61,16 @@ class WholeParameters(WholeStateOptimizer):
         optimizer_class: a subclass of `torch.optim.Optimizer` that treats each parameter by itself.
         elementwise: options of `shardlite.AdamW` for the parameters that are not stepped whole. These parameters form
             parameter groups of their own, and are stepped in shards. `None` steps all parameters whole. A parameter
-            group may have an entry `elementwise` with further options.
+            group may have an entry `elementwise` with further options. Other options of a group apply to its whole
+            parameters only.
         whole: `whole(name, shape) -> bool` selects the parameters that are stepped whole. The default selects matrices
-            that are neither embeddings nor heads, by their names. Used with `elementwise` only.
+            that are neither embeddings nor heads, by their names. Without `elementwise`, AdamW has its default options.
         **defaults: options of `optimizer_class`.
 
     Raises:
         LayoutError: the parameters are not those of a wrapped model, ranks pass different classes or parameters, or the
             class does not treat each parameter by itself. Also raised on ranks with valid arguments if another rank
-            has invalid arguments.
+            passes invalid arguments, except if none of its parameters is a shard or a group is empty.
         TypeError: `optimizer_class` is not an optimizer class, or does not take the options.
         ValueError: a parameter occurs twice, or a group is empty.
 
@@ -86,14 +89,17 @@ class WholeParameters(WholeStateOptimizer):
         whole: Rule | None = None,
         **defaults: Any,
     ) -> None:
-        self.optimizer_class, self._options, self._rule = optimizer_class, defaults, whole
+        self.optimizer_class, self._rule = optimizer_class, whole
         given = {} if elementwise is None and whole is not None else elementwise
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"WholeParameters: elementwise must be a dict of options, got {type(given).__name__}")
         self._moments = "fp32" if given is None else given.get("state", "fp32")
         self._elementwise = None if given is None else {key: given[key] for key in given if key != "state"}
+        # A bound method would be a reference cycle, which keeps the model's memory until a garbage collection.
+        self._make: Callable[[list[Group]], Optimizer] = lambda groups: optimizer_class(groups, **defaults)
+        self._divides = optimizer_class is Muon and divides_muon()
         self._members: dict[Tensor, Member] = {}
-        self._units: dict[tuple[Context, str], ClassStep | MuonStep] = {}
+        self._units: dict[tuple[Context, str], UnitStep] = {}
         self._ignored = Instance(self._make)
         self._stand_ins = Instance(self._make)
         self._adamw: AdamW | None = None
@@ -107,6 +113,7 @@ class WholeParameters(WholeStateOptimizer):
         self._rest: list[str] = []
         """Names of the parameters that are stepped elementwise."""
 
+        self._closure_is_checked = False
         self.has_stepped = False
         """Whether a step was taken or a state was loaded. The value is equal on all ranks."""
 
@@ -183,18 +190,27 @@ class WholeParameters(WholeStateOptimizer):
         parts = divided(groups, self._elementwise, self._rule, members, self._held())
         whole = [part for part in parts if part.whole]
         if whole:
-            self._fill(whole, are_parts=any(model.shards.are_parts for model in models))
+            are_parts = any(model.shards.are_parts for model in models)
+            replicas = any(model.context.replicas is not None for model in models)
+            self._fill(whole, are_parts=are_parts, has_replicas=replicas)
+        else:
+            warnings.warn(
+                f"WholeParameters: {self.optimizer_class.__name__} steps no parameter, because AdamW steps all: pass "
+                "whole=...",
+                ShardWarning,
+                stacklevel=4,
+            )
         for part in parts:
             if not part.whole:
                 part.fill(AdamW([{**part.options, "params": part.params}], state=self._moments).param_groups[0])
         return parts
 
-    def _fill(self, parts: Sequence[Part], *, are_parts: bool) -> None:
+    def _fill(self, parts: Sequence[Part], *, are_parts: bool, has_replicas: bool) -> None:
         """Fill in the options of the class, from an instance with placeholders, and probe the class."""
         try:
             prototype = self._make([{**part.options, "params": part.placeholders()} for part in parts])
         except ValueError as error:
-            if self._elementwise is None:
+            if self._elementwise is None and any(len(m.shape) != 2 for part in parts for m in part.members if m):
                 hint = "to step some of the parameters by shardlite.AdamW, pass elementwise={...} with its options"
                 raise ValueError(f"{error} (WholeParameters: {hint})") from error
             raise
@@ -204,17 +220,22 @@ class WholeParameters(WholeStateOptimizer):
         verdict, name = probe_whole(prototype), self.optimizer_class.__name__
         if verdict.same is False:
             fails = "cannot be tried" if verdict.why.startswith(RAISES) else "does not step each parameter by itself"
-            remedy = "Use stage=0, where every rank has all parameters"
+            remedy = f"Use stage=0 and {name} itself, because every rank then has all parameters"
             if not are_parts:
                 remedy = f"Every rank has all parameters, so build {name} itself from parameters() of the model"
             raise LayoutError(f"WholeParameters: {name} {fails}: {verdict.why}. {remedy}")
-        own = prototype.state_dict().keys() - {"state", "param_groups", "shardlite"}
+        own = prototype.state_dict().keys() - {"state", "param_groups"}
         if own:
             warnings.warn(
                 f"WholeParameters: state_dict() and checkpoints lack {', '.join(sorted(own))}, which {name} keeps "
                 "besides its states and groups",
                 ShardWarning,
                 stacklevel=5,
+            )
+        if verdict.draws and has_replicas:
+            raise LayoutError(
+                f"WholeParameters: {name} draws random numbers, so the weights of replicas would differ: use a group "
+                "without replicas"
             )
         if verdict.same is None or verdict.draws:
             random = "it draws random numbers, which an unsharded model would draw in another order"
@@ -227,9 +248,6 @@ class WholeParameters(WholeStateOptimizer):
 
     def _held(self) -> set[Tensor]:
         return {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
-
-    def _make(self, groups: list[Group]) -> Optimizer:
-        return self.optimizer_class(groups, **self._options)
 
     # ---- members and units ------------------------------------------------------------------------------------------
 
@@ -267,14 +285,11 @@ class WholeParameters(WholeStateOptimizer):
             units.setdefault((each.context, each.unit), []).append(each)
         options = options_of(self.param_groups[index])
         for unit, own in units.items():
-            self._units.setdefault(unit, self._new_step()).add(index, options, own)
-        if isinstance(self._new_step(), ClassStep) and not any(each.is_mine for each in members):
+            if unit not in self._units:
+                self._units[unit] = MuonStep(proxy(self)) if self._divides else ClassStep(self._make)
+            self._units[unit].add(index, options, own)
+        if members and not self._divides and not any(each.is_mine for each in members):
             self._stand_ins.add(index, options, {members[0].shard: stand_in(members[0])})
-
-    def _new_step(self) -> ClassStep | MuonStep:
-        if self.optimizer_class is Muon and divides_muon():
-            return MuonStep(self)
-        return ClassStep(self._make)
 
     @property
     def members(self) -> list[Member]:
@@ -283,8 +298,7 @@ class WholeParameters(WholeStateOptimizer):
 
     def holds_whole(self, param: Tensor) -> bool:
         """Return whether the state of `param` belongs to the whole parameter. Only the owner has such a state."""
-        member = self._members.get(param)
-        return member is not None and isinstance(self._units[member.context, member.unit], ClassStep)
+        return param in self._members and not self._divides
 
     def owns(self, param: Tensor) -> bool:
         """Return whether this rank steps the parameter `param`, which is stepped whole."""
@@ -330,11 +344,13 @@ class WholeParameters(WholeStateOptimizer):
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return loss  # the step is skipped, for example because a gradient is not finite
         self._check_groups()
-        self.has_stepped = True
+        self.has_stepped = self.has_stepped or any(param.grad is not None for param in self._members)
         changes = [changed(group, seen) for group, seen in zip(self.param_groups, self._seen, strict=True)]
         instances = list(self._instances())
         for each in instances:
-            each.take(self.param_groups, changes, self.state)
+            each.take_options(self.param_groups, changes)
+            if each is not self._stand_ins:
+                each.take_states(self.state)
         self._step_all()
         for each in instances:
             each.give(self.param_groups)
@@ -344,12 +360,15 @@ class WholeParameters(WholeStateOptimizer):
 
     def _check_closure(self) -> None:
         """Raise if the class uses a closure otherwise than by calling it once before the step."""
+        if self._closure_is_checked:
+            return
         instance = next((each.optimizer for each in self._instances() if each.optimizer is not None), None)
         if instance is not None and probe_closure(instance).same is False:
             raise LayoutError(
                 f"WholeParameters: {self.optimizer_class.__name__} does not call the closure once, before its step, as "
-                "WholeParameters does: use stage=0, where every rank has all parameters"
+                "WholeParameters does: use stage=0 and the class itself"
             )
+        self._closure_is_checked = True
 
     def _check_groups(self) -> None:
         """Raise if the program has changed the parameters of a group by hand."""
@@ -382,9 +401,7 @@ class WholeParameters(WholeStateOptimizer):
         """Enter the states that instances have created into `state`."""
         for each in self._instances():
             if each is not self._stand_ins:
-                for param, state in each.states().items():
-                    if self.state.get(param) is not state:
-                        self.state[param] = state
+                self.state.update(each.states())
 
     def _queue(self, context: Context) -> StreamQueue:
         if context not in self._queues:
@@ -397,6 +414,18 @@ class WholeParameters(WholeStateOptimizer):
         yield self._stand_ins
 
     # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank. As in `AdamW.state_dict`, the moments of AdamW are in fp32.
+
+        Returns:
+            `state` and `param_groups`. The state of a whole parameter is on its owner only.
+        """
+        saved: dict[str, Any] = super().state_dict()
+        groups = zip(saved["param_groups"], self._is_whole, strict=True)
+        rest = {index for group, whole in groups if not whole for index in group["params"]}
+        decoded = {i: canonical(entry) for i, entry in saved["state"].items() if i in rest and "exp_avg" in entry}
+        return {**saved, "state": saved["state"] | decoded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state that `state_dict()` has returned on this rank.
@@ -417,9 +446,10 @@ class WholeParameters(WholeStateOptimizer):
         self.state.clear()
         rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
         if self._adamw is not None:
-            self._adamw.param_groups = rest
+            self._adamw.__setstate__({"state": {}, "param_groups": rest})  # checks and completes the options
+            self._adamw.state = self.state
         entries = {
-            param: {name: getattr(value, "value", value) for name, value in entry.items()}
+            param: {name: value.value for name, value in entry.items()}
             for param, entry in state["state"].items()
             if isinstance(param, Tensor)
         }
@@ -438,7 +468,8 @@ class WholeParameters(WholeStateOptimizer):
             if param in stepped and self._adamw is not None:
                 self._adamw.load_entries([(param, entry)])
             elif param in self._members and not self.holds_whole(param):
-                self.state[param] = entry
+                values = {name: v.to(param.device) if isinstance(v, Tensor) else v for name, v in entry.items()}
+                self.state[param] = values
             else:
                 states[param] = entry
         for each in self._instances():

@@ -1,4 +1,4 @@
-"""The way of the pieces: to the owners and back, unit by unit.
+"""Pieces of parameters travel to the owners and back, unit by unit.
 
 While the parameters of a unit are stepped, the pieces of the next unit travel, and those of the unit before return:
 
@@ -64,7 +64,7 @@ class _Flight:
         context, unit = self._context, self._unit
         during = f"a step of {len(self._members)} parameters of this unit, which must have gradients on all ranks"
         operation = context.operation(f"whole parameters of unit {unit!r} {purpose}", purpose, unit, during=during)
-        nbytes = sum(each.numel for each in self._members)
+        numel = sum(each.numel for each in self._members)
 
         def run() -> None:
             with context.traffic.running(purpose, unit):
@@ -72,7 +72,7 @@ class _Flight:
                     for target, source in copies:
                         if target.data_ptr() != source.data_ptr():
                             target.copy_(source)
-                exchange([parcel for parcel, _ in parcels], context.inline[0], nbytes, operation=operation)
+                exchange([parcel for parcel, _ in parcels], context.inline[0], numel, operation=operation)
 
         return self._queue.submit(run)
 

@@ -14,7 +14,7 @@ Legend: `n` elements of a whole parameter, `k` elements that this rank keeps.
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardlite.whole.groups import Group
 from shardlite.whole.instance import Instance
 from shardlite.whole.members import Member, placeholder
-
-
-class UnitStep(Protocol):
-    """A step of the parameters of one unit."""
-
-    members: list[Member]
-
-    def nbytes(self, member: Member) -> Sequence[tuple[torch.dtype, int]]:
-        """Return dtype and bytes of each tensor that is assembled for a parameter."""
-
-    def begin(self, member: Member) -> Sequence[Tensor]:
-        """Return this rank's pieces [k] that go to the owner."""
-
-    def run(self, wholes: Sequence[tuple[Member, Sequence[Tensor]]]) -> None:
-        """Step the parameters that this rank owns, given the assembled tensors [n] of each. Overwrite the first."""
-
-    def end(self, member: Member, piece: Tensor) -> None:
-        """Store the piece [k] that has come back from the owner."""
 
 
 class ClassStep:
@@ -71,6 +53,7 @@ class ClassStep:
     def run(self, wholes: Sequence[tuple[Member, Sequence[Tensor]]]) -> None:
         """Step the parameters that this rank owns, given weight [n] and gradient [n] of each. Overwrite the weights."""
         params = self.instance.params
+        before = [(params[member.shard], params[member.shard].data) for member, _ in wholes]
         for member, (weight, grad) in wholes:
             param = params[member.shard]
             param.data = weight.view(tuple(member.shape))
@@ -86,10 +69,8 @@ class ClassStep:
                     if member.moves and member.shard in states:
                         _own_memory(states[member.shard], grad)
         finally:
-            for member, _ in wholes:
-                param = params[member.shard]
-                param.grad = None
-                param.data = placeholder(member).data
+            for param, nothing in before:
+                param.data, param.grad = nothing, None
 
     def end(self, member: Member, piece: Tensor) -> None:
         """Store the new weight [k]."""
@@ -149,6 +130,9 @@ class MuonStep:
         member.write(weight)
 
 
+UnitStep: TypeAlias = ClassStep | MuonStep
+
+
 # ---- the parts of a step of `torch.optim.Muon` ----------------------------------------------------------------------
 
 _muon: Any = import_module("torch.optim._muon")  # the attribute `torch.optim._muon` is a function in some versions
@@ -170,14 +154,14 @@ def orthogonal(update: Tensor, group: Group) -> Tensor:
 
 def apply(weight: Tensor, update: Tensor, shape: Sequence[int], group: Group) -> None:
     """Add an orthogonalized update [k] to a part [k] of a weight of the given shape."""
-    lr = float(group["lr"])
+    lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]  # as in PyTorch
     weight.mul_(1 - lr * group["weight_decay"])
     weight.add_(update, alpha=-_muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape)))
 
 
 def stand_in(member: Member) -> nn.Parameter:
-    """Return a small parameter with as many dimensions as the member."""
-    shape = [min(length, 8) for length in member.shape]
+    """Return a parameter like the member, with at most 160 elements per dimension."""
+    shape = [min(length, 160) for length in member.shape]
     return nn.Parameter(torch.zeros(shape, dtype=member.flat.master, device=member.shard.device))
 
 
@@ -185,8 +169,8 @@ def step_stand_ins(instance: Instance) -> None:
     """Step small parameters, so that the options of their groups (such as step counts) follow those of other ranks."""
     generator = torch.Generator().manual_seed(0)
     for param in instance.params.values():
-        param.data = torch.randn(param.shape, generator=generator).to(param)
-        param.grad = torch.randn(param.shape, generator=generator).to(param)
+        param.data = torch.randn(param.shape, generator=generator, device="cpu").to(param)
+        param.grad = torch.randn(param.shape, generator=generator, device="cpu").to(param)
     instance.step()
 
 
@@ -194,13 +178,13 @@ def step_stand_ins(instance: Instance) -> None:
 def divides_muon() -> bool:
     """Return whether the parts above give the bits of `torch.optim.Muon` in the installed version of PyTorch."""
     generator = torch.Generator().manual_seed(0)
-    weight, other = (torch.randn(shape, generator=generator) for shape in ((9, 7), (5, 8)))
-    for nesterov, adjust, start in ((True, None, weight), (False, "match_rms_adamw", other)):
-        options: Any = {"lr": 0.1, "weight_decay": 0.3, "nesterov": nesterov, "adjust_lr_fn": adjust}
+    tall, wide = (torch.randn(shape, generator=generator, device="cpu") for shape in ((9, 7), (64, 256)))
+    for nesterov, adjust, start, lr in ((True, None, tall, 0.1), (False, "match_rms_adamw", wide, torch.tensor(0.02))):
+        options: Any = {"lr": lr, "weight_decay": 0.3, "nesterov": nesterov, "adjust_lr_fn": adjust}
         param, ours = nn.Parameter(start.clone()), start.clone()
         optimizer, buffer = Muon([param], **options), torch.zeros_like(start)
         for _ in range(2):
-            param.grad = torch.randn(start.shape, generator=generator)
+            param.grad = torch.randn(start.shape, generator=generator, device="cpu")
             optimizer.step()  # type: ignore[no-untyped-call]
             try:
                 group = optimizer.param_groups[0]

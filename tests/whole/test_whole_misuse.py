@@ -1,5 +1,7 @@
 """Wrong arguments of `WholeParameters` end in an error on every rank, and nothing hangs."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -109,6 +111,30 @@ def test_it_cannot_be_copied(group: Any) -> None:
         copy.deepcopy(optimizer)
 
 
+def test_a_group_whose_options_have_no_effect_is_refused(group: Any) -> None:
+    params = list(model_of(group).parameters())
+    groups = [{"params": [p for p in params if p.ndim == 2]}, {"params": [p for p in params if p.ndim < 2], "lr": 0.1}]
+    refused("AdamW steps all of its parameters", groups, optim.Muon, elementwise={}, kind=ValueError)
+    refused("also pass elementwise", [{"params": params, "elementwise": {"lr": 0.1}}], Norms, kind=TypeError)
+    with pytest.warns(ShardWarning, match="Norms steps no parameter"):
+        WholeParameters(params, Norms, whole=lambda *_: False)
+
+
+def test_a_model_and_its_optimizer_are_freed_together(group: Any) -> None:
+    for kind, options in ((Norms, {}), (optim.Muon, {"elementwise": {}})):
+        model = model_of(group)
+        optimizer = WholeParameters(model.parameters(), kind, **options)
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        there = weakref.ref(optimizer)
+        gc.disable()
+        try:
+            del optimizer
+            assert there() is None
+        finally:
+            gc.enable()
+
+
 def test_groups_that_are_changed_by_hand_are_refused(group: Any) -> None:
     model = model_of(group)
     optimizer = WholeParameters(model.parameters(), Norms)
@@ -190,7 +216,8 @@ def test_other_options_on_another_rank_are_an_error_on_all(group: Any) -> None:
 
 def test_the_default_rule_leaves_embeddings_and_heads_out() -> None:
     matrices = ["h.0.attn.c_attn.weight", "multihead.0.weight", "layers.1.mlp.up.weight", "block.0.out.weight"]
+    matrices += ["layers.0.shared_expert.gate_proj.weight", "blocks.0.attention.output.weight", "decomposition.weight"]
     others = ["wte.weight", "shared.weight", "lm_head.weight", "head.weight", "tok_embeddings.weight", "output.weight"]
-    others += ["encoder.0.relative_attention_bias.weight", "pos_emb.weight", "model.score.weight", "heads.1.weight"]
+    others += ["encoder.0.relative_attention_bias.weight", "pos_emb.weight", "model.score.weight"]
     assert [name for name in (*matrices, *others) if is_hidden_matrix(name, (4, 4))] == matrices
     assert not is_hidden_matrix("mlp.up.bias", (4,))

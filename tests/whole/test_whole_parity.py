@@ -415,6 +415,33 @@ def test_options_and_states_that_a_class_changes_in_place(group: Any) -> None:
         assert counts[0] == counts[1] == [(4.0, 4)]
 
 
+def test_muon_with_a_tensor_as_learning_rate(group: Any) -> None:
+    def make(params: Any, ours: bool) -> optim.Optimizer:
+        matrices = [param for _, param in params if param.ndim == 2]
+        options: dict[str, Any] = {"lr": torch.tensor(0.02), "adjust_lr_fn": "match_rms_adamw"}
+        return WholeParameters(matrices, optim.Muon, **options) if ours else optim.Muon(matrices, **options)
+
+    model, twin, ours, theirs = trained_twins(group, make)
+    for step in range(3):
+        backward(model, twin, step)
+        take_step(ours)
+        take_step(theirs)
+        model.zero_grad()
+        twin.zero_grad()
+        compare(model, twin)
+
+
+def test_a_group_of_ignored_parameters(group: Any) -> None:
+    module = make_mlp()
+    last = [each for each in module if isinstance(each, nn.Linear)][-1]
+    model = ShardLite(module, group=group, ignore=[last])
+    ours = [param for name, param in model.named_parameters() if not name.startswith("4.")]
+    optimizer = WholeParameters([{"params": ours}, {"params": list(last.parameters())}], Norms, lr=0.02)
+    before = [param.detach().clone() for param in last.parameters()]
+    take_step(optimizer, on_rows(model, Turn(0, dist.get_rank(), 0)))
+    assert not any(map(torch.equal, before, last.parameters()))
+
+
 def test_states_may_be_reset(group: Any) -> None:
     model, twin, ours, theirs = trained_twins(group, norms)
     for step in range(4):
