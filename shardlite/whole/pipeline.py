@@ -9,7 +9,8 @@ Whole parameters lie in two buffers, which the units use in turn. The queue runs
 filled again only after its former content has been sent back. The buffers are freed after the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ class _Flight:
             for each in self._members:
                 self._step.end(each, self._pieces[each][0])
 
+    def abandon(self) -> None:
+        """Wait for the latest messages on a GPU. On a CPU, a peer might never send them."""
+        if self._queue.on_stream:
+            self._work.wait()
+
     def _submit(self, purpose: str, parcels: Sequence[tuple[Parcel, Copies]]) -> Work:
         context, unit = self._context, self._unit
         during = f"a step of {len(self._members)} parameters of this unit, which must have gradients on all ranks"
@@ -101,12 +107,25 @@ def run(
                 step.run(())  # counts the step
         while current is not None:
             following = next(flights, None)
-            current.step()
+            with _waiting_after_errors(current, following):
+                current.step()
             if earlier is not None:
                 earlier.end()
             earlier, current = current, following
         if earlier is not None:
             earlier.end()
+
+
+@contextmanager
+def _waiting_after_errors(*flights: _Flight | None) -> Iterator[None]:
+    """After an error, wait for messages in flight, which a GPU may still read or write, before memory is freed."""
+    try:
+        yield
+    except Exception:
+        for each in filter(None, flights):
+            with suppress(Exception):
+                each.abandon()
+        raise
 
 
 def _begun(*arguments: Any) -> _Flight:
