@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
 def candidates(library: str) -> Iterator[Candidate]:
     """Yield the optimizers that a library names, except those that need another package or a GPU."""
     for name, kind, options in _LIBRARIES[library]():
-        attempts = _ATTEMPTS if options is None else ({"lr": LR, **options}, options)
+        attempts = _ATTEMPTS if options is None else ({"lr": LR, **options}, options, {"momentum": 0.9, **options})
         found = [Candidate(library, name, kind, each, grouped) for grouped in (False, True) for each in attempts]
         yield next(filter(_can_build, found), found[0])
 

@@ -396,7 +396,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 def _remedy(name: str, whole: Verdict) -> str:
     """Return how an optimizer that cannot step shards can step whole parameters."""
     if whole.why.startswith(RAISES):
-        return "It may require other gradients, or parameters that belong together: use another optimizer, or stage=0"
+        return "It may require a closure, other gradients, or parameters that belong together. Use stage=0"
     if whole.same is False:
         return (
             f"Neither can shardlite.WholeParameters, because {whole.why}. Use stage=0, where each rank has all whole "

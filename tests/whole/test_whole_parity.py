@@ -43,7 +43,7 @@ KINDS = list(WHOLE)
 def test_training_follows_the_twin(group: Any, kind: str) -> None:
     """Parameters are tied, and cut anywhere. With accumulation of both kinds, and clipping."""
     for stage in (0, 1, 2, 3) if group.size() == 2 else some_stages(3):
-        pair = Pair(LanguageModel, group, recipe=f"whole {kind}", stage=stage)
+        pair = Pair(LanguageModel, group, recipe=WHOLE[kind], stage=stage)
         pair.step(on_tokens)
         pair.step(on_tokens, ("local", "step"), clip=0.01)
         pair.step(on_tokens, ("local", "sharded", "step"), clip=0.01)
@@ -54,7 +54,7 @@ def test_training_follows_the_twin(group: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_no_rank_used_are_left_alone(group: Any, kind: str) -> None:
     for stage in some_stages(2, 3):
-        pair = Pair(Experts, group, recipe=f"whole {kind}", stage=stage)
+        pair = Pair(Experts, group, recipe=WHOLE[kind], stage=stage)
         for _ in range(5):
             pair.step(on_experts)
 
@@ -62,7 +62,7 @@ def test_parameters_that_no_rank_used_are_left_alone(group: Any, kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_may_be_frozen_for_a_while(group: Any, kind: str) -> None:
     for stage in some_stages(2, 3):
-        pair = Pair(LanguageModel, group, recipe=f"whole {kind}", stage=stage)
+        pair = Pair(LanguageModel, group, recipe=WHOLE[kind], stage=stage)
         for step in range(4):
             for name, param in pair.model.module.named_parameters():
                 param.requires_grad_(step in (0, 3) or "blocks.1" in name or "norm" in name)
@@ -76,7 +76,7 @@ def test_frozen_parameters_need_no_owner(group: Any, kind: str) -> None:
     def make() -> nn.Module:
         return frozen(LanguageModel(), lambda name: "qkv" in name or "blocks.1" in name)
 
-    pair = Pair(make, group, recipe=f"whole {kind}", stage=3)
+    pair = Pair(make, group, recipe=WHOLE[kind], stage=3)
     for _ in range(3):
         pair.step(on_tokens)
 
@@ -273,7 +273,7 @@ def test_hooks_and_closures(group: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_with_a_nan_are_skipped(group: Any, kind: str) -> None:
     """A skipped step changes nothing, the counts of a group included."""
-    pair = Pair(LanguageModel, group, recipe=f"whole {kind}")
+    pair = Pair(LanguageModel, group, recipe=WHOLE[kind])
     pair.step(on_tokens)
     before = pair.model.full_state_dict()
     loss = on_tokens(pair.model, Turn(9, pair.rank, 0))
@@ -343,7 +343,7 @@ def test_two_models_in_one_optimizer(group: Any) -> None:
 
 
 def test_bf16_gradients_and_computation(group: Any) -> None:
-    pair = Pair(LanguageModel, group, recipe="whole muon", precision=Precision(compute=torch.bfloat16))
+    pair = Pair(LanguageModel, group, recipe=WHOLE["muon"], precision=Precision(compute=torch.bfloat16))
     for _ in range(3):
         pair.step(on_tokens)
 

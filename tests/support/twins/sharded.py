@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.build.partition import UnitPolicy
 from tests.support.internals import flats, units
-from tests.support.twins.plain import RECIPES, Twin
+from tests.support.twins.plain import RECIPES, Recipe, Twin
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Pair:
         make: Callable[[], nn.Module],
         group: Any,
         *,
-        recipe: str = "adamw",
+        recipe: str | Recipe = "adamw",
         units: UnitPolicy = None,
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         replicas: int = 1,
@@ -171,7 +171,7 @@ class Pair:
         shared = everyone if together else None
         self.twin = self.make_twin(plain, everyone.size(), units, precision=precision, replicas=replicas, group=shared)
         self.model = ShardLite(module, group=group, units=units, precision=precision, **options)
-        chosen = RECIPES[recipe]
+        chosen = recipe if isinstance(recipe, Recipe) else RECIPES[recipe]
         self.optimizer = chosen.make(self.model.parameters())
         self._theirs = (chosen.twin or chosen.make)(self.twin.masters.values())
         self._steps = 0

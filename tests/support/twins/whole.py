@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardlite import WholeParameters
-from tests.support.twins.plain import RECIPES, PaddedAdamW, Recipe
+from tests.support.twins.plain import PaddedAdamW, Recipe
 from tests.support.twins.split import cut
 
 
@@ -90,4 +90,3 @@ WHOLE = {
     "adafactor": Recipe(whole(optim.Adafactor, lr=0.02), lambda p: optim.Adafactor(p, lr=0.02)),
     "muon": Recipe(sharded_muon, muon_and_adamw),
 }
-RECIPES.update({f"whole {name}": recipe for name, recipe in WHOLE.items()})
