@@ -12,7 +12,6 @@ from torch.optim import SGD
 from bench.optimizers.libraries import LIBRARIES, Candidate, candidates
 from bench.optimizers.sweep import DEFECTS, FILE, counts, sweep, table, try_all
 from bench.support.table import RESULTS, read_rows
-from tests.support.twins.sharded import slow
 
 SAMPLE = {
     "torch": ["SGD", "AdamW", "Muon", "Adafactor", "RAdam"],
@@ -28,12 +27,15 @@ def swept(library: str, group: Any, only: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def on(library: str, ranks: int, *marks: Any) -> Any:
+    absent = pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+    return pytest.param(library, ranks, marks=(absent, *marks))
+
+
 @pytest.mark.parametrize(
-    ("library", "group"), [("torch", 2), ("pytorch_optimizer", 3), ("timm", 2)], indirect=["group"]
+    ("library", "group"), [on("torch", 2), on("pytorch_optimizer", 3), on("timm", 2)], indirect=["group"]
 )
 def test_a_sample_is_the_same_or_refused(group: Any, library: str) -> None:
-    if not find_spec(library):
-        pytest.skip(f"{library} is not installed")
     rows = swept(library, group, SAMPLE[library])
     assert sorted(row["optimizer"] for row in rows) == sorted(SAMPLE[library])
     if library == "torch":
@@ -43,11 +45,11 @@ def test_a_sample_is_the_same_or_refused(group: Any, library: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "group"), [slow(library, ranks) for library in LIBRARIES for ranks in (2, 3)], indirect=["group"]
+    ("library", "group"),
+    [on(library, ranks, pytest.mark.slow) for library in LIBRARIES for ranks in (2, 3)],
+    indirect=["group"],
 )
 def test_all_are_the_same_or_refused(group: Any, library: str) -> None:
-    if not find_spec(library):
-        pytest.skip(f"{library} is not installed")
     assert swept(library, group, [])
 
 
