@@ -169,6 +169,16 @@ def compare(model: ShardLite, twin: Twin) -> None:
         same_bits(name, shards[name].detach(), part)
 
 
+def train_by_schedules(model: ShardLite, twin: Twin, *both: tuple[optim.Optimizer, Any], steps: int) -> None:
+    """Train both, step the schedulers, and compare after every step."""
+    for step in range(steps):
+        backward(model, twin, step)
+        for optimizer, scheduler in both:
+            take_step(optimizer)
+            scheduler.step()
+        compare(model, twin)
+
+
 def norms(params: Any, ours: bool, **options: Any) -> optim.Optimizer:
     return WholeParameters(params, Norms, **options) if ours else Norms(params, **options)
 
@@ -185,12 +195,7 @@ def test_groups_and_schedulers(group: Any) -> None:
         return optimizer, StepLR(optimizer, 2, gamma=0.3)
 
     model, twin, ours, theirs = trained_twins(group, make)
-    for step in range(5):
-        backward(model, twin, step)
-        for optimizer, scheduler in (ours, theirs):
-            take_step(optimizer)
-            scheduler.step()
-        compare(model, twin)
+    train_by_schedules(model, twin, ours, theirs, steps=5)
     assert [each["lr"] for each in ours[0].param_groups] == [each["lr"] for each in theirs[0].param_groups]
     assert [each["steps"] for each in ours[0].param_groups] == [5, 5]  # also where a rank owns no parameter of a group
 
@@ -215,12 +220,7 @@ def test_a_tensor_as_learning_rate(group: Any) -> None:
         return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
 
     model, twin, ours, theirs = trained_twins(group, make)
-    for step in range(4):
-        backward(model, twin, step)
-        for optimizer, scheduler in (ours, theirs):
-            take_step(optimizer)
-            scheduler.step()
-        compare(model, twin)
+    train_by_schedules(model, twin, ours, theirs, steps=4)
 
 
 def test_groups_can_be_added(group: Any) -> None:
