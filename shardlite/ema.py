@@ -48,7 +48,7 @@ class EMA:
     `model.memory()` counts the averages under `averages`.
 
     Args:
-        model: a wrapped model. It may have several `EMA`s.
+        model: a wrapped model. It may have several `EMA` objects.
         decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first update). A function
             can warm up the decay: `lambda n: min(0.999, (1 + n) / (10 + n))`.
 
