@@ -6,11 +6,14 @@ The bodies take a device. `test_symmetric.py` runs them on the CPU, over a symme
 import os
 import warnings
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import optim
 
+from shardlite import WholeParameters
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, symmetric_memory
 from shardlite.config import Route
@@ -117,9 +120,13 @@ def on_two_streams(group):
         assert_equal_bits(shards[i].cpu(), ring_sum(size, case, 1)[start:stop])
 
 
-def train_both_ways(group, in_backward):
-    expected = trained(group, gpu(), "p2p", in_backward=in_backward)
-    got = trained(group, gpu(), "symmetric_memory", in_backward=in_backward)
+def is_matrix(_, shape):
+    return len(shape) == 2
+
+
+def train_both_ways(group, *args, **options):
+    expected = trained(group, gpu(), "p2p", *args, **options)
+    got = trained(group, gpu(), "symmetric_memory", *args, **options)
     for name, weight in expected.items():
         assert_equal_bits(got[name], weight)
 
@@ -147,4 +154,10 @@ def test_two_transports_do_not_mix(overlapping, size):
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_training_gives_the_bits_of_messages(overlapping, size, in_backward):
-    overlapping.check(train_both_ways, size, in_backward)
+    overlapping.check(partial(train_both_ways, in_backward=in_backward), size)
+
+
+@pytest.mark.parametrize("kind", [optim.Muon, optim.Adafactor])
+@pytest.mark.parametrize("size", [2, 3])
+def test_whole_parameters_have_the_bits_of_messages(overlapping, size, kind):
+    overlapping.check(partial(train_both_ways, WholeParameters, optimizer_class=kind, whole=is_matrix), size)

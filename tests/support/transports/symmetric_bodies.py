@@ -55,16 +55,16 @@ def rings(transport, device):
         assert_equal_bits(shard.cpu(), ring_sum(size, case, size)[start:stop])
 
 
-def trained(group, device, transport, *, in_backward):
-    """Return the weights after three steps at stage 3, on the CPU."""
+def trained(group, device, transport, make=AdamW, **options):
+    """Return the weights on the CPU after three steps of an optimizer `make(parameters, **options)` at stage 3."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 30)) for _ in range(3)]
     model = ShardLite(nn.Sequential(*blocks).to(device), group=group, route=Route(transport=transport))
-    optimizer = AdamW(model.parameters(), lr=0.01, in_backward=in_backward)
+    optimizer = make(model.parameters(), lr=0.01, **options)
     for step in range(3):
         x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + dist.get_rank(group))).to(device)
         model(x).square().mean().backward()
-        if not in_backward:
+        if not options.get("in_backward"):
             model.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
