@@ -50,4 +50,4 @@ def test_training_has_the_bits_of_a_plain_run(kind, stage):
         expected = train(plain, kind(plain.parameters(), lr=0.02))
         assert all(map(torch.equal, losses, expected))
         weights = model.full_state_dict()
-        assert all(torch.equal(weights[name], weight) for name, weight in plain.state_dict().items())
+        assert all(torch.equal(weights[name], weight.cpu()) for name, weight in plain.state_dict().items())

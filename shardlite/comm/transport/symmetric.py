@@ -268,6 +268,10 @@ def _fill(target: Tensor, source: Tensor) -> None:
 
 
 _WHAT = "symmetric memory"
+_UNEQUAL = (
+    " (PyTorch numbers the rendezvous of a process, and ranks with different numbers do not find each other: each rank "
+    "must take part in equally many)"
+)
 
 
 def why_not(group: dist.ProcessGroup, device: torch.device, timeout: timedelta = TIMEOUT) -> str:
@@ -318,7 +322,7 @@ def symmetric_memory(
             area = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, _numbered(device))
             memory = _SymmetricMemory.rendezvous(area, group.group_name)
         except RuntimeError as error:
-            failure = f"rank {dist.get_rank(group)}: {error}"
+            failure = f"rank {dist.get_rank(group)}: {error}{_UNEQUAL if 'timeout' in str(error) else ''}"
         reason = next((each for each in all_gather_json(group, failure, _WHAT, timeout) if each), "")
         if not reason:
             assert memory is not None, "otherwise there is a reason"
