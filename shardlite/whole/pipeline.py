@@ -11,13 +11,12 @@ filled again only after its former content has been sent back. The buffers are f
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlite.comm import Context, StreamQueue, Work, exchange
-from shardlite.params import as_they_are
+from shardlite.params import as_they_are, round_up
 from shardlite.whole.members import Copies, Member, Parcel
 from shardlite.whole.steps import UnitStep
 
@@ -32,15 +31,13 @@ class _Flight:
         self._step, self._members, self._queue = step, members, queue
         self._context = members[0].context
         self._unit = members[0].unit
-        self._pieces = {each: step.begin(each) for each in members}
-        self._wholes = {each: self._place(each, tensors) for each, tensors in _assembled(buffer, step, members)}
-        gathered = [each for each in members if each.moves]
-        parcels = [each.to_owner(self._pieces[each], self._wholes.get(each, ())) for each in gathered]
-        self._work = self._submit("to owners", parcels)
-
-    def _place(self, member: Member, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the memory of the whole tensors of a member that this rank owns."""
-        return tensors if member.moves else self._pieces[member]
+        with torch.no_grad(), as_they_are():
+            self._pieces = {each: step.begin(each) for each in members}
+            own = _assembled(buffer, step, members)
+            self._wholes = {each: tensors if each.moves else self._pieces[each] for each, tensors in own}
+            gathered = [each for each in members if each.moves]
+            parcels = [each.to_owner(self._pieces[each], self._wholes.get(each, ())) for each in gathered]
+            self._work = self._submit("to owners", parcels)
 
     def step(self) -> None:
         """Wait for the pieces, step, and start to send the results back."""
@@ -98,7 +95,7 @@ def run(
     moving = [(step, members) for step, members in active if members]
     buffers = _buffers(context, moving)
     with context.reporting_failures("a step of whole parameters"):
-        flights = (_begun(*each, buffers[i % len(buffers)], queue) for i, each in enumerate(moving))
+        flights = (_Flight(*each, buffers[i % len(buffers)], queue) for i, each in enumerate(moving))
         earlier, current = None, next(flights, None)
         for call in meanwhile:
             call()
@@ -128,11 +125,6 @@ def _waiting_after_errors(*flights: _Flight | None) -> Iterator[None]:
         raise
 
 
-def _begun(*arguments: Any) -> _Flight:
-    with torch.no_grad(), as_they_are():
-        return _Flight(*arguments)
-
-
 def _buffers(context: Context, steps: Sequence[tuple[UnitStep, Sequence[Member]]]) -> list[Tensor]:
     """Allocate the memory of whole parameters, one buffer if there is only one unit."""
     nbytes = max((_nbytes(*each) for each in steps), default=0)
@@ -145,7 +137,7 @@ def _buffers(context: Context, steps: Sequence[tuple[UnitStep, Sequence[Member]]
 def _nbytes(step: UnitStep, members: Sequence[Member]) -> int:
     """Return the bytes of the whole tensors that this rank assembles for a unit."""
     moved = [each for each in members if each.is_mine and each.moves]
-    return sum(-(-nbytes // _ALIGN) * _ALIGN for each in moved for _, nbytes in step.nbytes(each))
+    return sum(round_up(nbytes, _ALIGN) for each in moved for _, nbytes in step.nbytes(each))
 
 
 def _assembled(buffer: Tensor, step: UnitStep, members: Sequence[Member]) -> Sequence[tuple[Member, Sequence[Tensor]]]:
@@ -155,7 +147,7 @@ def _assembled(buffer: Tensor, step: UnitStep, members: Sequence[Member]) -> Seq
         tensors = []
         for dtype, nbytes in step.nbytes(each) if each.is_mine and each.moves else ():
             tensors.append(buffer[begin : begin + nbytes].view(dtype))
-            begin += -(-nbytes // _ALIGN) * _ALIGN
+            begin += round_up(nbytes, _ALIGN)
         if each.is_mine:
             found.append((each, tensors))
     return found
