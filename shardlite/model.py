@@ -50,6 +50,7 @@ from shardlite.engine import (
     Shards,
     allow_conversions,
     cast_floats,
+    check_adoptable,
     give_shards,
     in_backward,
     install_patches,
@@ -354,7 +355,7 @@ class ShardLite(nn.Module):
             for each in tree_leaves(results):
                 if isinstance(each, Optimizer):
                     # The module has built this optimizer from its own parameters, but an optimizer must step shards.
-                    give_shards(each, self._bridge)
+                    give_shards(each, self._bridge, part_of(self._units))
             return results
 
         return call
@@ -392,6 +393,40 @@ class ShardLite(nn.Module):
         return [unit.name for unit in self._units]
 
     # ---- training ---------------------------------------------------------------------------------------------------
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Hand shards to an optimizer that was built from the module's parameters before wrapping. Collective.
+
+        Each parameter of this model is replaced by its shard, in the same groups and order. States are cut to shards,
+        so each rank must have the same state. Other parameters stay. A second call has no effect. `AdamW` of ShardLite
+        is adopted when the model is wrapped.
+
+        Args:
+            optimizer: an elementwise optimizer, or a wrapper with such an optimizer as its attribute `optimizer`.
+
+        Raises:
+            TypeError: `optimizer` is not an optimizer. Raised on every rank, on others as `LayoutError`.
+            LayoutError: the optimizer holds no parameter of this model, is not elementwise, or has other parameters or
+                states than on another rank. Raised on every rank; nothing was changed.
+
+        Example:
+            >>> optimizer = torch.optim.AdamW(module.parameters())
+            >>> model = ShardLite(module)
+            >>> model.adopt(optimizer)
+        """
+        self._recover()
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        facts: list[str] = []
+        problem: Exception | None = None
+        try:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"adopt: pass a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            facts = check_adoptable(optimizer, self._bridge)
+        except Exception as error:
+            problem = error
+        agree(self._groups, facts, problem, what="adopt", timeout=self._context.timeout, subject="optimizers")
+        give_shards(optimizer, self._bridge, part_of(self._units))
 
     def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
         """Iterate over this rank's parts of a global batch. The model must be wrapped with `Route(order="tree")`.

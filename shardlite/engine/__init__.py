@@ -12,8 +12,10 @@ from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_hooks import (
+    NUMBERS,
     InBackwardOptimizer,
     OptimizerBridge,
+    check_adoptable,
     give_shards,
     models_with,
     optimizer_tensors,
@@ -21,5 +23,5 @@ from shardlite.engine.optimizer_hooks import (
     unregister_model,
 )
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.patches import NUMBERS, install_patches, set_state_dict_patch
+from shardlite.engine.patches import install_patches, set_state_dict_patch
 from shardlite.engine.uneven_inputs import Batch, Join

@@ -7,7 +7,7 @@ step that changes the model, and can skip the step.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,12 +30,16 @@ from shardlite.optim import (
     InBackwardSteps,
     Verdict,
     WholeStateOptimizer,
+    adopt,
     probe_shards,
     probe_whole,
     steps_in_backward,
 )
 from shardlite.params import Flat
 from shardlite.weights import Gathering
+
+NUMBERS = {"step", "mu_product", "eta", "mu"}
+"""Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------
 
@@ -224,21 +228,76 @@ def optimizer_tensors(model: OptimizerBridge) -> Iterator[Tensor]:
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def give_shards(optimizer: Optimizer, model: OptimizerBridge) -> None:
-    """In an optimizer, replace the module's own parameters by their shards.
+def give_shards(optimizer: Optimizer, model: OptimizerBridge, part: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """In an optimizer, replace the module's own parameters by their shards, and cut their states.
+
+    Args:
+        optimizer: the optimizer. Its groups remain the same objects.
+        model: the model of the shards.
+        part: `part(param, tensor)` returns the shard's part of a state of `param`, in the shard's shape.
 
     Raises:
-        LayoutError: the optimizer has already stepped the module's own parameters.
+        LayoutError: a state can be neither cut nor kept. The optimizer is unchanged.
     """
     shards = model.shards.by_param()
-    for group in optimizer.param_groups:
-        if any(param in shards and param in optimizer.state for param in group["params"]):
-            raise LayoutError(
-                f"{type(optimizer).__name__} was built from unsharded parameters and has states for them: build it "
-                "from `parameters()` of the ShardLite model"
-            )
-        group["params"][:] = [shards.get(param, param) for param in group["params"]]
+    if isinstance(optimizer, AdamW):
+        adopt(shards, part)
+    else:
+        held = [param for param in params_of(optimizer) if param in shards]
+        states: dict[Tensor, Any] = {
+            shards[param]: {
+                key: _cut(f"{type(optimizer).__name__}: state {key!r}", key, param, value, part)
+                for key, value in optimizer.state[param].items()
+            }
+            for param in held
+            if param in optimizer.state
+        }
+        for group in optimizer.param_groups:
+            group["params"][:] = [shards.get(param, param) for param in group["params"]]
+        for param in held:
+            optimizer.state.pop(param, None)
+        optimizer.state.update(states)
     _known.pop(optimizer, None)
+
+
+def check_adoptable(optimizer: Optimizer, model: OptimizerBridge) -> list[str]:
+    """Return a line for each unsharded parameter of a model: its index, its name, and the shapes of its state.
+
+    Raises:
+        LayoutError: the optimizer holds no parameter of the model, or cannot step its shards.
+    """
+    shards, names = model.shards.by_param(), model.shards.names()
+    held = [shards.get(param, param) for param in params_of(optimizer)]
+    if not any(shard in names for shard in held):
+        raise LayoutError(
+            f"adopt: {type(optimizer).__name__} holds no parameter of this ShardLite model: pass an optimizer that was "
+            "built from the module's parameters before wrapping"
+        )
+    _check(optimizer, model, [shard for shard in held if shard in names])
+    return [
+        f"{type(optimizer).__name__}, parameter {index}, {names[shards[param]]}: "
+        f"{_shapes(optimizer.state.get(param, {}))}"
+        for index, param in enumerate(params_of(optimizer))
+        if param in shards
+    ]
+
+
+def _shapes(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return sorted((key, str(getattr(value, "shape", ""))) for key, value in state.items())
+
+
+def _cut(what: str, key: str, param: Tensor, value: Any, part: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Return the part of a state of a whole parameter that belongs to its shard. Numbers are kept."""
+    if not isinstance(value, Tensor) or key in NUMBERS:
+        return value
+    if value.shape == param.shape:
+        return part(param, value).clone()  # a copy, so that the whole state can be freed
+    if value.ndim == 0:
+        return value
+    raise LayoutError(
+        f"{what} of shape {tuple(value.shape)} cannot be cut to the shard of a parameter of shape "
+        f"{tuple(param.shape)}: use shardlite.WholeParameters, or stage=0"
+    )
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -362,7 +421,7 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
         raise LayoutError(
             f"{type(optimizer).__name__} holds the unsharded parameter {unsharded!r}, which gets no gradient: build it "
             "from `parameters()` of the ShardLite model, after wrapping, and not from a module in or around this model "
-            "(`model.module`, `torch.compile(model)`, `nn.DataParallel(model)`)"
+            "(`model.module`, `torch.compile(model)`, `nn.DataParallel(model)`), or call `model.adopt(optimizer)`"
         )
     if isinstance(optimizer, AdamW | WholeStateOptimizer):
         return

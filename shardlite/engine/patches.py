@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardlite.engine.conversions import refuse_if_wrapped
 from shardlite.engine.local_shards import ShardRange
 from shardlite.engine.optimizer_hooks import (
+    NUMBERS,
     OptimizerBridge,
     after_step,
     before_step,
@@ -49,9 +50,6 @@ from shardlite.params import Shard, ShardTensor
 
 KEY = "shardlite"
 """Third key of a `state_dict()`, besides `state` and `param_groups`. Its value describes the shards of the state."""
-
-NUMBERS = {"step", "mu_product", "eta", "mu"}
-"""Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
 
 _RESUME = (
     "Nothing was changed. Each rank must load the state that it saved, with the same ranks, stage and units. To change "
