@@ -18,7 +18,14 @@ from shardlite.errors import (
 
 if TYPE_CHECKING:
     from shardlite.apps.verify.verify import verify
-    from shardlite.checkpoint import async_save, load, save, save_in_memory
+    from shardlite.checkpoint import (
+        async_save,
+        full_optimizer_state,
+        load,
+        load_optimizer_state,
+        save,
+        save_in_memory,
+    )
     from shardlite.config import MemoryLimit, Precision, Route
     from shardlite.ema import EMA
     from shardlite.model import ShardLite
@@ -44,7 +51,9 @@ __all__ = [
     "ShardWarning",
     "WholeParameters",
     "async_save",
+    "full_optimizer_state",
     "load",
+    "load_optimizer_state",
     "save",
     "save_in_memory",
     "verify",
@@ -59,6 +68,7 @@ __version__ = "0.1.0"
 _LATE = {
     **dict.fromkeys(("MemoryLimit", "Precision", "Route"), "shardlite.config"),
     **dict.fromkeys(("async_save", "load", "save", "save_in_memory"), "shardlite.checkpoint"),
+    **dict.fromkeys(("full_optimizer_state", "load_optimizer_state"), "shardlite.checkpoint"),
     "AdamW": "shardlite.optim",
     "EMA": "shardlite.ema",
     "ShardLite": "shardlite.model",

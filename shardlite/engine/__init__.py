@@ -19,6 +19,7 @@ from shardlite.engine.optimizer_hooks import (
     give_shards,
     models_with,
     optimizer_tensors,
+    params_of,
     register_model,
     unregister_model,
 )

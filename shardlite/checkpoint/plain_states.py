@@ -1,0 +1,126 @@
+"""Whole optimizer states in the format of a plain run: `optimizer.state_dict()` of one process, or of DDP.
+
+In: a wrapped model and its optimizer. Out: a state dict that a plain optimizer loads, or the loaded optimizer.
+
+    plain    state: {0: ..., 1: ...}                     parameters are numbered in the order of the groups
+    DCP      state: {"head.weight": ..., ...}            parameters are named
+
+The functions rename parameters. `state_dict_patches.py` gathers and cuts their states, one tensor after the other.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from shardlite.comm import agree
+from shardlite.engine import params_of
+from shardlite.errors import LayoutError
+from shardlite.model import ModelState, ShardLite
+
+
+def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
+    """Load the whole `optimizer.state_dict()` of a plain or DDP run into an optimizer of shards. Collective.
+
+    Rank 0 sends its state, one tensor after the other, and each rank keeps its part. The groups must have the same
+    parameters, in the same order, as in the plain run.
+
+    Args:
+        model: the wrapped model.
+        optimizer: the optimizer of the model's shards.
+        state_dict: the state of the plain run, whose parameters are numbered or named. Used on rank 0 only; other ranks
+            may pass `None`.
+
+    Raises:
+        LayoutError: the groups of the state differ from those of the optimizer, or the optimizer holds parameters that
+            are not of the model. Raised on every rank; the optimizer is unchanged.
+
+    Example:
+        >>> load_optimizer_state(model, optimizer, torch.load("optimizer.pt") if rank == 0 else None)
+    """
+    state, problem = ModelState(model), None
+    named: dict[str, Any] = {}
+    try:
+        names = _names(model, optimizer)
+        if state.context.rank == 0:
+            named = _by_name(optimizer, state_dict, names)
+    except LayoutError as error:
+        problem = error
+    agree(state.ranks, [], problem, what="load_optimizer_state", timeout=state.context.timeout)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_optimizer_state_dict(model, optimizer, named, options=options)
+
+
+def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | None = None) -> dict[str, Any]:
+    """Return the whole state of an optimizer of shards, as a plain optimizer loads it. Collective.
+
+    Tensors are gathered one after the other. The counterpart is `load_optimizer_state`.
+
+    Args:
+        model: the wrapped model.
+        optimizer: the optimizer of the model's shards.
+        rank: 0 if only rank 0 returns the state, in tensors on the CPU, and other ranks an empty dict. `None`: every
+            rank returns the state, in tensors on the model's device.
+
+    Returns:
+        The state in the format of `optimizer.state_dict()`. Moments in 8 bits have the state's own format.
+
+    Raises:
+        LayoutError: the optimizer holds parameters that are not of the model.
+        ValueError: `rank` is neither 0 nor `None`.
+
+    Example:
+        >>> state = full_optimizer_state(model, optimizer, rank=0)
+        >>> if rank == 0:
+        ...     torch.save(state, "optimizer.pt")
+    """
+    if rank not in (None, 0):
+        raise ValueError(f"full_optimizer_state: rank must be 0 or None, got {rank}")
+    numbers = {name: index for index, name in enumerate(_names(model, optimizer))}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=rank == 0)
+    whole: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    if not whole:
+        return {}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
+    states = {numbers[name]: entry for name, entry in whole["state"].items() if entry}
+    return {"state": dict(sorted(states.items())), "param_groups": groups}
+
+
+def _names(model: ShardLite, optimizer: Optimizer) -> list[str]:
+    """Return the name of each parameter of an optimizer, in the order of its groups."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    params = params_of(optimizer)
+    if foreign := sum(param not in names for param in params):
+        raise LayoutError(
+            f"{foreign} of {len(params)} parameters of {type(optimizer).__name__} are not of the ShardLite model: use "
+            "one optimizer for each model, and call model.adopt(optimizer) if it was built before wrapping"
+        )
+    return [names[param] for param in params]
+
+
+def _by_name(optimizer: Optimizer, state_dict: Mapping[str, Any] | None, names: list[str]) -> dict[str, Any]:
+    """Return a state with names in place of the numbers of a plain state."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise LayoutError(
+            "load_optimizer_state: rank 0 needs a whole optimizer.state_dict(), with the keys 'state' and "
+            f"'param_groups', got {type(state_dict).__name__}"
+        )
+    groups = state_dict["param_groups"]
+    got, own = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+    if got != own:
+        raise LayoutError(
+            f"load_optimizer_state: the state has groups of {got} parameters, and {type(optimizer).__name__} of {own}: "
+            "build the optimizer with the groups of the plain run"
+        )
+    keys = [key for group in groups for key in group["params"]]
+    name_of = {key: key if key in names else name for key, name in zip(keys, names, strict=True)}
+    return {
+        "state": {name_of[key]: entry for key, entry in state_dict["state"].items()},
+        "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
+    }

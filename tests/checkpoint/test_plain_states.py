@@ -1,0 +1,171 @@
+"""A run changes from data parallelism to ShardLite in the middle, and back, with the whole state of its optimizer."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+from shardlite import AdamW, LayoutError, ShardLite, WholeParameters, full_optimizer_state, load_optimizer_state
+from tests.support.twins.sharded import same_bits, some_stages, take_step
+
+
+class Branches(nn.Module):
+    """A model with tied weights, a scalar, a frozen parameter, and a branch that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.rare, self.last = nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 7)
+        self.never = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.tied = nn.Linear(7, 9)
+        self.tied.weight = self.first.weight
+        self.tied.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor, rare: bool) -> Tensor:
+        x = torch.tanh(self.first(x) * self.scale)
+        x = self.rare(x) if rare else x
+        return self.tied(self.last(x))
+
+
+def two_groups(params: Any, kind: Callable[..., optim.Optimizer], **options: Any) -> optim.Optimizer:
+    """Groups in another order than the model's parameters, as programs have them that spare biases from decay."""
+    params = list(params)
+    others, matrices = ([p for p in params if (p.ndim > 1) is wanted] for wanted in (False, True))
+    return kind([{"params": matrices}, {"params": others, "lr": 0.005}], lr=0.01, **options)
+
+
+def plain_and_ours(kind: Any, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    make = lambda params: two_groups(params, kind, **options)  # noqa: E731
+    return make, make
+
+
+OPTIMIZERS = {
+    "sgd": plain_and_ours(optim.SGD, momentum=0.9),
+    "adam": plain_and_ours(optim.Adam),
+    "adamw": plain_and_ours(optim.AdamW, fused=False),
+    "rmsprop": plain_and_ours(optim.RMSprop, momentum=0.5),
+    "ours": (
+        lambda params: two_groups(params, optim.AdamW, fused=True),
+        lambda params: two_groups(params, AdamW),
+    ),
+    "whole": (
+        lambda params: two_groups(params, optim.Adafactor),
+        lambda params: two_groups(params, WholeParameters, optimizer_class=optim.Adafactor),
+    ),
+}
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
+    """Train each rank on its own batches. Only step 3 and later ones use the branch `rare`."""
+    for step in steps:
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        take_step(optimizer, model(x, rare=step >= 3).square().mean())
+
+
+def from_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def data_parallel(module: nn.Module, group: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_run_changes_in_the_middle_and_back(group: Any, kind: str) -> None:
+    """On two ranks, gradients of DDP have the bits of ShardLite's. PyTorch's fused step rounds tails differently."""
+    plain, ours = OPTIMIZERS[kind]
+    for stage in some_stages(2, 3):
+        twin = data_parallel(Branches(), group)
+        its = plain(twin.parameters())
+        train(twin, its, range(9))
+
+        first = data_parallel(Branches(), group)
+        optimizer = plain(first.parameters())
+        train(first, optimizer, range(2))
+        state = from_file(optimizer.state_dict()) if dist.get_rank() == 0 else None
+
+        model = ShardLite(first.module, group=group, stage=stage)
+        sharded = ours(model.parameters())
+        load_optimizer_state(model, sharded, state)
+        train(model, sharded, range(2, 5))
+        state, weights = full_optimizer_state(model, sharded), model.full_state_dict()
+        at_zero = full_optimizer_state(model, sharded, rank=0)
+        assert at_zero.keys() == (state.keys() if dist.get_rank() == 0 else set())
+
+        module = Branches()
+        module.load_state_dict(weights)
+        last = data_parallel(module, group)
+        optimizer = plain(last.parameters())
+        optimizer.load_state_dict(from_file(state))
+        train(last, optimizer, range(5, 9))
+        for (name, got), expected in zip(last.named_parameters(), twin.parameters(), strict=True):
+            if kind == "ours":
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+            else:
+                same_bits(name, got, expected)
+
+
+@pytest.mark.parametrize("group", [1, 3], indirect=True)
+@pytest.mark.parametrize("kind", ["adam", "ours", "whole"])
+def test_what_is_loaded_comes_out(group: Any, kind: str) -> None:
+    """At any number of ranks, also parameters that have no state yet, and options of groups."""
+    plain, ours = OPTIMIZERS[kind]
+    module = Branches()
+    optimizer = plain(module.parameters())
+    for step in range(2):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+        take_step(optimizer, module(x, rare=False).square().mean())
+    optimizer.param_groups[1]["lr"] = 0.123
+    expected = optimizer.state_dict()
+    for stage in some_stages(0, 3):
+        model = ShardLite(Branches(), group=group, stage=stage)
+        sharded = ours(model.parameters())
+        load_optimizer_state(model, sharded, expected)
+        got = full_optimizer_state(model, sharded)
+        assert got["state"].keys() == expected["state"].keys()
+        for index, entry in expected["state"].items():
+            assert entry.keys() <= got["state"][index].keys()
+            for key, value in entry.items():
+                same_bits(f"{index} {key}", torch.as_tensor(got["state"][index][key]), torch.as_tensor(value))
+        assert [group["lr"] for group in got["param_groups"]] == [0.01, 0.123]
+        assert [group["params"] for group in got["param_groups"]] == [
+            group["params"] for group in expected["param_groups"]
+        ]
+
+
+def test_a_state_that_does_not_fit_is_refused_on_every_rank(group: Any) -> None:
+    plain, ours = OPTIMIZERS["adam"]
+    state = plain(Branches().parameters()).state_dict()
+    model = ShardLite(Branches(), group=group)
+    optimizer = ours(model.parameters())
+    for wrong, message in (
+        (None, "needs a whole optimizer.state_dict"),
+        ({"state": state["state"]}, "needs a whole optimizer.state_dict"),
+        ({**state, "param_groups": state["param_groups"][:1]}, "has groups of .* and Adam of"),
+        ({**state, "param_groups": state["param_groups"][::-1]}, "has groups of .* and Adam of"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            load_optimizer_state(model, optimizer, wrong if dist.get_rank() == 0 else None)
+        assert not optimizer.state
+
+
+def test_an_optimizer_of_other_parameters_is_refused(group: Any) -> None:
+    model = ShardLite(Branches(), group=group)
+    other = optim.Adam(Branches().parameters())
+    for call in (
+        lambda: load_optimizer_state(model, other, other.state_dict()),
+        lambda: full_optimizer_state(model, other),
+    ):
+        with pytest.raises(LayoutError, match=r"are not of the ShardLite model: .* call model.adopt"):
+            call()
+    with pytest.raises(ValueError, match="rank must be 0 or None, got 1"):
+        full_optimizer_state(model, other, rank=1)
