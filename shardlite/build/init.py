@@ -4,14 +4,18 @@ All ranks first turn these tensors into placeholders on a real device. Then rank
 other. When all modules inside a unit are initialized, the unit's values are broadcast, and the former memory of its
 parameters is freed. So at any time, at most one unit and the units around it have whole values.
 
+A parameter on the meta device may have its values in a file (`set_values`). Each rank reads its own part of them, and
+nothing is sent.
+
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.build.partition import UnitPlan
 from shardlite.comm import CHUNK_BYTES, Context, broadcast
@@ -29,6 +33,28 @@ first message, the final rank waits while each earlier rank passes on one messag
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 
+
+class Values(Protocol):
+    """The values of a parameter that is on the meta device."""
+
+    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield elements `[start, stop)` of the flattened parameter, in pieces [n] that follow each other."""
+        ...
+
+
+_values = WeakTensorKeyDictionary()
+"""The `Values` of parameters on the meta device. A parameter belongs to one rank, also if ranks are threads."""
+
+
+def set_values(param: nn.Parameter, values: Values) -> None:
+    """Let `ShardLite` read the values of a parameter on the meta device from `values`, on each rank its own part."""
+    _values[param] = values
+
+
+def values_of(param: Tensor) -> Values | None:
+    """Return what `set_values` has set for a parameter that is still on the meta device, or `None`."""
+    return _values.get(param) if param.is_meta else None  # type: ignore[no-untyped-call,no-any-return]
+
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,6 +64,7 @@ def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: 
     Raises:
         LayoutError: a tensor cannot leave the meta device, or cannot be initialized.
     """
+    has_values = any(values_of(param) is not None for param in module.parameters())
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
             if isinstance(value, Tensor) and value.is_meta:
@@ -53,6 +80,13 @@ def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: 
                     raise LayoutError(f"{what} and ignored: allocate and initialize it before wrapping the model")
                 if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
                     raise LayoutError(f"{what} and has a hook, which would be lost: register hooks after wrapping")
+                if values_of(tensor) is not None:
+                    continue
+                if init is None and has_values:
+                    raise LayoutError(
+                        f"{what}, and unlike other parameters it has no values in a file: it was added or replaced "
+                        "after the model was read. Pass init=, a function that initializes what a module owns"
+                    )
                 if first and init is None and _method(owner) is None:
                     raise LayoutError(
                         f"{what}, and {type(owner).__name__} has no reset_parameters() to initialize it: pass init=, a "
@@ -83,12 +117,13 @@ class _Initializer:
         self._first = first
         self._paths = {each: path for path, each in module.named_modules()}
         self._names = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        self._missing = {tensor for tensor in self._names if tensor.is_meta}
+        unread = {tensor for tensor in self._names if values_of(tensor) is not None}
+        self._missing = {tensor for tensor in self._names if tensor.is_meta} - unread
         # `init` is also called with modules that own no tensors, because it may write to tensors of their children.
         self._for_all = bool(self._missing) and init is not None
         self._sent: dict[nn.Parameter, int] = {}
         self._error: LayoutError | None = None
-        for tensor in self._missing:
+        for tensor in self._missing | unread:
             _leave_meta(tensor, device)
 
     def initialize(self, module: nn.Module) -> None:
@@ -156,23 +191,43 @@ def broadcast_init(
     """Copy rank 0's parameters to the shards of all ranks. Return an error if the initialization has failed.
 
     On rank 0, `init` initializes tensors that are on the meta device. On other ranks, any parameter may be on the meta
-    device.
+    device. Each rank reads its part of parameters that have values (`set_values`).
     """
+    unread = {param: values for param in module.parameters() if (values := values_of(param)) is not None}
     initializer = _Initializer(module, init, context.device, first=context.rank == 0)
     by_name = {unit.name: unit for unit in units}
     ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
     for each in children_first(module):
         initializer.initialize(each)
         if each in ends:
-            broadcast_values(ends[each], context, lambda param: param.detach(), sent=Flat.unbind)
+            broadcast_values(ends[each], context, lambda param: param.detach(), sent=Flat.unbind, unread=unread)
             initializer.sent(ends[each].params())
+    error = _read_values(units, unread)
     for unit in units:
         if not unit.needs_gather:
             unit.bind()
     for buffer in module.buffers():
         if buffer.device != context.device:
             buffer.data = buffer.to(context.device)
-    return initializer.error()
+    return initializer.error() or error
+
+
+def _read_values(units: Sequence[Unit], unread: Mapping[nn.Parameter, Values]) -> LayoutError | None:
+    """Fill this rank's shards of the parameters in `unread`. Return an error if values cannot be read."""
+    with torch.no_grad():
+        for flat in (flat for unit in units for flat in unit.flats):
+            own = flat.own_range(flat.layout)
+            for index, (param, slot) in enumerate(zip(flat.params, flat.layout.slots, strict=True)):
+                start, stop = flat.range_of(index)
+                begin = slot.within(*own)[0]
+                try:
+                    for piece in unread[param].pieces(start, stop) if param in unread and start < stop else ():
+                        flat.write(piece.to(param.dtype), begin)
+                        begin += piece.numel()
+                except Exception as error:  # other ranks wait for this rank
+                    return LayoutError(f"the values of parameter {slot.name!r} cannot be read: {error}")
+                _values.pop(param, None)  # type: ignore[no-untyped-call]
+    return None
 
 
 def broadcast_values(
@@ -181,6 +236,7 @@ def broadcast_values(
     value: Callable[[nn.Parameter], Tensor],
     *,
     sent: Callable[[Flat], None] = lambda _: None,
+    unread: Collection[nn.Parameter] = (),
 ) -> None:
     """Set a unit's shards on all ranks to the values of rank 0. Collective.
 
@@ -192,12 +248,14 @@ def broadcast_values(
         context: the ranks.
         value: function that returns the value of a parameter. The function is called on rank 0 only.
         sent: function that is called for each flat when the values of its parameters are no longer needed.
+        unread: parameters whose values are not sent. A flat of only such parameters is skipped.
     """
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
             if context.rank != 0:
                 sent(flat)
-            _broadcast_flat(flat, context, value, f"the values of unit {unit.name!r}, flat {i}")
+            if not all(param in unread for param in flat.params):
+                _broadcast_flat(flat, context, value, f"the values of unit {unit.name!r}, flat {i}")
             if context.rank == 0:
                 sent(flat)
 

@@ -147,4 +147,6 @@ def _describe(plan: Plan) -> Iterable[str]:
         for flat in flats:
             kind = f"{flat.layout.dtype}, {'trainable' if flat.layout.trainable else 'frozen'}"
             place = f"in unit {unit.name or ROOT!r}{', gathered as codes' * flat.quantized}"
-            yield from (f"parameter {slot.name} {list(slot.shape)} ({kind}) {place}" for slot in flat.layout.slots)
+            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                source = ", read from a file" * (init.values_of(param) is not None)
+                yield f"parameter {slot.name} {list(slot.shape)} ({kind}) {place}{source}"
