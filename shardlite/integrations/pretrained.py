@@ -41,7 +41,9 @@ _SAME_ORDER = {
 """Functions whose result has the elements of their first argument, in the same order."""
 
 
-def from_pretrained(model_class: Any, name_or_path: str | os.PathLike[str], *, group: GroupLike = None, **options: Any) -> Any:
+def from_pretrained(
+    model_class: Any, name_or_path: str | os.PathLike[str], *, group: GroupLike = None, **options: Any
+) -> Any:
     """Return a model of `model_class.from_pretrained` whose weights are read when the model is wrapped.
 
     Parameters in the files are on the meta device. `ShardLite(model)` then reads on each rank only the elements that
@@ -84,7 +86,9 @@ def from_pretrained(model_class: Any, name_or_path: str | os.PathLike[str], *, g
     return result
 
 
-def _from_pretrained(model_class: Any, path: str | os.PathLike[str], headers: list[str], options: dict[str, Any]) -> Any:
+def _from_pretrained(
+    model_class: Any, path: str | os.PathLike[str], headers: list[str], options: dict[str, Any]
+) -> Any:
     refused = {name for name in _REFUSED if options.get(name) not in (None, False)}
     if refused:
         raise CheckpointError(
@@ -251,7 +255,9 @@ class Unread(Tensor):
         if func._schema.is_mutable:
             raise CheckpointError(f"{func} would write to weights that have not been read: wrap the model first")
         on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-        if not any(isinstance(each.type, torch.TensorType) or "Tensor" in str(each.type) for each in func._schema.returns):
+        if not any(
+            isinstance(each.type, torch.TensorType) or "Tensor" in str(each.type) for each in func._schema.returns
+        ):
             return func(*tree_map_only(Unread, Unread.whole, args), **kwargs)
         shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, on_meta))
         if isinstance(shapes, Tensor):
