@@ -737,12 +737,13 @@ class ShardLite(nn.Module):
         self._recover()
         given = state_dict or {}
         misfit = self._full.misfit(given, strict=strict, whole=True) if self._context.rank == 0 else None
-        agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._context.timeout)
+        self._agree_on_call("load_full_state_dict", misfit)
         self._bridge.gatherer.settle()
         entries = self._full.entries()
         names = self._full.other_names(given)
+        timeout, watch = self._context.timeout, self._context.reports.watching
         for group in self._groups.all:
-            names = all_gather_json(group, names, "load_full_state_dict", self._context.timeout)[0]
+            names = all_gather_json(group, names, "load_full_state_dict", timeout, watch=watch)[0]
         missing, unexpected = names
         kept = self._full.state_dict(0, missing) if missing else {}
         source = {entry: kept.get(name, entry) for name, entry in entries.items()}
@@ -783,7 +784,7 @@ class ShardLite(nn.Module):
             self._check_idle()
         except PhaseError as error:
             problem = error
-        agree(self._groups, [], problem, what="unwrap", timeout=self._context.timeout)
+        self._agree_on_call("unwrap", problem)
         self._bridge.gatherer.settle()
         module = self.module
         self._full.make_plain()
@@ -796,6 +797,11 @@ class ShardLite(nn.Module):
         self._modules.clear()
         self._unwrapped = True
         return module
+
+    def _agree_on_call(self, what: str, problem: Exception | None) -> None:
+        """Raise an error on every rank if any rank has a problem with a call. Collective."""
+        context = self._context
+        agree(self._groups, [], problem, what=what, timeout=context.timeout, watch=context.reports.watching)
 
     def _check_idle(self) -> None:
         """Raise inside a forward, a backward, `gathered()` or `EMA.swapped()`, or if gradients are accumulated."""
@@ -862,7 +868,7 @@ class ShardLite(nn.Module):
             problem = LayoutError(
                 "load_state_dict(assign=True): shards are views of one block of memory: leave assign=False"
             )
-        agree(self._groups, [], problem, what="load_state_dict", timeout=self._context.timeout)
+        self._agree_on_call("load_state_dict", problem)
         self._bridge.gatherer.settle()
         self._full.take_sharded(state_dict)
         self._bridge.mark_changed()

@@ -53,7 +53,7 @@ def set_values(param: nn.Parameter, values: Values) -> None:
 
 def values_of(param: Tensor) -> Values | None:
     """Return what `set_values` has set for a parameter that is still on the meta device, or `None`."""
-    return _values.get(param) if param.is_meta else None  # type: ignore[no-untyped-call,no-any-return]
+    return _values.get(param) if param.is_meta else None  # type: ignore[no-untyped-call]
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

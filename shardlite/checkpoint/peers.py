@@ -29,7 +29,7 @@ class Peers:
         self.shard, self.shards = context.transport.rank, context.transport.world_size
         self.timeout = context.timeout
         self._groups = state.ranks.all
-        self._missing = context.reports.missing_rank
+        self._watch = context.reports.watching
         self._thread = ""
 
     def on_thread(self, name: str) -> Peers:
@@ -65,7 +65,7 @@ class Peers:
             error, named = caught, isinstance(caught, CheckpointError)
             gathered.append([str(error) if named else f"{type(error).__name__}: {error}", None])
         for group in self._groups:
-            parts = all_gather_json(group, gathered, what, self.timeout, thread=self._thread, missing=self._missing)
+            parts = all_gather_json(group, gathered, what, self.timeout, thread=self._thread, watch=self._watch)
             gathered = [each for part in parts for each in part]
         if isinstance(error, CheckpointError):
             raise error

@@ -196,7 +196,8 @@ def _load_optimizers(
 
 def _agree(state: ModelState, problem: Exception | None) -> None:
     """Raise an error on every rank if any rank has a problem. Collective."""
-    agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=state.context.timeout)
+    timeout, watch = state.context.timeout, state.context.reports.watching
+    agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=timeout, watch=watch)
 
 
 def _misfit(state_dict: _State, info: Any) -> LayoutError | None:

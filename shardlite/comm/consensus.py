@@ -8,6 +8,7 @@ all ranks raise an error.
 import hashlib
 import secrets
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlite.comm.control.store import TIMEOUT, all_gather_json
+from shardlite.comm.control.store import TIMEOUT, Watch, all_gather_json
 from shardlite.errors import LayoutError
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
@@ -109,11 +110,12 @@ def agree(
     what: str,
     timeout: timedelta = TIMEOUT,
     subject: str = "models",
+    watch: Watch = lambda _: nullcontext(str),
 ) -> None:
     """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
     A rank with a problem must also call this function, so that other ranks do not wait for this rank. Errors name a
-    rank by its number in its group.
+    rank by its number in its group. `watch` is that of a model that the ranks share, as for `all_gather_json`.
 
     Raises:
         LayoutError: another rank has a problem, or the facts of a rank differ from rank 0's. Raised on every rank that
@@ -124,7 +126,7 @@ def agree(
     found = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     for group in groups.all:
-        rows = all_gather_json(group, (found, digest), what, timeout)
+        rows = all_gather_json(group, (found, digest), what, timeout, watch=watch)
         reported = next((f"rank {rank}: {error}" for rank, (error, _) in enumerate(rows) if error is not None), None)
         if reported is None and len({each for _, each in rows}) > 1:
             reported = _first_difference(all_gather_json(group, list(facts), what, timeout), subject)
@@ -166,6 +168,6 @@ def _first_difference(rows: Sequence[Sequence[str]], subject: str) -> str:
     rank, theirs = next((rank, each) for rank, each in enumerate(rows) if each != rows[0])
     pairs = zip(rows[0], theirs, strict=False)
     lengths = f"{len(rows[0])} entries", f"{len(theirs)} entries"
-    verb = "wrapped" if subject == "models" else "built"
+    verb = {"models": "wrapped", "files": "read"}.get(subject, "built")
     expected, got = next(((ours, other) for ours, other in pairs if ours != other), lengths)
     return f"ranks {verb} different {subject}: rank 0 has {expected}, rank {rank} has {got}"

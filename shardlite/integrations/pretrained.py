@@ -79,8 +79,7 @@ def from_pretrained(
     except Exception as error:  # other ranks wait for this rank
         problem = error
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        what = f"from_pretrained({str(name_or_path)!r})"
-        agree(ranks_of(group), sorted(headers), problem, what=what, subject="files")
+        agree(ranks_of(group), sorted(headers), problem, what="from_pretrained", subject="files")
     elif problem is not None:
         raise problem
     return result
@@ -203,7 +202,7 @@ def read_file(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Tensor
         CheckpointError: the file ends before.
     """
     memory = torch.empty(numel, dtype=dtype)
-    rest = memoryview(memory.view(torch.uint8).numpy())
+    rest = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         while rest:
@@ -220,12 +219,12 @@ class Unread(Tensor):
     """Whether a range of elements is read without the other elements."""
 
     @staticmethod
-    def __new__(cls, like: Tensor, read: Callable[[int, int], Tensor], ranged: bool = True) -> Unread:
+    def __new__(cls: Any, like: Tensor, read: Callable[[int, int], Tensor], ranged: bool = True) -> Unread:
         """Create a tensor of the shape and dtype of `like`. `read(start, stop)` returns its elements [start, stop)."""
         # It claims to be on the CPU, so that Transformers needs not move it.
-        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device="cpu")  # type: ignore[attr-defined]
+        made: Unread = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("cpu"))
         made._read, made.ranged = read, ranged
-        return made  # type: ignore[no-any-return]
+        return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Return shape and dtype."""
@@ -244,7 +243,9 @@ class Unread(Tensor):
     _read: Callable[[int, int], Tensor]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Return what `func` returns, without values if it returns tensors.
 
         Raises:
@@ -255,9 +256,7 @@ class Unread(Tensor):
         if func._schema.is_mutable:
             raise CheckpointError(f"{func} would write to weights that have not been read: wrap the model first")
         on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-        if not any(
-            isinstance(each.type, torch.TensorType) or "Tensor" in str(each.type) for each in func._schema.returns
-        ):
+        if not any("Tensor" in str(each.type) for each in func._schema.returns):
             return func(*tree_map_only(Unread, Unread.whole, args), **kwargs)
         shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, on_meta))
         if isinstance(shapes, Tensor):

@@ -193,7 +193,7 @@ def test_a_file_that_becomes_shorter_is_told_to_all(group, tmp_path):
     if dist.get_rank(group) == 1:
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:4000])
-    with pytest.raises(LayoutError, match="cannot be read: .*is shorter than when it was opened"):
+    with pytest.raises(LayoutError, match=r"cannot be read: .*is shorter than when it was opened"):
         ShardLite(model, group=group)
 
 

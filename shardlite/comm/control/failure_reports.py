@@ -12,8 +12,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import NoReturn
@@ -169,6 +169,19 @@ class FailureReports:
         if self._running.get(thread) is operation:
             del self._running[thread]
             _by_thread.pop(thread, None)
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[Callable[[], str]]:
+        """Treat the block as an operation, for waits without messages, in the store. `what` names it on all ranks.
+
+        Yield a function that returns why the wait will never end, or `""`. It may be called on any thread.
+        """
+        self.begin_operation(what)
+        try:
+            yield lambda: self.deadlock_reason() or self.missing_rank()
+            self.record_progress()
+        finally:
+            self.end_operation(what)
 
     def deadlock_reason(self) -> str:
         """Return why this rank will never continue, or `""`. Call this every `SLOW` seconds of a wait.

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -39,6 +40,11 @@ _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
 _ANSWER = 1.0
 """Minimum seconds that a check waits for an answer, even near the deadline. The store is slow on a busy machine."""
 
+
+Watch = Callable[[str], AbstractContextManager[Callable[[], str]]]
+"""A function that begins to watch a wait, given its name. Inside the context, the yielded function returns why the wait
+will never end, or `""`.
+"""
 
 _Call = tuple["Future[Any]", Callable[[Store], Any]]
 
@@ -109,22 +115,22 @@ def all_gather_json(
     timeout: timedelta = TIMEOUT,
     *,
     thread: str = "",
-    missing: Callable[[], str] = str,
+    watch: Watch = lambda _: nullcontext(str),
 ) -> list[Any]:
     """Return `mine` of every rank of `group`, converted to JSON types. Collective; `what` names the call in errors.
 
-    Threads that may call this concurrently must pass different names as `thread`. A long wait ends early if `missing()`
-    returns a text that says which rank will not arrive.
+    Threads that may call this concurrently must pass different names as `thread`. A long wait ends early if `watch`
+    finds that it will never end.
 
     Raises:
-        CommError: a rank did not arrive within `timeout`, or the store does not answer.
+        CommError: a rank did not arrive within `timeout`, or made another call, or the store does not answer.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     # The store may still contain the list of an earlier group with the same name. The random number in each
     # entry distinguishes the lists.
-    entry = json.dumps([secrets.token_hex(8), mine])
+    entry = json.dumps([secrets.token_hex(8), what, mine])
     if world_size == 1:
-        return [json.loads(entry)[1]]
+        return [json.loads(entry)[2]]
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None, "there is a process group"
     store, limit = bounded_store(), timeout.total_seconds()
@@ -135,14 +141,20 @@ def all_gather_json(
     deadline = time.monotonic() + limit
     try:
         store.ask(lambda given: given.set(entries[rank], entry), limit)
-        if rank > 0:
-            rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, entry), deadline, missing)
-        else:
-            rows = _await(store, lambda given: _all_of(given, entries), deadline, missing)
+        with watch(f"{what} ({number})") as never:
+            if rank > 0:
+                rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, entry), deadline, never)
+            else:
+                rows = _await(store, lambda given: _all_of(given, entries), deadline, never)
+        if rank == 0:
             store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
             # All ranks have read the previous list, since they have set their entries for this list.
             store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
-        return [json.loads(row)[1] for row in rows]
+        found = [json.loads(row) for row in rows]
+        other = next((each for each, (_, theirs, _) in enumerate(found) if theirs != what), None)
+        if other is not None:
+            raise CommError(f"rank {other} has called {found[other][1]} instead: every rank must make the same call")
+        return [value for _, _, value in found]
     except TimeoutError:
         absent = [each for each, key in enumerate(entries) if not store.ask(partial(_all_of, entries=[key]), limit)]
         who = "rank" if len(absent) == 1 else "ranks"
@@ -155,12 +167,12 @@ def all_gather_json(
 
 
 def _await(
-    store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float, missing: Callable[[], str] = str
+    store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float, never: Callable[[], str]
 ) -> Sequence[str]:
     """Call `look` repeatedly, and return the first result that is not empty.
 
     Raises:
-        CommError: `missing()` has returned a reason.
+        CommError: `never()` has returned a reason.
         TimeoutError: all results before the deadline were empty.
         KeyboardInterrupt: Ctrl-C is pending.
     """
@@ -171,7 +183,7 @@ def _await(
         if time.monotonic() > slow:
             raise_pending_interrupt("an exchange through the store")
             slow = time.monotonic() + SLOW
-            if (why := missing()) and not (rows := store.ask(look, _ANSWER)):
+            if (why := never()) and not (rows := store.ask(look, _ANSWER)):
                 raise CommError(why)
             if rows:
                 break
