@@ -135,7 +135,7 @@ class Flat:
             (local,) = views(self.local, [_place(slot, start, stop)])
             if self.rank is None:
                 return apart(local)
-            return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
+            return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather, is_weight=True)
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
             lambda high, low: joined(high, low).view(shape),
@@ -147,6 +147,7 @@ class Flat:
             device=high.device,
             encode=partial(self.write_param, index),
             gather=gather,
+            is_weight=True,
         )
 
     @property

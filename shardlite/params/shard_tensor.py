@@ -73,7 +73,8 @@ class ShardTensor(Tensor):
     as in `torch.distributed.tensor.DTensor`. Computations on a `ShardTensor` raise, because they would see only a
     shard.
 
-    Pickling writes this rank's elements as a plain tensor.
+    Pickling writes this rank's elements as a plain tensor. A part of a weight is not pickled, because no model could
+    load it.
 
     Args:
         local: this rank's elements, in the shape that `to_local()` returns. If the elements are stored in another form
@@ -84,6 +85,7 @@ class ShardTensor(Tensor):
         numel, dtype, device: properties of this rank's elements, if `local` is a function.
         encode: function that stores the elements of a decoded copy after the copy was written to.
         gather: function that gathers the whole tensor from this rank's elements, [stop - start]. Collective.
+        is_weight: whether this is a weight of a model, and not the state of an optimizer.
     """
 
     start: int
@@ -93,6 +95,7 @@ class ShardTensor(Tensor):
     _sources: Sequence[Tensor]
     _encode: Callable[[Tensor], object] | None
     _gather: Gather | None
+    _is_weight: bool
 
     @staticmethod
     def __new__(
@@ -107,6 +110,7 @@ class ShardTensor(Tensor):
         device: torch.device | None = None,
         encode: Callable[[Tensor], object] | None = None,
         gather: Gather | None = None,
+        is_weight: bool = False,
     ) -> ShardTensor:
         """Create a tensor of `shape` whose only memory is `local`."""
         if isinstance(local, Tensor):
@@ -119,6 +123,7 @@ class ShardTensor(Tensor):
         self._sources = sources
         self._encode = encode
         self._gather = gather
+        self._is_weight = is_weight
         return self
 
     def to_local(self) -> Tensor:
@@ -230,13 +235,19 @@ class ShardTensor(Tensor):
         return self._decode(*self._sources)
 
     def _like(self, local: Tensor) -> ShardTensor:
-        return ShardTensor(local, self.shape, self.start, gather=self._gather)
+        return ShardTensor(local, self.shape, self.start, gather=self._gather, is_weight=self._is_weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         memo[id(self)] = copied = self._like(self._value().clone())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._is_weight and self.stop - self.start < self.numel():
+            raise LayoutError(
+                f"state_dict() has elements {self.start} to {self.stop} of a weight of {list(self.shape)} on this rank, "
+                "and a file of them cannot be loaded. On every rank, call `state = model.full_state_dict(rank=0)`, and "
+                "on rank 0 torch.save(state, path); or shardlite.save(path, model) on every rank"
+            )
         return self._value().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
