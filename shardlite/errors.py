@@ -35,6 +35,13 @@ SAME_PASSES = (
 """The remedy that the message of a `DesyncError` gives."""
 
 
+EVERY_RANK = (
+    "Every rank must call the model, and full_state_dict(), gathered(), clip_grad_norm_(), save(), load(): do not put "
+    "these calls under `if rank == 0:`, only what prints or writes their results"
+)
+"""The remedy if ranks wait for each other in different calls, or a rank has not come."""
+
+
 class CheckpointError(ShardLiteError, RuntimeError):
     """A checkpoint is missing, damaged or of another model, or could not be written. The message names the file."""
 

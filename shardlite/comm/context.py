@@ -4,7 +4,7 @@ In: ranks, a device and a route. Out: connections, queues, and names of operatio
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -100,6 +100,9 @@ class Context:
     high_priority: bool
     """Whether queues of a GPU use high-priority streams."""
 
+    members: Sequence[int] = ()
+    """Numbers of the ranks that shard the model in the default process group. Empty if unknown."""
+
     version: WeightVersion = field(default_factory=WeightVersion)
     trace: Trace = field(default_factory=Trace)
     ledger: Ledger = field(default_factory=Ledger)
@@ -175,7 +178,7 @@ class Context:
         shows_waits = self.device.type == "cpu" and self.replicas is None
         waits = StoreReports(f"{self.name}, waits") if shows_waits else None
         board = StoreReports(self.name)
-        reports = FailureReports(board, self.rank, self.world_size, waits=waits, is_gone=is_gone)
+        reports = FailureReports(board, self.rank, self.world_size, waits=waits, is_gone=is_gone, members=self.members)
         report_uncaught(reports)
         defer_interrupts()
         return reports
@@ -281,6 +284,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         streams=ProgramStreams(device),
         traffic=Traffic(device),
         high_priority=route.high_priority,
+        members=dist.get_process_group_ranks(groups.shard),
     )
 
 

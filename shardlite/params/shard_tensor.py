@@ -244,8 +244,8 @@ class ShardTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._is_weight and self.stop - self.start < self.numel():
             raise LayoutError(
-                f"state_dict() has elements {self.start} to {self.stop} of a weight of {list(self.shape)} on this rank, "
-                "and a file of them cannot be loaded. On every rank, call `state = model.full_state_dict(rank=0)`, and "
+                f"this rank has elements {self.start} to {self.stop} of a weight of {list(self.shape)}, and a file of "
+                "them cannot be loaded. On every rank, call `state = model.full_state_dict(rank=0)`, and "
                 "on rank 0 torch.save(state, path); or shardlite.save(path, model) on every rank"
             )
         return self._value().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -20,9 +20,10 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
+from shardlite.comm.control.collective_waits import collective_of, watch_collectives
 from shardlite.comm.control.interrupts import LIBRARIES, SLOW, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
-from shardlite.errors import SAME_PASSES, CommError
+from shardlite.errors import EVERY_RANK, SAME_PASSES, CommError
 
 log = logging.getLogger("shardlite")
 
@@ -96,6 +97,7 @@ class FailureReports:
         world_size: int,
         waits: StoreReports | None = None,
         is_gone: Callable[[int], bool] = lambda rank: False,
+        members: Iterable[int] = (),
     ) -> None:
         """Create the reports of `rank`. Must be called on the program's thread.
 
@@ -105,6 +107,8 @@ class FailureReports:
             world_size: number of ranks.
             waits: the board of the operations that ranks wait in, or `None` if these are not published.
             is_gone: returns whether the process of a rank has ended.
+            members: numbers of the ranks in the default process group. Empty: waits in collectives of the program are
+                not published.
         """
         self._is_gone = is_gone
         self._board = board
@@ -125,6 +129,11 @@ class FailureReports:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = PATIENCE
+        self._members = frozenset(members)
+        self._collective = ("", "")  # the latest look: name of the program's collective, and line of the program
+        self._looks = 0  # number of looks that have found this collective
+        if waits is not None and self._members:
+            watch_collectives(self)
         self._comparing = Lock()  # several queues may fail at the same time
         self._since: float | None = None  # time of the current report, which several queues read
 
@@ -279,11 +288,31 @@ class FailureReports:
             f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[1]}"
             for rank in sorted(operations)
         )
-        standstill = f"{_STANDSTILL}{''.join(each)}{_remedy(map(' '.join, operations.values()))}"
+        remedy = _remedy(map(" ".join, operations.values()))
+        standstill = f"{_STANDSTILL}{''.join(each)}{remedy}\n{EVERY_RANK}"
         self._waits.put(self._rank, standstill)
         # The failure is published after the standstill, because ranks that see the failure then read the standstill.
         self.fail(f"{' and '.join(inside)}{self.call_site()}")
         return standstill
+
+    def publish_collective(self) -> None:
+        """If the program has waited in a collective of all these ranks since the last call, publish this wait.
+
+        Called on the thread of `collective_waits.py`. Ranks inside this library read what is published.
+        """
+        found = ("", "") if self._thread in self._running else collective_of(self._thread, self._members)
+        before, self._collective = self._collective, found
+        self._looks = self._looks + 1 if found == before else 0
+        assert self._waits is not None, "only ranks that publish waits are watched"
+        if found == before and found[0]:
+            if self._looks <= _EAGER or self._looks % _EAGER == 0:
+                self._beats += 1
+                running = sorted(map(str, list(self._running.values())))
+                self._waits.put(
+                    self._rank, "\n".join([str(self._beats), str(self._messages), found[1], found[0], *running])
+                )
+        elif before[0]:
+            self._waits.put(self._rank, "")
 
     def record_progress(self) -> None:
         """Withdraw the published waits, because a message has completed."""
@@ -331,6 +360,8 @@ class FailureReports:
         except RuntimeError as error:
             return f" (What other ranks were doing is not known: {error})"
         each = "".join(f"\n  Meanwhile rank {other}: {found.get(other, _SILENT)}" for other in self._others)
+        if len(found) < len(self._others):
+            each += f"\n{EVERY_RANK}"
         return each if SAME_PASSES in why else f"{each}{_remedy([note, *found.values()])}"
 
 
@@ -351,4 +382,4 @@ def reports_of_thread() -> FailureReports | None:
 
 _STANDSTILL = "ranks wait for each other in different operations, and none will ever continue:"
 _GONE = "has said nothing; its process has ended"
-_SILENT = "has said nothing; it computes, waits for something else, or is gone"
+_SILENT = "has said nothing; it computes, waits for something else (such as torch.distributed.barrier()), or is gone"

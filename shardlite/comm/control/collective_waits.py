@@ -1,0 +1,85 @@
+"""Waits of the program in collectives of `torch.distributed`, such as a barrier that one rank never reaches.
+
+    rank 0   if rank == 0: validate(model) ... waits for rank 1 in a gather
+    others   dist.barrier() .................. wait for rank 0, outside of this library
+
+A thread looks once per second at the function that the program's thread is in. Only if this is a collective of all
+ranks of a model, and was the same a second ago, it publishes the wait. So a steady step costs one look per second, and
+no message. A rank that computes, reads data or writes a file is in no collective, so it is waited for.
+"""
+
+import sys
+import weakref
+from contextlib import suppress
+from threading import Event, Lock, Thread
+from types import FrameType
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shardlite.comm.control.interrupts import LIBRARIES
+
+PERIOD = 1.0
+"""Seconds between two looks."""
+
+_ENDS_TOGETHER = {
+    *("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
+}
+"""Collectives that end on no rank before all ranks have called them."""
+
+
+class Publisher(Protocol):
+    """What `publish_collective` is called on. (`FailureReports` cannot be imported here: its file imports this one.)"""
+
+    def publish_collective(self) -> None:
+        """Publish the collective that the program waits in."""
+        ...
+
+
+_publishers: "weakref.WeakSet[Publisher]" = weakref.WeakSet()
+_starting, _end = Lock(), Event()
+_thread: Thread | None = None
+
+
+def collective_of(thread: int, ranks: frozenset[int]) -> tuple[str, str]:
+    """Return the collective of exactly `ranks` that a thread waits in, and the line that called it, or two `""`."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code.co_filename != distributed_c10d.__file__:
+        return "", ""
+    name = frame.f_code.co_name
+    with suppress(Exception):  # the frame runs meanwhile
+        if name in _ENDS_TOGETHER and {*dist.get_process_group_ranks(frame.f_locals["group"])} == ranks:
+            return f"torch.distributed.{name}", f", called in {_line_of_program(frame)}"
+    return "", ""
+
+
+def _line_of_program(frame: FrameType | None) -> str:
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+def watch_collectives(publisher: Publisher) -> None:
+    """Call `publish_collective` of `publisher` once per `PERIOD`, on another thread, while the publisher exists."""
+    global _thread
+    _publishers.add(publisher)
+    with _starting:
+        if _thread is None or not _thread.is_alive():
+            # A daemon thread, because the process must not wait for a store that never answers.
+            _thread = Thread(target=_watch, name="shardlite-collectives", daemon=True)
+            _thread.start()
+
+
+def _watch() -> None:
+    while not _end.wait(PERIOD):
+        with _starting:
+            publishers = list(_publishers)
+        for each in publishers:
+            with suppress(Exception):  # the store may have ended
+                each.publish_collective()
+        del publishers[:]
+
+
+weakref.finalize(Publisher, _end.set)  # at exit
