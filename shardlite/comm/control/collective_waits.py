@@ -23,11 +23,8 @@ from shardlite.comm.control.interrupts import LIBRARIES
 PERIOD = 1.0
 """Seconds between two looks."""
 
-_ENDS_TOGETHER = {
-    *("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
-    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
-}
-"""Collectives that end on no rank before all ranks have called them."""
+_ENDS_TOGETHER = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""First words of the collectives that end on no rank before all ranks have called them."""
 
 
 class Publisher(Protocol):
@@ -50,7 +47,7 @@ def collective_of(thread: int, ranks: frozenset[int]) -> tuple[str, str]:
         return "", ""
     name = frame.f_code.co_name
     with suppress(Exception):  # the frame runs meanwhile
-        if name in _ENDS_TOGETHER and {*dist.get_process_group_ranks(frame.f_locals["group"])} == ranks:
+        if name.startswith(_ENDS_TOGETHER) and {*dist.get_process_group_ranks(frame.f_locals["group"])} == ranks:
             return f"torch.distributed.{name}", f", called in {_line_of_program(frame)}"
     return "", ""
 

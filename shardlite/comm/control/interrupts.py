@@ -16,6 +16,7 @@ that reports the update would leave this rank one step ahead of its reports, whi
 Only Python's default handler is replaced. The program's own handler, if any, is kept.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -39,8 +40,11 @@ SLOW = 0.5
 is pending or another rank has failed, and publish the operations that this rank waits in.
 """
 
-LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
-"""Folders of this library and of PyTorch. Their files do not belong to the program."""
+LIBRARIES = (
+    *(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent)),
+    contextlib.__file__,
+)
+"""Folders of this library and of PyTorch, and a file that lies between them. They do not belong to the program."""
 
 _PAUSE = 1e-3
 """Seconds between two checks whether the library has returned."""

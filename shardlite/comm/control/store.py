@@ -167,7 +167,7 @@ def all_gather_json(
 
 
 def _await(
-    store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float, never: Callable[[], str]
+    store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float, never: Callable[[], str] = str
 ) -> Sequence[str]:
     """Call `look` repeatedly, and return the first result that is not empty.
 
