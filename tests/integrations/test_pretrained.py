@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,6 +212,32 @@ def test_what_has_lost_its_values_is_named(group, tmp_path):
     model.transformer.h[1].ln_1.weight = nn.Parameter(torch.empty(12, device="meta"))
     with pytest.raises(LayoutError, match=r"h.1.ln_1.weight' is on the meta device, and unlike other parameters"):
         ShardLite(model, group=group)
+
+
+@pytest.mark.slow
+def test_adapters_on_top_are_initialized(group, tmp_path):
+    """They are on the meta device as their base layers are; `init=` of the page of checkpoints."""
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    model_class = saved(ARCHITECTURES["llama"].make, tmp_path, group)
+    model = from_pretrained(model_class, tmp_path, group=group)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # among these packages
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    zeros = {module for name, module in model.named_modules() if ".lora_B." in name}
+
+    def init(module: nn.Module) -> None:
+        if module in zeros:
+            nn.init.zeros_(module.weight)
+        elif isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    model = ShardLite(model, init=init, group=group)
+    plain = model_class.from_pretrained(tmp_path)
+    for name, value in model.full_state_dict().items():
+        if "lora" in name:
+            assert bool(value.any()) is ("lora_A" in name)
+        else:
+            own = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            same_bits(name, value, plain.get_parameter(own).detach())
 
 
 @pytest.mark.parametrize("options", [{"device_map": "cpu"}, {"state_dict": {}}, {"disable_mmap": True}])
