@@ -71,12 +71,16 @@ def watch_collectives(publisher: Publisher) -> None:
 
 def _watch() -> None:
     while not _end.wait(PERIOD):
-        with _starting:
-            publishers = list(_publishers)
-        for each in publishers:
-            with suppress(Exception):  # the store may have ended
-                each.publish_collective()
-        del publishers[:]
+        _look()
+
+
+def _look() -> None:
+    """Look once. No reference to a publisher is kept afterwards, so that a deleted model's memory is freed."""
+    with _starting:
+        publishers = list(_publishers)
+    for each in publishers:
+        with suppress(Exception):  # the store may have ended
+            each.publish_collective()
 
 
 weakref.finalize(Publisher, _end.set)  # at exit
