@@ -1,7 +1,7 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
@@ -425,7 +425,7 @@ class ShardLite(nn.Module):
             facts = check_adoptable(optimizer, self._bridge)
         except Exception as error:
             problem = error
-        agree(self._groups, facts, problem, what="adopt", timeout=self._context.timeout, subject="optimizers")
+        self._agree_on_call("adopt", problem, facts, subject="optimizers")
         give_shards(optimizer, self._bridge, part_of(self._units))
 
     def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
@@ -798,10 +798,12 @@ class ShardLite(nn.Module):
         self._unwrapped = True
         return module
 
-    def _agree_on_call(self, what: str, problem: Exception | None) -> None:
-        """Raise an error on every rank if any rank has a problem with a call. Collective."""
-        context = self._context
-        agree(self._groups, [], problem, what=what, timeout=context.timeout, watch=context.reports.watching)
+    def _agree_on_call(
+        self, what: str, problem: Exception | None, facts: Sequence[str] = (), subject: str = "models"
+    ) -> None:
+        """Raise an error on every rank if any rank has a problem with a call, or other facts. Collective."""
+        timeout, watch = self._context.timeout, self._context.reports.watching
+        agree(self._groups, facts, problem, what=what, timeout=timeout, subject=subject, watch=watch)
 
     def _check_idle(self) -> None:
         """Raise inside a forward, a backward, `gathered()` or `EMA.swapped()`, or if gradients are accumulated."""

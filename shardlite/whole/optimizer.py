@@ -167,8 +167,8 @@ class WholeParameters(WholeStateOptimizer):
             problem = error
         kind = getattr(self.optimizer_class, "__qualname__", "no class")
         facts = [f"{getattr(self.optimizer_class, '__module__', '')}.{kind}", *(part.fact for part in parts)]
-        context = models[0].context
-        agree(models[0].ranks, facts, problem, what="WholeParameters", timeout=context.timeout, subject="optimizers")
+        ranks, timeout, watch = models[0].ranks, models[0].context.timeout, models[0].context.reports.watching
+        agree(ranks, facts, problem, what="WholeParameters", timeout=timeout, subject="optimizers", watch=watch)
         return parts, any(group.named for group in groups)
 
     def _checked(self, groups: Sequence[Given], models: Sequence[OptimizerBridge]) -> list[Part]:
