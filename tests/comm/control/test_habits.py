@@ -166,9 +166,11 @@ CASES = [
 @pytest.mark.parametrize(("ranks", "stage", "transport", "habit", "then"), CASES)
 def test_what_one_rank_does_alone_ends_at_once(cluster, ranks, stage, transport, habit, then):
     told = cluster.run(alone_body, ranks, stage, transport, habit, then)
-    assert EVERY_RANK in told[0]
-    assert "ranks wait for each other in different operations" in told[0]
-    assert f"{__file__}, line" in told[0]
+    # On a busy machine a rank may hear of another one's failure before it hears why.
+    found = [message for message in told if "ranks wait for each other in different operations" in message]
+    assert found
+    assert all(EVERY_RANK in message for message in found)
+    assert all(f"{__file__}, line" in message for message in found)
     if then == "train":
         assert all(told)
     else:
