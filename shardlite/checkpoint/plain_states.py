@@ -52,7 +52,8 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
             named = _by_name(optimizer, state_dict, names)
     except LayoutError as error:
         problem = error
-    agree(state.ranks, [], problem, what="load_optimizer_state", timeout=state.context.timeout)
+    timeout, watch = state.context.timeout, state.context.reports.watching
+    agree(state.ranks, [], problem, what="load_optimizer_state", timeout=timeout, watch=watch)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_optimizer_state_dict(model, optimizer, named, options=options)
 
