@@ -48,14 +48,17 @@ from shardlite.engine import (
     OptimizerBridge,
     PartLoop,
     Shards,
+    WeightStream,
     allow_conversions,
     cast_floats,
     check_adoptable,
+    gather_param,
     give_shards,
     in_backward,
     install_patches,
     optimizer_tensors,
     param_locations,
+    pieces_of,
     refuse_conversions,
     register_model,
     unregister_model,
@@ -63,6 +66,7 @@ from shardlite.engine import (
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
+from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
@@ -713,6 +717,129 @@ class ShardLite(nn.Module):
         self._in_backward.check()
         return self._full.state_dict(rank)
 
+    def full_parameters(
+        self, dtype: torch.dtype | None = None, max_bytes: int | None = None, trainable: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over whole parameters on the model's device, for example to send them to an inference engine.
+
+        Collective: every rank must run the whole loop. One unit is gathered at a time, while the next is on its way.
+        Parameters come in the order of units, under their original names. A tied parameter comes under each of its
+        names, as in `full_state_dict()`. Each rank gets its own ignored parameters, at the end.
+
+        Each tensor is a copy that belongs to the program. To save memory, drop it before the next one.
+
+        If a rank leaves its loop early (by `break` or an exception), the other ranks leave theirs with an error, unless
+        they leave it too. Inside the loop, the model and its optimizer cannot be called.
+
+        Args:
+            dtype: dtype of floating-point parameters. Each rank casts its shards before they are sent, so a narrow
+                dtype takes fewer bytes. Defaults to the dtype in which the model stores the parameters.
+            max_bytes: bound on the bytes of gathered weights that this rank holds at once: gathered parameters, and
+                the latest copy. Large units are gathered in pieces. `None` means two units and a copy.
+            trainable: whether to leave out frozen parameters, for example to get adapters (LoRA) only.
+
+        Returns:
+            An iterator over names and tensors.
+
+        Raises:
+            TypeError: `dtype` is not a floating-point dtype, or `max_bytes` is not a number.
+            LayoutError: a parameter is too large for `max_bytes`, or ranks pass different arguments. Raised in the
+                loop, on every rank.
+            PhaseError: a rank is inside a forward, a backward, or `gathered()`, or another rank has left its loop.
+                Raised in the loop.
+            CommError: another rank failed, or did not start the loop.
+
+        Example:
+            >>> llm.load_weights(model.full_parameters(dtype=torch.bfloat16))
+        """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"full_parameters(dtype=...) must be a floating-point dtype, got {dtype!r}")
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool)):
+            raise TypeError(
+                f"full_parameters(max_bytes=...) is a number of bytes and must be an int, got {max_bytes!r}"
+            )
+        return self._over_full_parameters(dtype, max_bytes, trainable)
+
+    def _over_full_parameters(
+        self, dtype: torch.dtype | None, max_bytes: int | None, trainable: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._recover()
+        self._in_backward.check()
+        pieces, problem = [], None
+        names = self._full.names()
+        kept = {param for param in names if param.requires_grad or not trainable}
+        try:
+            self._check_unused("full_parameters()")
+            pieces = pieces_of(self._units, dtype=dtype, only=kept, max_bytes=max_bytes)
+        except (LayoutError, PhaseError) as error:
+            problem = error
+        facts = [f"full_parameters(dtype={dtype}, max_bytes={max_bytes}, trainable={trainable})"]
+        timeout = self._context.timeout
+        agree(self._groups, facts, problem, what="full_parameters()", timeout=timeout, subject="calls")
+        self._bridge.gatherer.settle()
+        yield from self._stream.over(pieces, names, max_bytes)
+        self._context.trim(keep=0)
+        for param in names:
+            if param in kept and param in self._ignored:
+                own = param.detach().clone()
+                own = own if dtype is None else cast_floats(own, dtype)
+                yield from ((name, own) for name in names[param])
+
+    def full_grad(self, name: str) -> Tensor | None:
+        """Return a copy of the whole gradient of one parameter, as `.grad` has it in a plain model. Collective.
+
+        Call this between the backward and `zero_grad()`. The gradient is averaged over the ranks. If it was clipped or
+        multiplied by the scale of a gradient scaler, so is the copy.
+
+        Args:
+            name: original name of the parameter.
+
+        Returns:
+            The gradient in the shape of the parameter, or `None` if no rank has used the parameter.
+
+        Raises:
+            LayoutError: the model has no parameter of this name, or the parameter is frozen or ignored.
+            PhaseError: there are no gradients, they are not reduced (`no_sync()`, `parts()`), or the optimizer steps in
+                the backward, so gradients are not kept. All errors are raised on every rank.
+            CommError: a rank did not call `full_grad`.
+
+        Example:
+            >>> loss.backward()
+            >>> model.full_grad("head.weight").norm()
+        """
+        place, fact, problem = None, f"full_grad({name!r})", None
+        try:
+            place = self._place_of_gradient(name)
+            fact += " of a parameter without a gradient" * (place[0].shards[place[1]].grad is None)
+        except (LayoutError, PhaseError) as error:
+            problem = error
+        agree(self._groups, [fact], problem, what=fact, timeout=self._context.timeout, subject="calls")
+        assert place is not None, "`agree` has raised any problem"
+        flat, index = place
+        if (grad := flat.shards[index].grad) is None:
+            return None
+        with torch.no_grad():
+            grad = grad.to_dense() if grad.is_sparse else grad.detach()
+            return gather_param(self._context, flat, index, grad.reshape(-1))
+
+    def _place_of_gradient(self, name: str) -> tuple[Flat, int]:
+        """Return the flat (flat parameter) of the parameter `name` and its index, if its gradient can be gathered."""
+        self._recover()
+        if in_backward():
+            raise PhaseError("full_grad(): a backward is running: call it after the backward")
+        flat, index = self._full.find(name, self._ignored)
+        if not flat.params[index].requires_grad:
+            raise LayoutError(f"full_grad(): parameter {name!r} is frozen, so it has no gradient")
+        self._in_backward.refuse("full_grad()")
+        if self._reducer.accumulates:
+            raise PhaseError(
+                "full_grad(): gradients are accumulated and not reduced yet: call it after the last backward before a "
+                "step, outside of no_sync() and parts()"
+            )
+        if all(shard.grad is None for shard in self._bridge.shards):
+            raise PhaseError("full_grad(): there are no gradients: call it between a backward and zero_grad()")
+        return flat, index
+
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
         """Load whole tensors from rank 0: the state dict of a plain model, or the result of `full_state_dict()`.
 
@@ -797,10 +924,14 @@ class ShardLite(nn.Module):
         self._unwrapped = True
         return module
 
+    def _check_unused(self, call: str) -> None:
+        """Raise inside a forward, a backward or `gathered()`."""
+        if self._hooks.running() or any(unit.users for unit in self._units):
+            raise PhaseError(f"{call}: call it outside of forwards, backwards and `gathered()`")
+
     def _check_idle(self) -> None:
         """Raise inside a forward, a backward, `gathered()` or `EMA.swapped()`, or if gradients are accumulated."""
-        if self._hooks.running() or any(unit.users for unit in self._units):
-            raise PhaseError("unwrap(): call it outside of forwards, backwards and `gathered()`")
+        self._check_unused("unwrap()")
         if self._backward.accumulates() or self._reducer.accumulates:
             raise PhaseError(
                 "unwrap(): gradients are accumulated, and not reduced: call it outside of no_sync() and parts(), after "
@@ -938,7 +1069,10 @@ class ShardLite(nn.Module):
         reduced = [] if single_rank else units
         self._reducer = Reducer(reduced, context, stage=self.stage, diagnose=diagnose, parts=parts)
         begin_steps = self._in_backward.prepare_backward
-        self._backward = Backward(self._reducer, gatherer, units, context.streams, begin_steps, self._parts)
+        self._stream = WeightStream(context)
+        self._backward = Backward(
+            self._reducer, gatherer, units, context.streams, begin_steps, stream=self._stream, parts=self._parts
+        )
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
@@ -970,6 +1104,7 @@ class ShardLite(nn.Module):
 
     def _recover(self) -> None:
         """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
+        self._stream.check_closed()
         if self._forwards == 0:
             self._hooks.reset()
         self._backward.repair()
