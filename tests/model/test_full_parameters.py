@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlite import EMA, AdamW, CommError, LayoutError, PhaseError, Precision, ShardLite
+from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite
 from shardlite.params import Flat
 from tests.support.internals import flats
 from tests.support.patience import seconds
@@ -259,14 +260,19 @@ def test_wrong_arguments(group: Any) -> None:
     train(model, optimizer)
 
 
-def test_one_rank_alone_ends_in_an_error(group: Any) -> None:
+def rank_0_alone(group: Any, call: str) -> None:
+    """Body of a rank: rank 0 makes a collective call that rank 1 does not make."""
     model = ShardLite(net(), group=group, timeout=timedelta(seconds=seconds(2)))
-    model(batch(0, 0)).square().mean().backward()
+    loss(model, 0).backward()
     if dist.get_rank() == 0:
-        for call in (lambda: next(model.full_parameters()), lambda: model.full_grad("0.weight")):
-            with pytest.raises(CommError, match="full_"):
-                call()
-    dist.barrier()
+        next(model.full_parameters()) if call == "full_parameters" else model.full_grad("0.weight")
+
+
+@pytest.mark.parametrize("call", ["full_parameters", "full_grad"])
+def test_one_rank_alone_ends_in_an_error(doomed: Any, call: str, tmp_path: Path) -> None:
+    first, _ = doomed.run(rank_0_alone, 2, call, directory=tmp_path)
+    assert first.kind == "CommError"
+    assert call in first.text
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
