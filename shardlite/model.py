@@ -136,6 +136,9 @@ class ShardLite(nn.Module):
             the second dimension.
         ignore: modules and parameters that are not sharded. Each rank trains its own copies of them, and the gradients
             of these copies are not averaged.
+        replicate: modules and parameters that every rank keeps whole at any stage, for example a router or a module
+            that is called outside of the model's forward. Their gradients are averaged, at the end of the backward, and
+            every rank steps them, as at stage 0. The module's own parameters can be read at any time.
         device: device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
             meta device, the default is the current CUDA device if the group supports CUDA, else the CPU.
         init: function that initializes tensors on the meta device. Rank 0 calls it with each module that owns such
@@ -187,6 +190,7 @@ class ShardLite(nn.Module):
         reshard_after_forward: UnitRule = True,
         group: GroupLike = None,
         ignore: Iterable[nn.Module | nn.Parameter] = (),
+        replicate: Iterable[nn.Module | nn.Parameter] = (),
         device: torch.device | str | None = None,
         init: Init = None,
         prefetch: int = 1,
@@ -201,13 +205,14 @@ class ShardLite(nn.Module):
         install_patches()
         route, precision = take_deprecated(route, precision, deprecated)
         self.stage, self.precision, self.module = stage, precision, module
-        self._ignored_modules, self._ignored = validate.split_ignored(ignore)
+        self._ignored_modules, self._ignored = validate.split_entries("ignore", ignore)
         options = Options(
             stage=stage,
             units=units,
             precision=precision,
             reshard_after_forward=reshard_after_forward,
             ignored=self._ignored,
+            replicated=validate.split_entries("replicate", replicate)[1],
             device=device,
             init=init,
             prefetch=prefetch,

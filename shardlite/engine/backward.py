@@ -268,8 +268,11 @@ class Backward:
         Autograd sums the gradients of all recorded forwards and delivers the sum once per parameter. A hidden forward,
         which autograd has not recorded, delivers its gradients after its recomputation. If a unit ran in both kinds of
         forward, or the outputs of a forward did not contribute to the loss, the number of deliveries is unknown. The
-        unit is then reduced at the end of the backward.
+        unit is then reduced at the end of the backward. So are replicated parameters, because modules may use them
+        without a forward that the model sees.
         """
+        if unit.replicated:
+            return False
         if unit not in self._hidden:
             return run.has_all(unit, rounds=1)
         if unit in self._recorded or self._outstanding[unit]:

@@ -90,6 +90,8 @@ class FullParameters:
         with ExitStack() as undo:
             with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
+                    if unit.replicated:
+                        continue
                     self._gatherer.unshard(unit)
                     undo.callback(self._gatherer.reshard, unit)
             if self._calls is not None and push_hooks(self._calls):
@@ -242,7 +244,8 @@ class FullParameters:
 
     def _is_sharded(self, module: nn.Module) -> bool:
         """Return whether a module owns a parameter whose unit is not in use."""
-        return any(param in self._places and not self._places[param][0].users for param in module._parameters.values())
+        units = (self._places[param][0] for param in module._parameters.values() if param in self._places)
+        return any(not (unit.users or unit.replicated) for unit in units)
 
     def _units_with(self, names: Iterable[str]) -> list[Unit]:
         params = self._module.named_parameters(remove_duplicate=False)
