@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardlite
 from shardlite import EMA, AdamW, LayoutError, NonFiniteWarning, Precision, Route, ShardLite, WholeParameters
@@ -327,3 +328,84 @@ def test_what_cannot_be_replicated(group: Any) -> None:
         with pytest.raises(error, match=why):
             ShardLite(module, group=group, **options)
     assert ShardLite(module, group=group, stage=0, replicate=[module]).unit_names == ["(replicated)"]
+
+
+class Checkpointed(Routed):
+    """Blocks are recomputed in the backward."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0 * self.norm.bias  # reentrant checkpoints need an input that requires a gradient
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("stage", [3, slow(1)])
+def test_checkpointed_blocks(group: Any, stage: int, reentrant: bool) -> None:
+    states = []
+    for replicates in (True, False):
+        torch.manual_seed(7)
+        module = Checkpointed()
+        module.reentrant = reentrant
+        replicate = routers(module) if replicates else ()
+        model = ShardLite(module, stage=stage, group=group, units=Block, replicate=replicate)
+        train(model, optim.SGD(model.parameters(), lr=0.1))
+        states.append(model.full_state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], msg=name)
+
+
+@pytest.mark.parametrize("precision", [Precision(), BF16, SPLIT], ids=["fp32", "bf16", "split"])
+@pytest.mark.parametrize("transport", ["auto", "p2p", "collectives"])
+def test_from_the_meta_device_to_a_plain_module(group: Any, precision: Precision, transport: str) -> None:
+    """Wrapping within a memory limit, training, and unwrapping."""
+    with torch.device("meta"):
+        module = net()
+    torch.manual_seed(7)
+    route = Route(transport=transport)
+    model = ShardLite(
+        module,
+        group=group,
+        device="cpu",
+        replicate=routers(module),
+        precision=precision,
+        route=route,
+        memory_limit=1 << 30,
+    )
+    initial = model.full_state_dict()
+    if precision.master != "split24":
+        same_states("initial", initial, {name: value.float() for name, value in net().state_dict().items()})
+    train(model, AdamW(model.parameters(), lr=0.01))
+    expected = model.full_state_dict()
+    assert not torch.equal(expected["norm.weight"], initial["norm.weight"])
+    same_states("streamed", dict(model.full_parameters()), expected)
+    same_states("unwrapped", dict(model.unwrap().state_dict()), expected)
+    assert type(module.norm.weight) is nn.Parameter
+    fresh = net()
+    with pytest.raises(LayoutError, match="memory_limit"):
+        ShardLite(fresh, group=group, replicate=routers(fresh), memory_limit=1000)
+
+
+def test_unused_and_frozen_ones(group: Any) -> None:
+    """A parameter that one rank uses counts; one that no rank uses keeps `grad` None, and a frozen one its value."""
+    module = net()
+    extra = nn.Linear(WIDTH, WIDTH)
+    module.extra, module.unused = extra, nn.Linear(2, 2)
+    module.norm.weight.requires_grad_(False)
+    model = ShardLite(module, group=group, replicate=[*routers(module), extra, module.unused])
+    (loss(model, 0, 0) + extra(torch.ones(WIDTH)).sum() * (dist.get_rank() or 0)).backward()
+    graded = {name for name, shard in model.named_parameters() if shard.grad is not None}
+    assert "extra.weight" in graded
+    assert not {"unused.weight", "norm.weight"} & graded
+    torch.testing.assert_close(model.full_grad("extra.bias"), torch.full((WIDTH,), 0.5))
+    assert model.full_grad("unused.bias") is None
+    module.extra.requires_grad_(False)
+    module.norm.weight.requires_grad_(True)
+    model.zero_grad()
+    loss(model, 0, 0).backward()
+    graded = {name for name, shard in model.named_parameters() if shard.grad is not None}
+    assert "norm.weight" in graded
+    assert "extra.weight" not in graded
