@@ -409,3 +409,23 @@ def test_unused_and_frozen_ones(group: Any) -> None:
     graded = {name for name, shard in model.named_parameters() if shard.grad is not None}
     assert "norm.weight" in graded
     assert "extra.weight" not in graded
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_an_optimizer_from_before_wrapping_is_adopted(group: Any, kind: str) -> None:
+    """Its states of replicated parameters stay whole."""
+    make = AdamW if kind == "ours" else optim.AdamW
+    states = []
+    for replicates in (True, False):
+        module = net()
+        optimizer = make(module.parameters(), lr=0.01)
+        loss(module, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        replicate = routers(module) if replicates else ()
+        model = ShardLite(module, group=group, units=Block, replicate=replicate)
+        model.adopt(optimizer)
+        train(model, optimizer)
+        states.append(model.full_state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], msg=name)
