@@ -615,7 +615,8 @@ class ShardLite(nn.Module):
         - `whole parameters`: weights, gradients and updates that this rank owns, during a step of `WholeParameters`
         - `averages`: the averages of `EMA`
         - `buffers`: the module's buffers
-        - `staging`: memory for partial sums, 8-bit codes and broadcast values that arrive from other ranks
+        - `staging`: memory for partial sums, 8-bit codes, broadcast values and, in `full_state_dict()` and
+          `full_parameters()`, whole weights that arrive from other ranks
         - `copies`: copies of the shards, made by `gathered(writeback=True)` before the program changes weights
         - `chunks of a step`: intermediate values of an optimizer's step on a CPU, for all models in the process
         - `messages`, `mailboxes`, `pinned memory`: memory of the transport, for all models over the same ranks

@@ -344,12 +344,16 @@ class Checkpointed(Routed):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stage", [3, slow(1)])
-def test_checkpointed_blocks(group: Any, stage: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_checkpointed_blocks(group: Any, stage: int, reentrant: bool, shared: bool) -> None:
+    """Gradients of a shared router arrive once for each reentrant checkpoint."""
     states = []
     for replicates in (True, False):
         torch.manual_seed(7)
         module = Checkpointed()
         module.reentrant = reentrant
+        for block in module.blocks[1:] if shared else ():
+            block.router = module.blocks[0].router
         replicate = routers(module) if replicates else ()
         model = ShardLite(module, stage=stage, group=group, units=Block, replicate=replicate)
         train(model, optim.SGD(model.parameters(), lr=0.1))
