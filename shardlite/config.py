@@ -68,6 +68,11 @@ class Precision:
     The name of the root unit is empty. Stage 3 only. See `docs/precision.md`.
     """
 
+    diagnose: bool = False
+    """Whether to warn if a gradient is not finite. The warning names the parameter and the rank. If `diagnose` is set,
+    the host waits for the device in each backward.
+    """
+
     def __post_init__(self) -> None:
         """Check the options."""
         if not isinstance(self.quantized_gather, bool) and not callable(self.quantized_gather):
@@ -296,7 +301,7 @@ _OF_NCCL: dict[str, Any] = {name: getattr(Route, name) for name in ("registered"
 
 _DEPRECATED = {
     **dict.fromkeys(("transport", "algorithm", "reduce", "order", "parts"), "route=Route"),
-    "quantized_gather": "precision=Precision",
+    **dict.fromkeys(("quantized_gather", "diagnose"), "precision=Precision"),
 }
 """The deprecated keywords of `ShardLite`. The value is the argument that replaces the keyword, and its class."""
 
@@ -317,8 +322,9 @@ def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, A
         message = f"ShardLite({name}=...) is deprecated and will be removed in 0.3: use {_DEPRECATED[name]}({name}=...)"
         warnings.warn(message, DeprecationWarning, stacklevel=3)
     fields = dict(keywords)
-    if "quantized_gather" in fields:
-        precision = replace(precision, quantized_gather=fields.pop("quantized_gather"))
+    for name in ("quantized_gather", "diagnose"):
+        if name in fields:
+            precision = replace(precision, **{name: fields.pop(name)})
     if fields and route != Route():
         raise ValueError(f"{', '.join(fields)} are fields of route={route}: set them there, not as keywords")
     return replace(route, **fields), precision

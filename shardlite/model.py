@@ -48,14 +48,17 @@ from shardlite.engine import (
     OptimizerBridge,
     PartLoop,
     Shards,
+    WeightStream,
     allow_conversions,
     cast_floats,
     check_adoptable,
+    gather_param,
     give_shards,
     in_backward,
     install_patches,
     optimizer_tensors,
     param_locations,
+    pieces_of,
     refuse_conversions,
     register_model,
     unregister_model,
@@ -63,6 +66,7 @@ from shardlite.engine import (
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
+from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
@@ -132,6 +136,9 @@ class ShardLite(nn.Module):
             the second dimension.
         ignore: modules and parameters that are not sharded. Each rank trains its own copies of them, and the gradients
             of these copies are not averaged.
+        replicate: modules and parameters that every rank keeps whole at any stage, for example a router or a module
+            that is called outside of the model's forward. Their gradients are averaged, at the end of the backward, and
+            every rank steps them, as at stage 0. The module's own parameters can be read at any time.
         device: device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
             meta device, the default is the current CUDA device if the group supports CUDA, else the CPU.
         init: function that initializes tensors on the meta device. Rank 0 calls it with each module that owns such
@@ -147,8 +154,6 @@ class ShardLite(nn.Module):
         buffers: `"rank0"` broadcasts rank 0's buffers (running statistics) before a forward, as
             `DistributedDataParallel` does. A broadcast happens only if an earlier forward outside `no_sync()` and
             `torch.no_grad()` has changed the buffers on some rank. `"own"` lets each rank keep its own buffers.
-        diagnose: whether to warn if a gradient is not finite. The warning names the parameter and the rank. If
-            `diagnose` is set, the host waits for the device in each backward.
         memory_limit: maximum number of bytes per rank, or a `MemoryLimit`. A model that needs more is refused before
             memory is allocated. The error suggests options that fit.
         timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
@@ -183,12 +188,12 @@ class ShardLite(nn.Module):
         reshard_after_forward: UnitRule = True,
         group: GroupLike = None,
         ignore: Iterable[nn.Module | nn.Parameter] = (),
+        replicate: Iterable[nn.Module | nn.Parameter] = (),
         device: torch.device | str | None = None,
         init: Init = None,
         prefetch: int = 1,
         route: Route = Route(),  # noqa: B008 (frozen)
         buffers: str = "rank0",
-        diagnose: bool = False,
         memory_limit: int | MemoryLimit | None = None,
         timeout: timedelta = timedelta(minutes=10),
         **deprecated: Any,
@@ -197,19 +202,19 @@ class ShardLite(nn.Module):
         install_patches()
         route, precision = take_deprecated(route, precision, deprecated)
         self.stage, self.precision, self.module = stage, precision, module
-        self._ignored_modules, self._ignored = validate.split_ignored(ignore)
+        self._ignored_modules, self._ignored = validate.split_entries("ignore", ignore)
         options = Options(
             stage=stage,
             units=units,
             precision=precision,
             reshard_after_forward=reshard_after_forward,
             ignored=self._ignored,
+            replicated=validate.split_entries("replicate", replicate)[1],
             device=device,
             init=init,
             prefetch=prefetch,
             route=with_environment(route),
             buffers=buffers,
-            diagnose=diagnose,
             memory_limit=memory_limit_of(memory_limit),
             timeout=timeout,
         )
@@ -606,7 +611,8 @@ class ShardLite(nn.Module):
         - `whole parameters`: weights, gradients and updates that this rank owns, during a step of `WholeParameters`
         - `averages`: the averages of `EMA`
         - `buffers`: the module's buffers
-        - `staging`: memory for partial sums, 8-bit codes and broadcast values that arrive from other ranks
+        - `staging`: memory for partial sums, 8-bit codes, broadcast values and, in `full_state_dict()` and
+          `full_parameters()`, whole weights that arrive from other ranks
         - `copies`: copies of the shards, made by `gathered(writeback=True)` before the program changes weights
         - `chunks of a step`: intermediate values of an optimizer's step on a CPU, for all models in the process
         - `messages`, `mailboxes`, `pinned memory`: memory of the transport, for all models over the same ranks
@@ -713,6 +719,128 @@ class ShardLite(nn.Module):
         self._in_backward.check()
         return self._full.state_dict(rank)
 
+    def full_parameters(
+        self, dtype: torch.dtype | None = None, max_bytes: int | None = None, trainable: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over whole parameters on the model's device, for example to send them to an inference engine.
+
+        Collective: every rank must run the whole loop. One unit is gathered at a time, while the next is on its way.
+        Parameters come in the order of units, under their original names. A tied parameter comes under each of its
+        names, as in `full_state_dict()`. Each rank gets its own ignored parameters, at the end.
+
+        Each tensor is a copy that belongs to the program. To save memory, drop it before the next one.
+
+        If a rank leaves its loop early (by `break` or an exception), the other ranks leave theirs with an error, unless
+        they leave it too. Inside the loop, the model and its optimizer cannot be called.
+
+        Args:
+            dtype: dtype of floating-point parameters. Each rank casts its shards before they are sent, so a narrow
+                dtype takes fewer bytes. Defaults to the dtype in which the model stores the parameters.
+            max_bytes: bound on the bytes of gathered weights that this rank holds at once: gathered parameters, and
+                the latest copy. Large units are gathered in pieces. `None` means two units and a copy.
+            trainable: whether to leave out frozen parameters, for example to get adapters (LoRA) only.
+
+        Returns:
+            An iterator over names and tensors.
+
+        Raises:
+            TypeError: `dtype` is not a floating-point dtype, or `max_bytes` is not a number.
+            LayoutError: a parameter is too large for `max_bytes`, or ranks pass different arguments. Raised in the
+                loop, on every rank.
+            PhaseError: a rank is inside a forward, a backward, or `gathered()`, or another rank has left its loop.
+                Raised in the loop.
+            CommError: another rank failed, or did not start the loop.
+
+        Example:
+            >>> llm.load_weights(model.full_parameters(dtype=torch.bfloat16))
+        """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"full_parameters(dtype=...) must be a floating-point dtype, got {dtype!r}")
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool)):
+            raise TypeError(
+                f"full_parameters(max_bytes=...) is a number of bytes and must be an int, got {max_bytes!r}"
+            )
+        return self._over_full_parameters(dtype, max_bytes, trainable)
+
+    def _over_full_parameters(
+        self, dtype: torch.dtype | None, max_bytes: int | None, trainable: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._recover()
+        self._in_backward.check()
+        pieces, problem = [], None
+        names = self._full.names()
+        kept = {param for param in names if param.requires_grad or not trainable}
+        try:
+            self._check_unused("full_parameters()")
+            pieces = pieces_of(self._units, dtype=dtype, only=kept, max_bytes=max_bytes)
+        except (LayoutError, PhaseError) as error:
+            problem = error
+        facts = [f"full_parameters(dtype={dtype}, max_bytes={max_bytes}, trainable={trainable})"]
+        self._agree_on_call("full_parameters()", problem, facts, "calls")
+        self._bridge.gatherer.settle()
+        yield from self._stream.over(pieces, names, max_bytes)
+        self._context.trim(keep=0)
+        for param in names:
+            if param in kept and param in self._ignored:
+                own = param.detach().clone()
+                own = own if dtype is None else cast_floats(own, dtype)
+                yield from ((name, own) for name in names[param])
+
+    def full_grad(self, name: str) -> Tensor | None:
+        """Return a copy of the whole gradient of one parameter, as `.grad` has it in a plain model. Collective.
+
+        Call this between the backward and `zero_grad()`. The gradient is averaged over the ranks. If it was clipped or
+        multiplied by the scale of a gradient scaler, so is the copy.
+
+        Args:
+            name: original name of the parameter.
+
+        Returns:
+            The gradient in the shape of the parameter, or `None` if no rank has used the parameter.
+
+        Raises:
+            LayoutError: the model has no parameter of this name, or the parameter is frozen or ignored.
+            PhaseError: there are no gradients, they are not reduced (`no_sync()`, `parts()`), or the optimizer steps in
+                the backward, so gradients are not kept. All errors are raised on every rank.
+            CommError: a rank did not call `full_grad`.
+
+        Example:
+            >>> loss.backward()
+            >>> model.full_grad("head.weight").norm()
+        """
+        place, fact, problem = None, f"full_grad({name!r})", None
+        try:
+            place = self._place_of_gradient(name)
+            fact += " of a parameter without a gradient" * (place[0].shards[place[1]].grad is None)
+        except (LayoutError, PhaseError) as error:
+            problem = error
+        self._agree_on_call(fact, problem, subject="calls")
+        assert place is not None, "`agree` has raised any problem"
+        flat, index = place
+        if (grad := flat.shards[index].grad) is None:
+            return None
+        with torch.no_grad():
+            grad = grad.to_dense() if grad.is_sparse else grad.detach()
+            return gather_param(self._context, flat, index, grad.reshape(-1))
+
+    def _place_of_gradient(self, name: str) -> tuple[Flat, int]:
+        """Return the flat (flat parameter) of the parameter `name` and its index, if its gradient can be gathered."""
+        self._recover()
+        if in_backward():
+            raise PhaseError("full_grad(): a backward is running: call it after the backward")
+        flat, index = self._full.find(name, self._ignored)
+        if not flat.params[index].requires_grad:
+            raise LayoutError(f"full_grad(): parameter {name!r} is frozen, so it has no gradient")
+        self._in_backward.refuse("full_grad()")
+        if self._reducer.accumulates:
+            raise PhaseError(
+                "full_grad(): gradients are accumulated and not reduced yet: call it after the last backward before a "
+                "step, outside of no_sync() and parts()"
+            )
+        if all(shard.grad is None for shard in self._bridge.shards):
+            raise PhaseError("full_grad(): there are no gradients: call it between a backward and zero_grad()")
+        return flat, index
+
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
         """Load whole tensors from rank 0: the state dict of a plain model, or the result of `full_state_dict()`.
 
@@ -805,10 +933,14 @@ class ShardLite(nn.Module):
         timeout, watch = self._context.timeout, self._context.reports.watching
         agree(self._groups, facts, problem, what=what, timeout=timeout, subject=subject, watch=watch)
 
+    def _check_unused(self, call: str) -> None:
+        """Raise inside a forward, a backward or `gathered()`."""
+        if self._hooks.running() or any(unit.users for unit in self._units):
+            raise PhaseError(f"{call}: call it outside of forwards, backwards and `gathered()`")
+
     def _check_idle(self) -> None:
         """Raise inside a forward, a backward, `gathered()` or `EMA.swapped()`, or if gradients are accumulated."""
-        if self._hooks.running() or any(unit.users for unit in self._units):
-            raise PhaseError("unwrap(): call it outside of forwards, backwards and `gathered()`")
+        self._check_unused("unwrap()")
         if self._backward.accumulates() or self._reducer.accumulates:
             raise PhaseError(
                 "unwrap(): gradients are accumulated, and not reduced: call it outside of no_sync() and parts(), after "
@@ -932,7 +1064,7 @@ class ShardLite(nn.Module):
     def _connect(self, options: Options) -> None:
         """Build the objects that drive the units, from the bottom up: weights, gradients, hooks, optimizers."""
         context, units, single_rank = self._context, self._units, self._placement.single_rank
-        diagnose, parts, flats = options.diagnose, options.route.parts, flats_of(self._units)
+        diagnose, parts, flats = options.precision.diagnose, options.route.parts, flats_of(self._units)
         gatherer: Gatherer | ResidentWeights
         if self._placement.permanent:
             gatherer = ResidentWeights(units, context)
@@ -946,7 +1078,10 @@ class ShardLite(nn.Module):
         reduced = [] if single_rank else units
         self._reducer = Reducer(reduced, context, stage=self.stage, diagnose=diagnose, parts=parts)
         begin_steps = self._in_backward.prepare_backward
-        self._backward = Backward(self._reducer, gatherer, units, context.streams, begin_steps, self._parts)
+        self._stream = WeightStream(context)
+        self._backward = Backward(
+            self._reducer, gatherer, units, context.streams, begin_steps, stream=self._stream, parts=self._parts
+        )
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
@@ -978,6 +1113,7 @@ class ShardLite(nn.Module):
 
     def _recover(self) -> None:
         """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
+        self._stream.check_closed()
         if self._forwards == 0:
             self._hooks.reset()
         self._backward.repair()

@@ -6,6 +6,7 @@
             the full weights if both have
             the same dtype
     3       a shard [S] in an arena           in buffers, while they are needed
+    any     as at stage 0, for `replicate`
     1 rank  all weights; each parameter is its own shard, unless weights are cast
 
 An arena is one contiguous buffer with this rank's shards of all units. A flat (flat parameter) is the parameters of one
@@ -42,6 +43,10 @@ class Placement(NamedTuple):
     keep_unsharded: Callable[[UnitPlan], bool]
     """Function that returns whether a unit stays unsharded from its forward to the end of the backward."""
 
+    def of(self, flat: FlatPlan) -> "Placement":
+        """Return the placement of a flat. The weights of a replicated flat are placed as at stage 0."""
+        return self._replace(rank=None, permanent=True) if flat.replicated else self
+
 
 def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Placement:
     """Return the placement for `rank` among the `world_size` ranks that shard a model."""
@@ -67,7 +72,10 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
         flats = [_make_flat(flat, *next(places), next(lows), placement) for flat in mine]
         if flats:
             name, keep_unsharded = start.name or ROOT, placement.keep_unsharded(start)
-            units.append(Unit(len(units), name, flats, is_root=name == ROOT, keep_unsharded=keep_unsharded))
+            replicated = start.replicated and not placement.single_rank
+            is_root = name == ROOT or replicated  # gradients of replicated parameters arrive at any time, too
+            unit = Unit(len(units), name, flats, is_root, keep_unsharded, replicated)
+            units.append(unit)
     if len(units) == 1:
         units[0].is_root = False  # a single unit needs none of the root's special cases
     return units
@@ -80,22 +88,22 @@ def _allocate(
 
     If part and full weights have the same dtype, the part is a view of the full weights.
     """
-    in_place = [placement.permanent and flat.compute == flat.layout.dtype for flat in flats]
+    in_place = [placement.of(flat).permanent and flat.compute == flat.layout.dtype for flat in flats]
     lengths = [
-        flat.layout.full_numel if whole or placement.rank is None else flat.layout.shard_numel
+        flat.layout.full_numel if whole or placement.of(flat).rank is None else flat.layout.shard_numel
         for flat, whole in zip(flats, in_place, strict=True)
     ]
     kept = allocate_arenas([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, device)
-    cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.permanent and not whole]
+    cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.of(flat).permanent and not whole]
     kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
     fulls = iter(allocate_arenas(kinds, [flat.layout.full_numel for flat in cast], device))
     for flat, whole, local in zip(flats, in_place, kept, strict=True):
         if not whole:
-            yield local, next(fulls) if placement.permanent else None
-        elif placement.rank is None:
+            yield local, next(fulls) if placement.of(flat).permanent else None
+        elif (rank := placement.of(flat).rank) is None:
             yield local, local
         else:
-            yield local[slice(*flat.layout.shard_range(placement.rank))], local
+            yield local[slice(*flat.layout.shard_range(rank))], local
 
 
 def _allocate_lower_parts(
@@ -103,7 +111,11 @@ def _allocate_lower_parts(
 ) -> Iterator[Tensor | None]:
     """For each flat, yield the memory for the lower part of its weights, or `None` if its weights are not split."""
     split = [flat for flat in flats if flat.split]
-    lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
+    ranks = [placement.of(flat).rank for flat in split]
+    lengths = [
+        flat.layout.full_numel if rank is None else flat.layout.shard_numel
+        for flat, rank in zip(split, ranks, strict=True)
+    ]
     lows = iter(allocate_arenas([(torch.int8, flat.layout.trainable) for flat in split], lengths, device))
     return (next(lows) if flat.split else None for flat in flats)
 
@@ -116,7 +128,7 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         reduce=plan.reduce,
         quantized=plan.quantized,
         params=plan.params,
-        rank=placement.rank,
+        rank=placement.of(plan).rank,
         # `.data` gives this part of the arena its own version counter, which all its shards share. If each shard had a
         # counter, the counters would differ between ranks, because code that skips an empty shard does not increment
         # its counter. Ranks would then disagree on whether full weights are stale.

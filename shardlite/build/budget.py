@@ -149,7 +149,7 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
         full=unit.nbytes,
         codes=sum(recipe.world_size * flat.layout.codes_nbytes for flat in unit.flats if flat.quantized),
         sent=sum(_sent_by_gather(flat) for flat in unit.flats),
-        gathers=unit.needs_gather and not placement.single_rank,
+        gathers=unit.needs_gather and not (placement.single_rank or unit.replicated),
         flats=[_flat_budget(flat, recipe) for flat in unit.trainable],
         params=sum(len(flat.trainable_slots) for flat in unit.trainable),
         step=sum(_step_nbytes(flat, recipe) for flat in unit.trainable),
@@ -161,7 +161,7 @@ def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
     full, world_size, same = flat.gradients.full_numel, recipe.world_size, flat.reduce == flat.master
     sent = (world_size - 1) * (full // world_size) * flat.reduce.itemsize
     mean = full // world_size * flat.master.itemsize
-    if recipe.options.stage == 0:
+    if flat.rank is None:
         sent += (world_size - 1) * mean  # the all-gather of the means
         mean = 0 if same else full * flat.master.itemsize
     elif recipe.in_backward and world_size > 1:

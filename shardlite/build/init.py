@@ -197,15 +197,18 @@ def broadcast_init(
     unread = {param: values for param in module.parameters() if (values := values_of(param)) is not None}
     initializer = _Initializer(module, init, context.device, first=context.rank == 0)
     by_name = {unit.name: unit for unit in units}
-    ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
+    ends: dict[nn.Module, list[Unit]] = {}
+    for plan in plans:
+        if plan.params:
+            ends.setdefault(plan.module, []).append(by_name[plan.name or ROOT])
     for each in children_first(module):
         initializer.initialize(each)
-        if each in ends:
-            broadcast_values(ends[each], context, lambda param: param.detach(), sent=Flat.unbind, unread=unread)
-            initializer.sent(ends[each].params())
+        for unit in ends.get(each, ()):
+            broadcast_values(unit, context, lambda param: param.detach(), sent=Flat.unbind, unread=unread)
+            initializer.sent(unit.params())
     error = _read_values(units, unread)
     for unit in units:
-        if not unit.needs_gather:
+        if unit.replicated or not unit.needs_gather:
             unit.bind()
     for buffer in module.buffers():
         if buffer.device != context.device:

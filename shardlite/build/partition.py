@@ -32,6 +32,9 @@ share of the largest block's parameters. Otherwise it stays in the root.
 """
 
 
+REPLICATED = "(replicated)"
+"""Name of the unit of all parameters that every rank keeps whole."""
+
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
 """Classes of modules that are not called, because the enclosing module reads their parameters. The last class is the
 output layer of attention."""
@@ -46,17 +49,23 @@ class UnitPlan:
     params: dict[nn.Parameter, str] = field(default_factory=dict)
     """Parameters in registration order, each with its first name."""
 
+    replicated: bool = False
+    """Whether every rank keeps all weights of the unit, at any stage."""
+
 
 def applies(rule: UnitRule, unit: UnitPlan) -> bool:
     """Return whether `rule` applies to `unit`. The name of the root is empty."""
     return rule if isinstance(rule, bool) else bool(rule(unit.name, unit.module))
 
 
-def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:
+def partition_module(
+    model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = (), replicated: Collection[Tensor] = ()
+) -> list[UnitPlan]:
     """Return the planned units. Each parameter that is not ignored belongs to one unit.
 
-    The first unit is the root. Units may be empty. A parameter belongs to the innermost unit around it. If a parameter
-    occurs in several modules, it belongs to the innermost unit around all of these. So tied weights need no option.
+    The first unit is the root, and the last has all parameters in `replicated`. Units may be empty. Any other parameter
+    belongs to the innermost unit around it. If a parameter occurs in several modules, it belongs to the innermost unit
+    around all of these. So tied weights need no option.
 
     Raises:
         LayoutError: `policy` has an invalid type, or is a class that the model does not contain.
@@ -71,20 +80,22 @@ def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[T
             if param is not None and param not in ignored:
                 names.setdefault(param, f"{path}.{attribute}".lstrip("."))
                 chains[param] = _common(chains.get(param, chain), chain)
+    whole = UnitPlan(REPLICATED, model, replicated=True)
     for param, name in names.items():
-        chains[param][-1].params[param] = name
-    return list(plans.values())
+        (whole if param in replicated else chains[param][-1]).params[param] = name
+    return [*plans.values(), *([whole] if whole.params else [])]
 
 
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """Return the units that each module's forward needs.
+    """Return the units that each module's forward needs, without replicated units, which are always available.
 
     A module needs the unit that starts at this module, and the units of the parameters that the module reads. The
     result always has an entry for the whole model, because a pass starts with that model's forward.
     """
     by_name = {unit.name: unit for unit in units}
-    home = {param: unit for unit in units for param in unit.params()}
-    starts = {plan.module: by_name[plan.name or ROOT] for plan in plans if (plan.name or ROOT) in by_name}
+    home = {param: unit for unit in units if not unit.replicated for param in unit.params()}
+    sharded = [plan for plan in plans if not plan.replicated]
+    starts = {plan.module: by_name[plan.name or ROOT] for plan in sharded if (plan.name or ROOT) in by_name}
     wanted, never = {}, scripts(module)
     for each in module.modules():
         if each in never:

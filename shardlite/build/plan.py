@@ -35,6 +35,9 @@ class FlatPlan(NamedTuple):
     quantized: bool = False
     """Whether gathers send 8-bit codes."""
 
+    replicated: bool = False
+    """Whether every rank keeps and steps all weights, at any stage."""
+
 
 def plan_flats(
     plan: UnitPlan, world_size: int, precision: Precision, *, grain: int = ALIGN, device: torch.device
@@ -48,7 +51,7 @@ def plan_flats(
         grain: number of elements. The length of each shard is a multiple of this number.
         device: device of the full weights.
     """
-    quantized = world_size > 1 and applies(precision.quantized_gather, plan)
+    quantized = world_size > 1 and not plan.replicated and applies(precision.quantized_gather, plan)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
     for param, name in plan.params.items():
         master = precision.master_of(param.dtype, trainable=param.requires_grad)
@@ -66,7 +69,8 @@ def plan_flats(
             matrix_align=max(ALIGN, _matrix_bytes(device) // compute.itemsize),
         )
         as_codes = quantized and kept in QUANTIZABLE and compute in QUANTIZABLE
-        flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members), split, as_codes))
+        reduce, params = precision.reduce_of(master), list(members)
+        flats.append(FlatPlan(layout, compute, reduce, params, split, as_codes, plan.replicated))
     return flats
 
 
@@ -99,6 +103,7 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Ranks, wrapper: t
         validate.check_module(module, options.precision, options.ignored, wrapper=wrapper)
         validate.check_options(module, options, groups)
         validate.tie(module, options.ignored)
+        validate.check_replicated(module, options)
         init.check(module, options.init, options.ignored, first=groups.is_first)
         on_gpu = torch.cuda.is_available() and groups.carry("cuda")
         device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
@@ -125,7 +130,7 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
     Raises:
         LayoutError: the option `units` is invalid.
     """
-    units = partition_module(module, options.units, options.ignored)
+    units = partition_module(module, options.units, options.ignored, options.replicated)
     # With order="tree", norms combine statistics of blocks. No cut may divide a block, or norms would depend on `W`.
     grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
     flats = [plan_flats(unit, world_size, options.precision, grain=grain, device=device) for unit in units]

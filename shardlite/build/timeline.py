@@ -322,6 +322,8 @@ class _Timeline:
 
     def _apply(self, event: Event) -> None:
         weights, grads = self._weights, self._grads
+        if event.kind in (Kind.ENTER, Kind.LEAVE) and not self._budget.units[event.unit].gathers:
+            weights = None  # a replicated unit has no buffer
         if event.kind is Kind.ENTER:
             self._gather(weights.enter(event.unit) if weights is not None else ())
             self._timeline.actions.append(Action("need", event.unit))

@@ -40,12 +40,14 @@ class Options:
     ignored: Collection[Tensor] = frozenset()
     """Parameters that are not sharded."""
 
+    replicated: Collection[Tensor] = frozenset()
+    """Parameters that every rank keeps whole, with averaged gradients."""
+
     device: torch.device | str | None = None
     init: Init = None
     prefetch: int = 1
     route: Route = field(default_factory=Route)
     buffers: str = "rank0"
-    diagnose: bool = False
     memory_limit: MemoryLimit | None = None
     timeout: timedelta = timedelta(minutes=10)
 
@@ -78,20 +80,20 @@ def unmark_wrapped(units: Iterable[Unit]) -> None:
             _wrapped.pop(param, None)  # type: ignore[no-untyped-call]
 
 
-def split_ignored(ignore: Iterable[nn.Module | nn.Parameter]) -> tuple[list[nn.Module], set[Tensor]]:
-    """Return the modules in `ignore`, and the parameters in `ignore` or in its modules.
+def split_entries(keyword: str, given: Iterable[nn.Module | nn.Parameter]) -> tuple[list[nn.Module], set[Tensor]]:
+    """Return the modules in `given`, and the parameters in `given` or in its modules. Errors name the `keyword`.
 
     Raises:
         LayoutError: an entry is neither a module nor a parameter.
-        TypeError: `ignore` is not iterable.
+        TypeError: `given` is not iterable.
     """
-    if not isinstance(ignore, Iterable):
-        raise TypeError(f"ignore must be a list of modules and parameters, got {type(ignore).__name__}")
-    entries = list(ignore)
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{keyword} must be a list of modules and parameters, got {type(given).__name__}")
+    entries = list(given)
     modules = [each for each in entries if isinstance(each, nn.Module)]
     params: set[Tensor] = {each for each in entries if isinstance(each, nn.Parameter)}
     if strange := [each for each in entries if not isinstance(each, nn.Module | nn.Parameter)]:
-        raise LayoutError(f"ignore must contain modules and parameters only, got {type(strange[0]).__name__}")
+        raise LayoutError(f"{keyword} must contain modules and parameters only, got {type(strange[0]).__name__}")
     return modules, params.union(*(each.parameters() for each in modules))
 
 
@@ -149,6 +151,31 @@ def check_module(
     if not named:
         raise LayoutError(f"{type(module).__name__} has no parameters to shard: all are ignored, or there are none")
     _check_params(named, precision)
+
+
+def check_replicated(module: nn.Module, options: Options) -> None:
+    """Check the parameters that every rank keeps whole, after identical parameters were tied.
+
+    Raises:
+        LayoutError: such a parameter is ignored too, or the model does not contain it, or no other parameter is left.
+    """
+    names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
+    for param in options.replicated:
+        if param in options.ignored:
+            raise LayoutError(
+                f"parameter {names.get(param, '(outside of the model)')!r} is in `ignore` and in `replicate`: each "
+                "rank trains its own copy of an ignored parameter, and the gradients of a replicated one are averaged"
+            )
+        if param not in names:
+            raise LayoutError(
+                f"replicate contains a parameter of shape {list(param.shape)} that the model does not contain: pass "
+                "modules and parameters of the model. If it shares memory with another parameter, pass that one"
+            )
+    if options.stage and all(param in options.replicated or param in options.ignored for param in names):
+        raise LayoutError(
+            f"{type(module).__name__} has no parameters to shard, because all are in `replicate` or `ignore`: pass "
+            "stage=0, at which every rank keeps all parameters"
+        )
 
 
 def check_options(module: nn.Module, options: Options, groups: Ranks) -> None:

@@ -341,12 +341,14 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
     """Return the entries that this rank writes.
 
     Each rank of the first replica writes its shards. The step count of a parameter is written by the rank that has the
-    parameter's first element. At stage 0 every rank keeps whole parameters and their states. These tensors are divided
-    among the ranks by size, and each tensor is written once. The owner of a whole parameter (`WholeParameters`) writes
-    the parameter's state. Rank 0 writes all other entries, even if the values of other ranks differ.
+    parameter's first element. At stage 0 every rank keeps whole parameters and their states, and at any stage those of
+    replicated parameters. These tensors are divided among the ranks by size, and each tensor is written once. The owner
+    of a whole parameter (`WholeParameters`) writes the parameter's state. Rank 0 writes all other entries, even if the
+    values of other ranks differ.
     """
     state = ModelState(run.model)
-    sharded = state.shard is not None
+    flats = [flat for unit in state.units for flat in unit.flats]
+    kept_whole = {slot.name for flat in flats if flat.rank is None for slot in flat.layout.slots}
     entries, paths = contents(run, peers.rank)
     equal = {f"model.{name}" for name, param in run.model.named_parameters() if param not in state.ignored}
     whole = _owned(run)
@@ -356,6 +358,8 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
         is_state = name.startswith("optimizer.state.")
         if is_state and (param := str(paths[name][2])) in whole:
             return whole[param]
+        owner = str(paths[name][2]) if is_state else name.removeprefix("model.")
+        sharded = state.shard is not None and owner not in kept_whole
         if sharded and isinstance(value, ShardTensor):
             return True
         if sharded and is_state:

@@ -168,6 +168,6 @@ def _first_difference(rows: Sequence[Sequence[str]], subject: str) -> str:
     rank, theirs = next((rank, each) for rank, each in enumerate(rows) if each != rows[0])
     pairs = zip(rows[0], theirs, strict=False)
     lengths = f"{len(rows[0])} entries", f"{len(theirs)} entries"
-    verb = {"models": "wrapped", "files": "read"}.get(subject, "built")
+    verb = {"models": "wrapped", "files": "read", "calls": "made"}.get(subject, "built")
     expected, got = next(((ours, other) for ours, other in pairs if ours != other), lengths)
     return f"ranks {verb} different {subject}: rank 0 has {expected}, rank {rank} has {got}"

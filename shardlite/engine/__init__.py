@@ -8,7 +8,7 @@ packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.
 from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters
-from shardlite.engine.local_shards import Shards
+from shardlite.engine.local_shards import Shards, gather_param
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_hooks import (
@@ -26,3 +26,4 @@ from shardlite.engine.optimizer_hooks import (
 from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.patches import install_patches, set_state_dict_patch
 from shardlite.engine.uneven_inputs import Batch, Join
+from shardlite.engine.weight_stream import WeightStream, pieces_of

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardlite.comm import ProgramStreams
 from shardlite.engine.part_loop import PartLoop
+from shardlite.engine.weight_stream import WeightStream
 from shardlite.errors import PhaseError
 from shardlite.grads import BackwardRun, Mode, Reducer, Stepping, open_run
 from shardlite.params import Unit, take_grad
@@ -39,6 +40,7 @@ class Backward:
         units: Sequence[Unit],
         streams: ProgramStreams,
         begin_steps: Callable[..., Stepping | None],
+        stream: WeightStream,
         parts: PartLoop | None = None,
     ) -> None:
         """Initialize. No backward is running.
@@ -51,6 +53,7 @@ class Backward:
             begin_steps: function that is called at the first gradient of a backward. The function's argument `steps`
                 says whether an optimizer may step inside this backward. The function returns the steps of that
                 optimizer, or `None`.
+            stream: the iterations over whole weights. No pass and no step may begin inside one.
             parts: runs the loops over parts. If `parts` is not `None`, gradients may arrive only in these loops.
         """
         self._parts = parts
@@ -59,6 +62,7 @@ class Backward:
         self._units = units
         self._streams = streams
         self._begin_steps = begin_steps
+        self._stream = stream
         self.calls = Calls(gatherer, units, on_use=self.enter) if isinstance(gatherer, Gatherer) else None
         """Handles of weights that autograd saves for a backward. `None` if full weights are always in memory."""
 
@@ -73,6 +77,7 @@ class Backward:
     def open(self) -> BackwardRun:
         """Return the run of the current backward. Call this at each event: the first call opens the run."""
         if self._run is None:
+            self._stream.check_closed()
             self._run = open_run(self._reducer, self._mode)
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
@@ -101,6 +106,7 @@ class Backward:
         freeze all parameters during an evaluation between two accumulating backwards. The freeze must have no effect on
         the accumulation.
         """
+        self._stream.check_closed()
         self.repair()
         if (stream := self._streams.move_home()) is not None:
             for memory in self._kept():
@@ -228,6 +234,7 @@ class Backward:
         Raises:
             PhaseError: the latest backward ended in an exception, or gradients are accumulated and not reduced.
         """
+        self._stream.check_closed()
         if self._run is not None and self.died() and inside and not self._run.has_gradients:
             self.repair()  # the backward was refused, because step() had not been called after the previous backward
         if self.died() and inside:
@@ -261,8 +268,11 @@ class Backward:
         Autograd sums the gradients of all recorded forwards and delivers the sum once per parameter. A hidden forward,
         which autograd has not recorded, delivers its gradients after its recomputation. If a unit ran in both kinds of
         forward, or the outputs of a forward did not contribute to the loss, the number of deliveries is unknown. The
-        unit is then reduced at the end of the backward.
+        unit is then reduced at the end of the backward. So are replicated parameters, because modules may use them
+        without a forward that the model sees.
         """
+        if unit.replicated:
+            return False
         if unit not in self._hidden:
             return run.has_all(unit, rounds=1)
         if unit in self._recorded or self._outstanding[unit]:

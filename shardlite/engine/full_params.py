@@ -6,9 +6,10 @@ parameters of one kind in a unit, in one buffer.
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlite.comm import Context, all_gather
+from shardlite.comm import Context
 from shardlite.engine.local_shards import gather_param
+from shardlite.engine.weight_stream import pieces_of
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
 from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, pop_hooks, push_hooks, take_over
@@ -88,6 +90,8 @@ class FullParameters:
         with ExitStack() as undo:
             with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
+                    if unit.replicated:
+                        continue
                     self._gatherer.unshard(unit)
                     undo.callback(self._gatherer.reshard, unit)
             if self._calls is not None and push_hooks(self._calls):
@@ -103,42 +107,53 @@ class FullParameters:
         kept = set(entries.values())
         wanted = rank is None or rank == self._context.rank
         full: dict[Tensor, Tensor] = {}
-        for unit in self._units:
-            for i, flat in enumerate(unit.flats):
-                whole = self._whole(unit, i, flat)
-                if wanted:
-                    views = ((param, view) for param, view in flat.views(whole) if param in kept)
-                    full.update({param: view.to("cpu", copy=True) for param, view in views})
-                del whole  # free it before the next flat is gathered
+        for piece in pieces_of(self._units):
+            whole = piece.gather(self._context)
+            if wanted:
+                views = ((param, view) for param, view in piece.views(whole) if param in kept)
+                full.update({param: view.to("cpu", copy=True) for param, view in views})
+            del whole  # free it before the next piece is gathered
         self._context.trim(keep=0)
         if not wanted:
             return {}
         return {name: full[entry] if entry in full else entry.to("cpu", copy=True) for name, entry in entries.items()}
 
     def make_plain(self) -> None:
-        """Turn the module's parameters into ordinary parameters with whole values. Gather one flat at a time."""
+        """Turn the module's parameters into ordinary parameters with whole values. Gather one piece at a time."""
         with torch.inference_mode(False), torch.no_grad():
-            for unit in self._units:
-                for i, flat in enumerate(unit.flats):
-                    whole = self._whole(unit, i, flat)
-                    for param, view in flat.views(whole):
-                        detach(param, view.clone())
-                        ShardInfo.forget(param)
-                    del whole  # free it before the next flat is gathered
+            for piece in pieces_of(self._units):
+                whole = piece.gather(self._context)
+                for param, view in piece.views(whole):
+                    detach(param, view.clone())
+                    ShardInfo.forget(param)
+                del whole  # free it before the next piece is gathered
         self._context.trim(keep=0)
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
-        """Gather a flat in its master precision, [W*S]."""
-        if flat.rank is None:
-            return flat.weights()
-        whole = self._context.empty(flat.layout.full_numel, flat.master)
-        self._context.ledger.track("staging", whole)
-        flat.own_part(whole).copy_(flat.weights())
-        operation = self._context.operation(f"the full state of unit {unit.name!r}, flat {i}", "full state", unit.name)
-        all_gather(whole, self._context.inline[0], operation=operation)
-        return whole
+    def names(self) -> dict[Tensor, list[str]]:
+        """Return all names of each of the module's own parameters. A tied parameter has several."""
+        names: dict[Tensor, list[str]] = {}
+        for name, param in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(name)
+        return names
+
+    def find(self, name: str, ignored: Collection[Tensor]) -> tuple[Flat, int]:
+        """Return the flat of the parameter `name`, and the index of its slot.
+
+        Raises:
+            LayoutError: the model has no parameter of this name, or it is in `ignored`.
+        """
+        params = dict(self._module.named_parameters(remove_duplicate=False))
+        if name not in params:
+            close = get_close_matches(str(name), params, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {some_of(params)}"
+            raise LayoutError(f"there is no parameter {name!r}: {hint}")
+        if params[name] in ignored:
+            raise LayoutError(
+                f"parameter {name!r} is ignored, so each rank has its own whole gradient: read `.grad` of the parameter"
+            )
+        return self._places[params[name]][1:]
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter, and the persistent buffers, without copying anything.
@@ -229,7 +244,8 @@ class FullParameters:
 
     def _is_sharded(self, module: nn.Module) -> bool:
         """Return whether a module owns a parameter whose unit is not in use."""
-        return any(param in self._places and not self._places[param][0].users for param in module._parameters.values())
+        units = (self._places[param][0] for param in module._parameters.values() if param in self._places)
+        return any(not (unit.users or unit.replicated) for unit in units)
 
     def _units_with(self, names: Iterable[str]) -> list[Unit]:
         params = self._module.named_parameters(remove_duplicate=False)

@@ -66,14 +66,14 @@ class Shards:
         self._by_param: dict[Tensor, _Entry] = {each.param: each for each in self.entries}
         self._by_id = {id(each.shard): each for each in self.entries}  # hashing a tensor is slower: it runs in Python
         flats = [flat for unit in units for flat in unit.flats]
-        self._permanent = any(flat.full is not None for flat in flats)
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
 
         self.are_split = any(flat.low is not None for flat in flats)
         """Whether a shard may be only the upper half of its weights (`master="split24"`)."""
 
-        self._watch = Watch((each.shard, each.flat, each.index) for each in self.entries if self.are_parts)
+        parts = [each for each in self.entries if self.are_parts and each.flat.rank is not None]
+        self._watch = Watch((each.shard, each.flat, each.index) for each in parts)
 
     def attach(self, hooks: ModuleHooks, backward: Backward) -> None:
         """Connect the module's own parameters: `hooks` gather their values, and `backward` provides their gradients."""
@@ -121,7 +121,7 @@ class Shards:
                 gather=partial(gather_param, context, each.flat, each.index),
             )
             for each in self.entries
-            if self.are_parts
+            if self.are_parts and each.flat.rank is not None
         }
 
     def all_params(self) -> list[nn.Parameter]:
@@ -169,8 +169,9 @@ class Shards:
         """Increment the versions of changed shards. Gathers and autograd detect changed weights by these versions."""
         ours = [entry for shard in changed if (entry := self._by_id.get(id(shard))) is not None]
         torch.autograd.graph.increment_version([each.shard for each in ours])
-        if self._permanent:  # autograd may have saved full weights, and these change with their shards or soon after
-            full = [each.param for each in ours if each.param is not each.shard]
+        # Autograd may have saved permanent full weights, and these change with their shards or soon after.
+        full = [each.param for each in ours if each.flat.full is not None and each.param is not each.shard]
+        if full:
             torch.autograd.graph.increment_version([param for param in full if not isinstance(param, Placeholder)])
 
 
@@ -215,7 +216,7 @@ class _Owner:
         if (shards := self.shards()) is None:
             return
         each = shards.entries[self.index]
-        if shards.hooks.running() or each.unit.users:
+        if shards.hooks.running() or each.unit.users or each.unit.replicated:
             each.unit.touch()
         elif each.unit.copied:
             self.use()

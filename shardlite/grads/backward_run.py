@@ -397,7 +397,7 @@ class StreamRun(BackwardRun):
         if late:
             behind = self._moments.get(unit) if self.arrivals[unit] else self._began
         first_bad = self._begin_reduction(bucket)
-        is_queues = not bucket.full and not queue.keeps_bucket(self.stepping)
+        is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
         self._copy_in(bucket, behind, is_queues=is_queues)
         with nullcontext() if behind is None else queue.operations.stream(behind):
             reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)

@@ -4,6 +4,8 @@
     stage 1     bucket [W*S]: this rank's segment is reduced in place, and the bucket's memory stays allocated
     stages 2, 3 a new shard [S]; the bucket is free after the reduction (with one rank the bucket is the shard)
 
+Replicated flats are reduced as at stage 0.
+
 With replicas (hybrid sharding) each segment is summed over the ranks that share a model, then over the replicas of the
 segment. The sum is divided once, at the end, by the number of all ranks. If the dtypes of the sum and the weights
 differ, the last addition casts its result.
@@ -163,9 +165,10 @@ class ReduceQueue:
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
 
-    def keeps_bucket(self, stepping: Stepping | None) -> bool:
+    def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
-        return stepping is None and (self._stage < 2 or self._context.transport.world_size == 1)
+        stays = self._stage < 2 or bucket.unit.replicated or self._context.transport.world_size == 1
+        return stepping is None and stays
 
     def prepare(
         self, bucket: Bucket, divisor: int, stepping: Stepping | None, first_bad: int | None, *, died: bool
@@ -239,7 +242,7 @@ class ReduceQueue:
         """Return memory for a mean. The memory stays allocated while a `.grad` is a view of it."""
         layout, dtype = flat.gradients, flat.master
         start, stop = layout.shard_range(self._context.transport.rank)
-        if self._stage == 0:
+        if flat.rank is None:
             whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
             own = whole[start:stop]
         elif (self._stage == 1 or layout.world_size == 1) and full.dtype == dtype:
@@ -266,7 +269,7 @@ class ReduceQueue:
             self._reduce_over_replicas(mean.own, replicas, given)
         if in_place or replicas:
             stats(mean.own, mean.stats)
-        if self._stage == 0:
+        if mean.flat.rank is None:
             cut = cut_up(len(mean.whole), mean.whole.dtype, shard, cuts)
             all_gather(mean.whole, shard, cut=cut, operation=given.operation)
         stats_total(mean.stats, out=mean.total)
@@ -288,7 +291,7 @@ class ReduceQueue:
         shard, replicas = self._context.reducing
         flat, full = given.flat, given.full
         cuts = flat.gradients.uneven_cuts
-        if self._stage == 0 or replicas or shard.world_size == 1:
+        if flat.rank is None or replicas or shard.world_size == 1:
             return False
         if rings_in_kernel(full, shard, cuts):
             if (fused := step.fused(full.numel() // shard.world_size)) is not None:

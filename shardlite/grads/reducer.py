@@ -32,14 +32,15 @@ from shardlite.params import Gradients, Unit
 class ReductionOrder:
     """The order in which units are reduced. It is equal on all ranks, even if their forwards took different branches.
 
-    The initial order is the reverse of the registration order. In the first backward, each rank records the order in
-    which the gradients of units become complete. At the end of this backward, all ranks adopt rank 0's order.
+    The initial order is the reverse of the registration order, with replicated parameters at the end. In the first
+    backward, each rank records the order in which the gradients of units become complete. At the end of this backward,
+    all ranks adopt rank 0's order.
     """
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self._all = units
         self._context = context
-        self._order = list(reversed(units))
+        self._order = sorted(units, key=lambda unit: (unit.replicated, -unit.index))
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:

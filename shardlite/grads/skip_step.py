@@ -119,7 +119,7 @@ class Skips:
             warnings.warn(
                 f"rank {self._rank}: {which} since the model was wrapped was skipped on all ranks, because a gradient "
                 "on some rank has a NaN or infinity. Further skipped steps are counted in `skipped_steps` of the "
-                f"model, and {LIMIT} in a row raise an error. `ShardLite(..., diagnose=True)` reports the parameter "
+                f"model, and {LIMIT} in a row raise an error. `Precision(diagnose=True)` reports the parameter "
                 "and the rank of each bad gradient",
                 NonFiniteWarning,
                 stacklevel=2,
@@ -127,5 +127,5 @@ class Skips:
         if in_a_row >= LIMIT:
             raise NonFiniteError(
                 f"{in_a_row} steps in a row were skipped, because gradients have a NaN or infinity: the model has "
-                "diverged, or its input is bad. `ShardLite(..., diagnose=True)` reports the first bad gradient"
+                "diverged, or its input is bad. `Precision(diagnose=True)` reports the first bad gradient"
             )

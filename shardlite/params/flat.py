@@ -100,9 +100,13 @@ class Flat:
         """Dtype of the weights that the optimizer steps."""
         return self.local.dtype if self.low is None else torch.float32
 
-    def weights(self) -> Tensor:
-        """Return this rank's weights in full precision: `local` itself, or an fp32 copy of split weights."""
-        return self.local if self.low is None else joined(self.local, self.low)
+    def weights(self, first: int = 0, stop: int | None = None) -> Tensor:
+        """Return elements `[first, stop)` of this rank's weights in full precision.
+
+        The result is a view of `local`, or an fp32 copy of split weights.
+        """
+        part = slice(first, stop)
+        return self.local[part] if self.low is None else joined(self.local[part], self.low[part])
 
     def write(self, weights: Tensor, begin: int = 0) -> None:
         """Overwrite elements `[begin, begin + n)` of this rank's weights with `weights` [n] (any float dtype)."""

@@ -89,6 +89,9 @@ class Unit:
     """Whether no other unit may take the buffer. True for the root, which is used throughout a pass, and for units that
     stay gathered until their backward."""
 
+    replicated: bool = False
+    """Whether every rank keeps and steps all weights. The module's parameters are then always readable."""
+
     phase: Weights = field(init=False, default=Weights.SHARDED)
     users: int = field(init=False, default=0)
     """Number of uses of the full weights that have not ended."""
@@ -231,7 +234,7 @@ class Unit:
 
     def validate(self) -> None:
         """Mark the full weights as gathered from the current shards, because the same values were written to both."""
-        self.gathered_version = self.version()
+        self.gathered_version, self._invalid = self.version(), False
 
     def touch(self) -> None:
         """Record that `.data` of a full weight was returned to the program."""
@@ -280,7 +283,8 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """Whether the full weights are valid or in flight, at the current version of the shards."""
-        return self.phase is not Weights.SHARDED and self.gathered_version == self.version() and not self._invalid
+        is_there = self.replicated or self.phase is not Weights.SHARDED
+        return is_there and self.gathered_version == self.version() and not self._invalid
 
     @property
     def trainable(self) -> list[Flat]:

@@ -5,7 +5,7 @@ placeholders. All ranks gather in the same order, even if their forwards take di
 first.
 """
 
-from shardlite.weights.all_gather import differs, take_over, take_over_all
+from shardlite.weights.all_gather import differs, isolated, take_over, take_over_all
 from shardlite.weights.gather_order import GatherOrder
 from shardlite.weights.policy import BufferPolicy, UnitSize
 from shardlite.weights.resident import Gathering, ResidentWeights

@@ -18,6 +18,7 @@ from shardlite.comm import Context
 from shardlite.errors import PhaseError
 from shardlite.params import Unit, Weights
 from shardlite.weights.all_gather import GatherQueue, isolated, take_over_all
+from shardlite.weights.replicated import ReplicatedWeights
 from shardlite.weights.unshard import Gatherer
 
 
@@ -25,7 +26,8 @@ class ResidentWeights:
     """Keeps the full weights of one wrapped model in memory."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
-        self._units = [unit for unit in units if unit.needs_gather]
+        self._units = [unit for unit in units if unit.needs_gather and not unit.replicated]
+        self._replicated = ReplicatedWeights(units)
         self._queue = GatherQueue(context)
         self._trace = context.trace
         self._streams = context.streams
@@ -57,6 +59,7 @@ class ResidentWeights:
     def begin_forward(self, kind: str) -> None:
         """Start the gathers of all stale units."""
         del kind
+        self._replicated.refresh()
         for unit in self._units:
             if unit.users == 0 and self._is_due(unit):
                 self._queue.gather(unit)
@@ -68,6 +71,7 @@ class ResidentWeights:
                 self._land(unit)
                 self._rest(unit)
             self._take_over(unit)
+        self._replicated.refresh()
 
     def expire(self) -> None:
         """If shards have changed, make parameters placeholders, so that no code reads a mix of old and new values."""
@@ -75,6 +79,7 @@ class ResidentWeights:
             if unit.phase is Weights.IDLE and not unit.is_fresh:
                 with isolated():
                     unit.expire()
+        self._replicated.refresh()
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Require a gather of each unit at its next use, because its full weights may have been written to."""

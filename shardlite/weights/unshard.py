@@ -23,18 +23,21 @@ from shardlite.params import Buffer, Unit, Weights
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.negotiation import Passes
 from shardlite.weights.policy import BufferPolicy, UnitSize
+from shardlite.weights.replicated import ReplicatedWeights
 
 
 class Gatherer(Passes):
     """Unshards and reshards the units of one wrapped model."""
 
     def __init__(self, units: Sequence[Unit], context: Context, *, prefetch: int) -> None:
-        super().__init__(units, context)
+        sharded = [unit for unit in units if not unit.replicated]  # the first units, so that indices stay the same
+        super().__init__(sharded, context)
+        self._replicated = ReplicatedWeights(units)
         self.owners: dict[int, Unit] = {}
         """The unit that each buffer belongs to, by the buffer's storage key."""
 
         self._policy = BufferPolicy(
-            [UnitSize(unit.nbytes, unit.is_root, unit.keep_unsharded) for unit in units],
+            [UnitSize(unit.nbytes, unit.is_root, unit.keep_unsharded) for unit in sharded],
             self.order,
             partial(_allocate, context),
             prefetch=prefetch,
@@ -94,6 +97,7 @@ class Gatherer(Passes):
 
     def begin_forward(self, kind: str) -> None:
         """Start a forward pass. Passes of one kind are expected to need the same units."""
+        self._replicated.refresh()
         self._backwards = 0
         self._begin(kind)
 
@@ -125,9 +129,20 @@ class Gatherer(Passes):
         """Require a gather of each unit at its next use, because its full weights may have been written to."""
         for unit in units:
             unit.invalidate()
+        self._replicated.refresh()
 
     def expire(self) -> None:
-        """Do nothing after a change of shards, because each unit compares versions at its next use."""
+        """Update replicated weights after a change of shards. Other units compare versions at their next use."""
+        self._replicated.refresh()
+
+    def settle(self) -> None:
+        """Wait until every rank has ended all passes, and take over writes to replicated weights.
+
+        Raises:
+            CommError: a pass did not end on all ranks.
+        """
+        super().settle()
+        self._replicated.refresh()
 
     def spare(self) -> Iterator[Tensor]:
         """Yield the memory that is kept for later gathers."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
+from shardlite import AdamW, NonFiniteError, NonFiniteWarning, Precision, ShardLite
 from shardlite.grads.skip_step import LIMIT
 from tests.support.twins.sharded import WIDE, accumulating, same_states, slow, some_stages, take_step, without_warnings
 
@@ -383,7 +383,7 @@ def test_on_request_the_first_bad_gradient_of_each_rank_is_named(group: Any, sta
         Poison(math.inf, rank=0, parameter="4.bias"): "of '4.bias' on rank 0",
         Poison(-math.inf, rank=0, parameter="0.bias"): "of '0.bias' on rank 0",
     }
-    model, silent = wrap(net(), group, stage=stage, diagnose=True), wrap(net(), group, stage=stage)
+    model, silent = wrap(net(), group, stage=stage, precision=Precision(diagnose=True)), wrap(net(), group, stage=stage)
     for each in (model, silent):
         step = partial(stepped, each, OPTIMIZERS["ours"](each.parameters()), group)
         for poison, where in wheres.items():
@@ -395,7 +395,7 @@ def test_on_request_the_first_bad_gradient_of_each_rank_is_named(group: Any, sta
 
 def test_all_ranks_hear_of_all(group: Any) -> None:
     """Every rank has another bad gradient."""
-    model = wrap(net(), group, diagnose=True)
+    model = wrap(net(), group, precision=Precision(diagnose=True))
     rank = dist.get_rank(group)
     words = "gradients are not finite: of '0.weight' on rank 0, of '2.bias' on rank 1. The step is skipped"
     poison = Poison(math.nan, rank, ("0.weight", "2.bias")[rank])
@@ -405,7 +405,7 @@ def test_all_ranks_hear_of_all(group: Any) -> None:
 @without_warnings
 def test_a_bad_sum_of_good_gradients_has_no_culprit(group: Any) -> None:
     """The step is left out like others."""
-    model = wrap(nn.Sequential(nn.Linear(4, 4)), group, diagnose=True)
+    model = wrap(nn.Sequential(nn.Linear(4, 4)), group, precision=Precision(diagnose=True))
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     before = state_of(model, optimizer)
     messages = warned(lambda: (model(torch.ones(1, 4)).sum() * 3e38).backward())

@@ -313,7 +313,9 @@ def run_parts(model: ShardLite, run: Callable[[int], object]) -> None:
 @pytest.mark.parametrize(("group", "bad"), [(1, 0), (1, 3), (2, 1)], indirect=["group"])
 def test_what_is_not_finite_is_named(group: Any, bad: int) -> None:
     """The gradient that is not finite is named, in whichever part it came."""
-    model = ShardLite(nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), diagnose=True)
+    model = ShardLite(
+        nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), precision=Precision(diagnose=True)
+    )
     rank = bad // (4 // dist.get_world_size(group))
     with pytest.warns(NonFiniteWarning, match=rf"not finite: of 'weight' on rank {rank}\."):
         run_parts(model, lambda part: (model(torch.ones(2, 4)).sum() * (inf if part == bad else 1.0)).backward())
