@@ -814,7 +814,7 @@ class ShardLite(nn.Module):
             fact += " of a parameter without a gradient" * (place[0].shards[place[1]].grad is None)
         except (LayoutError, PhaseError) as error:
             problem = error
-        self._agree_on_call(fact, problem, subject="calls")
+        self._agree_on_call("full_grad()", problem, [fact], "calls")
         assert place is not None, "`agree` has raised any problem"
         flat, index = place
         if (grad := flat.shards[index].grad) is None:
