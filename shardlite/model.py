@@ -64,7 +64,7 @@ from shardlite.engine import (
     unregister_model,
 )
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags
+from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, SoloScale
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
@@ -337,6 +337,7 @@ class ShardLite(nn.Module):
         self._recover()
         super().zero_grad(set_to_none)
         self._reducer.discard()
+        self._bridge.scale.reset()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped module. A method of the module may use weights."""
@@ -485,14 +486,14 @@ class ShardLite(nn.Module):
         Args:
             sharded: `False` keeps full gradients on this rank, and the next backward outside of the context reduces
                 their sum. This choice sends the fewest messages. `True` reduces the gradients of each backward into the
-                shards. This choice takes the least memory.
+                shards. This choice takes the least memory. With replicas (hybrid sharding), it reduces inside a replica
+                only, and the next backward outside of the context adds the replicas.
 
         Returns:
             A context manager. Backwards inside accumulate gradients.
 
         Raises:
             LayoutError: the model was wrapped with `Route(order="tree")`.
-            PhaseError: `sharded` is set, and the optimizer steps in the backward.
 
         Example:
             >>> with model.no_sync():
@@ -500,9 +501,70 @@ class ShardLite(nn.Module):
             >>> model(second).backward()
         """
         self._refuse_with_parts("no_sync()")
-        if sharded:
-            self._in_backward.refuse("no_sync(sharded=True)")
-        return self._accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
+        if not sharded:
+            return self._accumulating(Mode.LOCAL)
+        keeps = self._context.replicas is not None or self._in_backward.steps() is not None
+        return self._accumulating(Mode.KEPT if keeps else Mode.SHARDED)
+
+    def count_items(self, items: float | Tensor) -> None:
+        """Divide gradients by the number of items of all ranks, for example tokens, instead of averaging over ranks.
+
+        Call this before each backward, with the number of this rank's items in that backward. The loss must be the sum
+        over these items. The counts of accumulated backwards are added, and the reduction divides the sum of all
+        gradients by the total count of all ranks. A second call before the same backward replaces the count. If the
+        total is 0, the sum is not divided.
+
+        Args:
+            items: the number of items, or a tensor with this number. The host does not wait for a tensor on a GPU. The
+                number may have a fraction, which is rounded down to a multiple of 2^-36.
+
+        Raises:
+            TypeError: `items` is not a number or a tensor with one number.
+            ValueError: `items` is negative, too large or not finite. For a tensor on a GPU, the step is skipped
+                instead.
+            LayoutError: gradients are reduced in fp16, in which sums of losses overflow.
+            PhaseError: `set_gradient_reduction("sum")` was called. If some ranks or some accumulated backwards have no
+                count, the backward raises `PhaseError` on every rank, or on a GPU a later backward does.
+
+        Example:
+            >>> loss = cross_entropy(model(tokens), labels, ignore_index=-100, reduction="sum")
+            >>> model.count_items((labels != -100).sum())
+            >>> loss.backward()
+        """
+        if self.precision.reduce == torch.float16:
+            raise LayoutError(
+                "count_items(): gradients are reduced in fp16, in which sums of losses over items overflow: use "
+                "Precision(reduce=torch.bfloat16) or torch.float32"
+            )
+        self._bridge.scale.count(items)
+
+    def set_gradient_reduction(self, reduction: str) -> None:
+        """Choose whether gradients are averaged or summed over the ranks. All ranks must make the same choice.
+
+        Args:
+            reduction: `"mean"` divides the sum of gradients by the number of ranks, or by the counts of `count_items`.
+                `"sum"` does not divide.
+
+        Raises:
+            ValueError: `reduction` is neither `"mean"` nor `"sum"`.
+            LayoutError: `reduction` is `"sum"`, and the model was wrapped with `Route(order="tree")`.
+            PhaseError: gradients are accumulated, and not reduced. If ranks make different choices, the next backward
+                raises `PhaseError` on every rank, or on a GPU a later backward does.
+
+        Example:
+            >>> model.set_gradient_reduction("sum")
+        """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"set_gradient_reduction() takes 'mean' or 'sum', got {reduction!r}")
+        if reduction == "sum":
+            self._refuse_with_parts("set_gradient_reduction('sum')")
+        self._recover()
+        if self._reducer.accumulates:
+            raise PhaseError(
+                "set_gradient_reduction(): gradients are accumulated, and not reduced: call it after a step, or call "
+                "zero_grad() of the model first"
+            )
+        self._bridge.scale.divides = reduction == "mean"
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -1084,10 +1146,13 @@ class ShardLite(nn.Module):
         )
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
+        accumulates = self._backward.accumulates
+        scale = SoloScale(flats, context.device, accumulates) if single_rank else self._reducer.scale
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
         nonfinite = solo.nonfinite if solo else self._reducer.results.nonfinite
         self._bridge = OptimizerBridge(
             shards=shards,
+            scale=scale,
             skips=Skips(nonfinite, context.device, context.rank, warns=not diagnose),
             clipper=Clipper(flats, context, self._reducer.results.reduced_norm, by_blocks=self._parts is not None),
             context=context,

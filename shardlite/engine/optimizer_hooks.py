@@ -23,7 +23,7 @@ from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
-from shardlite.grads import Clipper, Skips, Step, Stepping
+from shardlite.grads import Clipper, Scale, Skips, Step, Stepping
 from shardlite.optim import (
     RAISES,
     AdamW,
@@ -141,6 +141,7 @@ class OptimizerBridge:
 
     shards: Shards
     skips: Skips
+    scale: Scale
     clipper: Clipper
     context: Context
     ranks: Ranks
@@ -166,6 +167,7 @@ class OptimizerBridge:
         self.backward.check_step(graded=graded, inside=self.in_backward.steps() is not None)
         if not getattr(optimizer, "in_backward", False):
             self.in_backward.refuse(f"a step of {type(optimizer).__name__}")
+        self.scale.before_step()
         self.in_backward.announce_change()
         self.gatherer.settle()
         self.shards.check()
@@ -175,6 +177,7 @@ class OptimizerBridge:
         """Record that a step has changed the shards in `stepped`."""
         self.context.version.number += 1
         self.skips.after_step()
+        self.scale.after_step()
         self.clipper.gradients_written()  # fused optimizers divide gradients by the scale of a gradient scaler
         self.shards.after_step(stepped)
         self.gatherer.expire()

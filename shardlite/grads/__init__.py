@@ -9,4 +9,5 @@ from shardlite.grads.flags import SoloGradientFlags
 from shardlite.grads.norm import Clipper
 from shardlite.grads.reduce import Step, Stepping
 from shardlite.grads.reducer import Reducer
+from shardlite.grads.scale import Scale, SoloScale
 from shardlite.grads.skip_step import Skips

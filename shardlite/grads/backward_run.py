@@ -50,13 +50,14 @@ class Mode(Enum):
 
     STEP = "step"  # reduce the gradients together with all accumulated gradients; a step follows
     SHARDED = "sharded"  # reduce the gradients and add the means to the gradient shards; another backward follows
+    KEPT = "kept"  # reduce in the shard group, and keep the sums undivided; another backward follows
     LOCAL = "local"  # keep the unreduced gradients in the buckets of this rank
     PART = "part"  # keep the gradients of one part of a global batch, whose parts are added in a tree
 
     @property
     def reduces(self) -> bool:
         """Whether the backward reduces its gradients."""
-        return self is Mode.STEP or self is Mode.SHARDED
+        return self in (Mode.STEP, Mode.SHARDED, Mode.KEPT)
 
 
 class BackwardRun:
@@ -111,6 +112,7 @@ class BackwardRun:
             in_step: function that returns whether all ranks have used the same units since the previous step.
         """
         del in_step
+        self._reducer.scale.begin_backward(counts=self._reducer.counts)
         self.stepping = stepping
         self.has_gradients = True
 
@@ -199,11 +201,15 @@ class BackwardRun:
             self._start(turn, late=True)
         self._publish()
         self._land(len(self.started))
-        if self.stepping is None:
+        if self._keeps:
+            self._reducer.results.keep(self.started)
+        elif self.stepping is None:
             self._reducer.results.store(self.started)
         else:
             self.stepping.end(self._reducer.results.after_steps(self.started))
         self._reducer.order.agree()
+        if self.mode is Mode.STEP:
+            self._reducer.scale.reset()
         self.started.clear()  # frees results that are not the `.grad` of a shard
         self._context.trim()
         if self.saves_memory:
@@ -220,8 +226,19 @@ class BackwardRun:
             self._start(turn, late=True, died=True)
         self._land(len(self.started))
         if reducing and self.stepping is not None:  # units that all ranks reduced before the exception are stepped
-            self.stepping.end(self._reducer.results.after_steps(self.started))
+            self.stepping.end(self._reducer.results.after_steps(self.started, check=False))
         self._reducer.discard()
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether this backward keeps undivided sums for the backward that ends the accumulation."""
+        return self.mode is Mode.KEPT or (self.mode is Mode.SHARDED and self._reducer.scale.counted)
+
+    def _prepare(self, bucket: Bucket, first_bad: int | None, *, died: bool) -> Reduction:
+        """Return the reduction of a bucket."""
+        scale = self._reducer.scale
+        divisor, share = self._reducer.divisor if scale.by_ranks else 1, scale.share()
+        return self._queue.prepare(bucket, divisor, self.stepping, first_bad, share=share, keeps=self._keeps, died=died)
 
     def _next_unit(self) -> Unit | None:
         """Return the unit whose reduction starts next, or `None` if all have started."""
@@ -316,7 +333,7 @@ class HostRun(BackwardRun):
         self.fill_gaps(bucket)
         self._reducer.add_earlier_parts(bucket, check=not died)
         first_bad = self._begin_reduction(bucket)
-        reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
+        reduction = self._prepare(bucket, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
         self._record(reduction)
 
@@ -400,7 +417,7 @@ class StreamRun(BackwardRun):
         is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
         self._copy_in(bucket, behind, is_queues=is_queues)
         with nullcontext() if behind is None else queue.operations.stream(behind):
-            reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
+            reduction = self._prepare(bucket, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs), behind=behind)
         if behind is not None:
             self._hand_over(reduction)

@@ -57,8 +57,11 @@ class Bucket:
     sums: list[PartSum] = field(default_factory=list)
     """Sums over earlier parts of the global batch, in the order of the parts. Each sum has more parts than the next."""
 
+    kept: Sequence[Tensor] = ()
+    """Sums over the ranks that share a model, of earlier backwards of an accumulation: one [S] per flat."""
+
     used_earlier: set[int] = field(default_factory=set)
-    """The ids of the parameters that an earlier part used."""
+    """The ids of the parameters that an earlier part, or an earlier backward of the accumulation, used."""
 
     phase: Gradients = Gradients.EMPTY
     flats: list[Flat] = field(init=False)
@@ -166,8 +169,8 @@ class Bucket:
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients in the bucket by `factor`."""
-        for full in self.full:
-            full.mul_(factor)
+        for memory in (*self.full, *self.kept):
+            memory.mul_(factor)
         for key, grad in self.early.items():
             self.early[key] = grad.to(self.flats[self._slots[key][0]].reduce) * factor
 
@@ -177,6 +180,9 @@ class Bucket:
             i, slot = self._slots[id(param)]
             for each in self.sums:
                 each.full[i][slot.start : slot.stop].zero_()
+            if self.kept:
+                first, last = slot.within(*self.flats[i].gradients.shard_range(self.context.transport.rank))
+                self.kept[i][first:last].zero_()
             self.used_earlier.discard(id(param))
         if self.phase is Gradients.FILLING:
             self.used.discard(id(param))
@@ -223,7 +229,19 @@ class Bucket:
     @property
     def accumulates(self) -> bool:
         """Whether the bucket has gradients that are not reduced yet."""
-        return self.phase is Gradients.FILLING or bool(self.sums)
+        return self.phase is Gradients.FILLING or bool(self.sums or self.kept)
+
+    def keep_sums(self, sums: Sequence[Tensor], used: Sequence[int]) -> None:
+        """Keep sums over ranks for the reduction that ends the accumulation. `used` has one flag per parameter."""
+        self.kept = sums
+        self.used_earlier = {key for key, flag in zip(self._slots, used, strict=True) if flag}
+
+    def take_sums(self) -> Sequence[Tensor]:
+        """Return the kept sums. The bucket no longer has them, but has used their parameters."""
+        kept, self.kept = self.kept, ()
+        if kept:
+            self.used |= self.used_earlier
+        return kept
 
     def keep_part(self) -> None:
         """Move the gradients to the sums over earlier parts. Missing gradients and padding must be zero."""
@@ -281,6 +299,7 @@ class Bucket:
         self.early.clear()
         self.used.clear()
         self.sums.clear()
+        self.kept = ()
         self.used_earlier.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)

@@ -10,6 +10,12 @@ With replicas (hybrid sharding) each segment is summed over the ranks that share
 segment. The sum is divided once, at the end, by the number of all ranks. If the dtypes of the sum and the weights
 differ, the last addition casts its result.
 
+Gradients that are accumulated in shards, and not divided yet, are kept as sums over the ranks that share a model. The
+reduction that ends the accumulation adds its own sum to the kept sum, before it adds replicas and divides.
+
+If items are counted (`scale.py`), the total of the counts arrives with the flags. So the sum is divided after its
+reduction, in a separate pass over this rank's part.
+
 The last addition also computes the statistics of this rank's part, which norms and skipped steps need. If no such
 addition completes the mean (one rank, or replicas), a separate pass computes the statistics.
 
@@ -52,6 +58,7 @@ from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import SentNumbers, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
+from shardlite.grads.scale import NUMBERS, Scale, Share, divide
 from shardlite.params import Flat, Unit, storage_key
 
 
@@ -114,6 +121,15 @@ class FlatReduction(NamedTuple):
     half: Tensor | None
     """With one rank, the sum over the first half of the parts, if there are two halves. Otherwise `None`."""
 
+    share: Share
+    """What this rank tells other ranks about the divisor."""
+
+    earlier: Tensor | None = None
+    """The kept sum of earlier backwards, [S]."""
+
+    keeps: bool = False
+    """Whether the sum is kept, and neither added to replicas nor divided."""
+
     mean: Mean | None = None
     step: Step | None = None
     used: Sequence[int] = ()
@@ -146,6 +162,10 @@ class Reduction:
 
     work: Work = field(init=False)
 
+    def keep(self) -> None:
+        """Keep the sums in the bucket, for the reduction that ends the accumulation."""
+        self.bucket.keep_sums([mean.own for mean in self.means], self.used)
+
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
         """For each shard, return a triple: shard, view of its mean, and 1 if this rank used the parameter, else 0."""
         shards = [mean.flat.shards[index] for mean in self.means for index in mean.flat.trainable_slots]
@@ -171,7 +191,15 @@ class ReduceQueue:
         return stepping is None and stays
 
     def prepare(
-        self, bucket: Bucket, divisor: int, stepping: Stepping | None, first_bad: int | None, *, died: bool
+        self,
+        bucket: Bucket,
+        divisor: int,
+        stepping: Stepping | None,
+        first_bad: int | None,
+        *,
+        share: Share,
+        keeps: bool,
+        died: bool,
     ) -> Reduction:
         """Return the reduction of a bucket, with memory for its results. The caller must submit it.
 
@@ -180,27 +208,32 @@ class ReduceQueue:
             divisor: divisor of the sum: the number of ranks, or of parts, whose gradients count.
             stepping: optimizer that updates weights with the means. `None`: means are stored.
             first_bad: index of this rank's first gradient that is not finite, if known.
+            share: what this rank tells other ranks about the divisor.
+            keeps: whether sums are kept, and neither added to replicas nor divided.
             died: whether the backward ended with an exception, so that no rank may use the sum for a step.
         """
+        earlier = bucket.take_sums()
         flags = [bucket.flags(flat) for flat in bucket.flats]
         never = -self._context.world_size
         used = [[never] * len(each) for each in flags] if died else flags
-        inputs = deque(self._prepare_flat(bucket, i, divisor, stepping, used[i]) for i in range(len(bucket.flats)))
+        inputs: deque[FlatReduction] = deque()
+        for i, flat in enumerate(bucket.flats):
+            given = self._prepare_flat(bucket, i, divisor, share)
+            given = given._replace(earlier=earlier[i] if earlier else None, keeps=keeps)
+            if stepping is None:
+                inputs.append(given._replace(mean=self._place(flat, given.full, keeps=keeps)))
+            else:
+                self._before_step(bucket.unit, flat)
+                inputs.append(given._replace(step=stepping.prepare(flat), used=used[i]))
         means = [each.mean for each in inputs if each.mean is not None]
         steps = [each.step for each in inputs if each.step is not None]
         return Reduction(bucket, [*chain.from_iterable(flags)], first_bad, means, steps, inputs)
 
-    def _prepare_flat(
-        self, bucket: Bucket, i: int, divisor: int, stepping: Stepping | None, used: Sequence[int]
-    ) -> FlatReduction:
+    def _prepare_flat(self, bucket: Bucket, i: int, divisor: int, share: Share) -> FlatReduction:
         unit, flat, full = bucket.unit, bucket.flats[i], bucket.full[i]
         operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
         half = next((each.full[i] for each in bucket.sums), None)
-        shared = flat, full, unit.name, divisor, operation, half
-        if stepping is None:
-            return FlatReduction(*shared, mean=self._place(flat, full))
-        self._before_step(unit, flat)
-        return FlatReduction(*shared, step=stepping.prepare(flat), used=used)
+        return FlatReduction(flat, full, unit.name, divisor, operation, half, share)
 
     def reduce_unit(self, unit: str, inputs: deque[FlatReduction]) -> None:
         """Reduce a unit flat by flat. Runs on the queue."""
@@ -211,15 +244,19 @@ class ReduceQueue:
     def reduce_flat(self, given: FlatReduction) -> None:
         """Average one flat's gradients, and run the step if there is one.
 
-        A step is fused with the last addition of a ring. If an all-gather or another sum follows that addition (stage
-        0, replicas), the step runs after the all-gather or the other sum.
+        A step is fused with the last addition of a ring. If an all-gather, another sum or a division by counts follows
+        that addition, the step runs after these.
         """
+        total = None
         if given.step is not None:
-            given.step.activate(self._count_users(given))
+            users, total = self._count_users(given)
+            given.step.activate(users)
             if self._step_in_last_hop(given, given.step):
                 return
         mean = given.mean or self._place(given.flat, given.full)
         self._average(given, mean)
+        if total is not None:
+            divide(mean.whole, total)
         if given.step is not None:
             given.step.update(0, None, mean.whole, 1, 0)
 
@@ -238,11 +275,13 @@ class ReduceQueue:
         else:
             torch.autograd.graph.increment_version([flat.params[index] for index in flat.trainable_slots])
 
-    def _place(self, flat: Flat, full: Tensor) -> Mean:
-        """Return memory for a mean. The memory stays allocated while a `.grad` is a view of it."""
+    def _place(self, flat: Flat, full: Tensor, *, keeps: bool = False) -> Mean:
+        """Return memory for a mean, or for a sum that is kept. The memory stays allocated while it has views."""
         layout, dtype = flat.gradients, flat.master
         start, stop = layout.shard_range(self._context.transport.rank)
-        if flat.rank is None:
+        if keeps:
+            whole = own = full.new_empty(stop - start, dtype=dtype)
+        elif flat.rank is None:
             whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
             own = whole[start:stop]
         elif (self._stage == 1 or layout.world_size == 1) and full.dtype == dtype:
@@ -253,23 +292,28 @@ class ReduceQueue:
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
     def _average(self, given: FlatReduction, mean: Mean) -> None:
-        """Reduce gradients, and write the result to `mean`."""
-        full = given.full
+        """Reduce gradients, add the kept sum of earlier backwards, and write the result to `mean`."""
+        full, divisor, earlier = given.full, given.divisor, given.earlier
         cuts = mean.flat.gradients.uneven_cuts
         shard, replicas = self._context.reducing
+        if given.keeps:
+            replicas, divisor = None, 1
         in_place = given.half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
         if given.half is not None:
-            hop(mean.own, given.half, full, given.divisor, mean.stats)
+            hop(mean.own, given.half, full, divisor, mean.stats)
         elif not in_place:
-            last = StoreMean(mean.own) if replicas else StoreMean(mean.own, given.divisor, mean.stats)
+            is_sum = replicas is not None or earlier is not None
+            last = StoreMean(mean.own) if is_sum else StoreMean(mean.own, divisor, mean.stats)
             staging = self._staging_for(full, mean)
-            cut = cut_up(len(full), full.dtype, shard, cuts, grain=1 if replicas else stats_block(full))
+            cut = cut_up(len(full), full.dtype, shard, cuts, grain=1 if is_sum else stats_block(full))
             reduce_scatter(full, shard, cut=cut, last=last, staging=staging, operation=given.operation)
+        if earlier is not None:
+            hop(mean.own, earlier, mean.own, 1 if replicas else divisor, None if replicas else mean.stats)
         if replicas:
             self._reduce_over_replicas(mean.own, replicas, given)
-        if in_place or replicas:
+        if (in_place and earlier is None) or replicas:
             stats(mean.own, mean.stats)
-        if mean.flat.rank is None:
+        if mean.flat.rank is None and not given.keeps:
             cut = cut_up(len(mean.whole), mean.whole.dtype, shard, cuts)
             all_gather(mean.whole, shard, cut=cut, operation=given.operation)
         stats_total(mean.stats, out=mean.total)
@@ -291,7 +335,7 @@ class ReduceQueue:
         shard, replicas = self._context.reducing
         flat, full = given.flat, given.full
         cuts = flat.gradients.uneven_cuts
-        if flat.rank is None or replicas or shard.world_size == 1:
+        if flat.rank is None or replicas or shard.world_size == 1 or given.earlier is not None or given.share.counted:
             return False
         if rings_in_kernel(full, shard, cuts):
             if (fused := step.fused(full.numel() // shard.world_size)) is not None:
@@ -302,17 +346,21 @@ class ReduceQueue:
         reduce_scatter(full, shard, cut=cut, last=given.last_hop, staging=staging, operation=given.operation)
         return True
 
-    def _count_users(self, given: FlatReduction) -> Tensor:
-        """Return the number of ranks that used each parameter, [number of parameters].
+    def _count_users(self, given: FlatReduction) -> tuple[Tensor, Tensor | None]:
+        """Return the number of ranks that used each parameter, [number of parameters], and the total of counts, [].
 
-        A fused step needs these numbers before the mean is complete.
+        A fused step needs these numbers before the mean is complete. If ranks disagree about the divisor, all users are
+        0, so that no rank steps. Without counts the total is `None`.
         """
-        users = self._sent(given.used).clone()
+        share = given.share
+        users = share.message(given.used, self._sent).clone()
         for transport in self._context.reducing:
             if transport is not None:
                 operation = given.operation._replace(tally=self._context.traffic.tally("used", given.unit))
                 all_reduce(users, transport, operation=operation)
-        return users
+        users, sums = users[:-NUMBERS], users[-NUMBERS:]
+        users = users * ~share.disagree(sums, self._context.world_size, self._sent)
+        return users, share.total(sums) if share.counted else None
 
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
         """Return memory for received partial sums, or `None` if they are received in the shard itself."""
@@ -350,17 +398,21 @@ class GradientShards:
 
     _reduced_norm: ReducedNorm | None = None
 
-    def __init__(self, units: Sequence[Unit], context: Context, *, by_blocks: bool, diagnose: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], context: Context, scale: Scale, *, by_blocks: bool, diagnose: bool
+    ) -> None:
         """Initialize without gradients.
 
         Args:
             units: units whose shards get gradients.
             context: the ranks.
+            scale: decides by what gradients are divided.
             by_blocks: whether to keep the sums of squares of blocks.
             diagnose: whether to report the names of gradients that are not finite.
         """
         self._shards = [shard for unit in units for flat in unit.flats for shard in flat.shards]
         self._context = context
+        self._scale = scale
         self._sent = SentNumbers(context.device)
         self._by_blocks = by_blocks
         self._diagnose = diagnose
@@ -371,43 +423,80 @@ class GradientShards:
         The reduction has computed the statistics of new means. Sums with accumulated gradients, and gradients that this
         backward has not changed, have no statistics. A pass over their memory checks them for NaNs and infinities.
 
+        If items are counted, the means are still sums. They are divided and stored when the total has arrived.
+
         Raises:
             CommError: a peer failed, timed out or called a different operation.
+            PhaseError: ranks divide by different numbers. Raised on every rank.
         """
         parts = [part for reduction in reductions for part in reduction.parts()]
         if not parts:
             return
-        reduced = {id(shard) for shard, _, _ in parts}
+        counted = self._scale.counted
         before = self._graded()
+        sums = [grad for _, grad in before] if counted else self._add_used(parts, before)
+        means = [mean for reduction in reductions for mean in reduction.means]
+        bad = torch.stack([mean.total for mean in means])[:, 1]
+        flags = [*bad.unbind(), any_bad(sums, self._context.device).double()]
+        users, self._nonfinite, total = self._exchange([used for _, _, used in parts], flags)
+        if total is not None:
+            for mean in means:
+                divide(mean.whole, total)
+        for (shard, grad, used), count in zip(parts, users, strict=True):
+            if count and (counted or not used):
+                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+        graded = self._graded()
+        squares = {mean.flat: self._squares(mean, total) for mean in means}
+        self._reduced_norm = None if before else ReducedNorm(squares, graded)
+        self._judged = [weakref.ref(grad) for _, grad in graded]
+        if self._diagnose and self._nonfinite.item():
+            self._name_bad(reductions)
+
+    def keep(self, reductions: Sequence[Reduction]) -> None:
+        """Keep sums in their buckets, for the reduction that ends the accumulation.
+
+        Raises:
+            CommError: a peer failed, timed out or called a different operation.
+            PhaseError: ranks divide by different numbers. Raised on every rank that shares the model.
+        """
+        used = [flag for reduction in reductions for flag in reduction.used]
+        flags = torch.cat([self._scale.share().message(used, self._sent), self._sent([0])])
+        self._all_reduce_flags(flags, self._context.transports[:1])
+        self._check(flags[len(used) : -1], self._context.transport.world_size)
+        for reduction in reductions:
+            reduction.keep()
+
+    def _add_used(
+        self, parts: Sequence[tuple[nn.Parameter, Tensor, int]], before: Sequence[tuple[nn.Parameter, Tensor]]
+    ) -> list[Tensor]:
+        """Store the means that this rank has used, and return all gradients that have no statistics."""
+        reduced = {id(shard) for shard, _, _ in parts}
         sums = [grad for shard, grad in before if id(shard) not in reduced]
         for shard, grad, used in parts:
             if shard.grad is not None:
                 sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
             elif used:
                 shard.grad = grad
-        means = [mean for reduction in reductions for mean in reduction.means]
-        bad = torch.stack([mean.total for mean in means])[:, 1]
-        flags = [*bad.unbind(), any_bad(sums, self._context.device).double()]
-        users, self._nonfinite = self._exchange([used for _, _, used in parts], flags)
-        for (shard, grad, used), count in zip(parts, users, strict=True):
-            if count and not used:
-                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        graded = self._graded()
-        squares = {mean.flat: Squares(mean.total[0], mean.stats[:, 0] if self._by_blocks else None) for mean in means}
-        self._reduced_norm = None if before else ReducedNorm(squares, graded)
-        self._judged = [weakref.ref(grad) for _, grad in graded]
-        if self._diagnose and self._nonfinite.item():
-            self._name_bad(reductions)
+        return sums
 
-    def after_steps(self, reductions: Sequence[Reduction]) -> Tensor:
+    def _squares(self, mean: Mean, total: Tensor | None) -> Squares:
+        """Return the sums of squares of a mean. The sum was divided by `total`, if it is not `None`."""
+        whole, blocks = mean.total[0], mean.stats[:, 0] if self._by_blocks else None
+        if total is None:
+            return Squares(whole, blocks)
+        square = total.square()
+        return Squares(whole / square, None if blocks is None else blocks / square)
+
+    def after_steps(self, reductions: Sequence[Reduction], *, check: bool = True) -> Tensor:
         """Clear the results after a step. Return a tensor [], which is 1 if any rank found a NaN or infinity, else 0.
 
         Raises:
             CommError: a peer failed, timed out or called a different operation.
+            PhaseError: `check` is set, and ranks divide by different numbers. Raised on every rank.
         """
         bad = [step.bad for reduction in reductions for step in reduction.steps]
         self._reduced_norm, self._judged = None, []
-        return self._exchange([], bad)[1]
+        return self._exchange([], bad, check=check)[1]
 
     def reduced_norm(self) -> ReducedNorm | None:
         """Return the record of the latest backward's gradients, or `None` if they were added to earlier gradients."""
@@ -424,7 +513,24 @@ class GradientShards:
     def _graded(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [(shard, shard.grad) for shard in self._shards if shard.grad is not None]
 
-    def _exchange(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
+    def _all_reduce_flags(self, flags: Tensor, transports: Sequence[Transport]) -> None:
+        operation = self._context.operation("gradient flags", "gradient flags")
+        for transport in transports:
+            all_reduce(flags, transport, operation=operation)
+
+    def _check(self, sums: Tensor, ranks: int) -> Tensor | None:
+        """Check that all `ranks` divide by the same number, given the sums [`NUMBERS`] of their shares.
+
+        Return a boolean tensor [], whether they do not. If it is `sums.any()`, return `None`.
+        """
+        share = self._scale.share()
+        disagree = share.disagree(sums, ranks, self._sent) if any(share.state) else None
+        self._scale.check(share, sums, ranks, disagree)
+        return disagree
+
+    def _exchange(
+        self, used: Sequence[int], bad: Sequence[Tensor], *, check: bool = True
+    ) -> tuple[Sequence[int], Tensor, Tensor | None]:
         """Exchange gradient flags with all ranks.
 
         Args:
@@ -432,8 +538,9 @@ class GradientShards:
             bad: for each mean of this rank a tensor [], which is above 0 if the mean has a NaN or infinity, else 0.
 
         Returns:
-            A number per parameter, which is above 0 if any rank used the parameter, and a tensor [], which is 1 if any
-            mean of any rank has a NaN or infinity, else 0.
+            A number per parameter, which is above 0 if any rank used the parameter; a tensor [], which is 1 if any
+            mean of any rank has a NaN or infinity, or ranks divide by different numbers, else 0; and, if items are
+            counted, their total [] in fp64.
 
         Raises:
             PhaseError: this rank has not used a parameter, and the host cannot wait for the flags of other ranks,
@@ -445,10 +552,15 @@ class GradientShards:
                 "captured, when the host cannot read whether other ranks used them: freeze them with "
                 "requires_grad_(False), or use them in every step"
             )
-        flags = torch.cat([self._sent(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
-        self._context.all_reduce_numbers(flags, self._context.operation("gradient flags", "gradient flags"))
-        anything = (flags[-1] > 0).to(torch.float32)
-        return (used if all(used) else flags[:-1].tolist()), anything
+        share = self._scale.share()
+        number = torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)
+        flags = torch.cat([share.message(used, self._sent), number])
+        self._all_reduce_flags(flags, self._context.transports)
+        sums = flags[len(used) : -1]
+        disagree = self._check(sums, self._context.world_size) if check else None
+        anything = flags[len(used) :].any() if disagree is None else (flags[-1] > 0) | disagree
+        total = share.total(sums) if share.counted else None
+        return (used if all(used) else flags[: len(used)].tolist()), anything.to(torch.float32), total
 
     def _name_bad(self, reductions: Sequence[Reduction]) -> None:
         """Warn about the first gradient that is not finite, for each rank that has one."""

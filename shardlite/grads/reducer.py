@@ -26,7 +26,8 @@ from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import GradientShards, ReduceQueue
-from shardlite.params import Gradients, Unit
+from shardlite.grads.scale import Scale
+from shardlite.params import Unit
 
 
 class ReductionOrder:
@@ -102,7 +103,10 @@ class Reducer:
         # sums in one operation without rounding in between, as two ranks do with their sums.
         most_parts = (self._own_parts or 1) // (2 if context.world_size == 1 else 1)
         self.divisor = parts or context.world_size
-        """The number by which sums are divided."""
+        """The number by which sums are divided, unless items are counted."""
+
+        self.scale = Scale(context.device, context.rank, context.world_size)
+        """Decides whether sums are divided by `divisor`, by counts, or not at all."""
 
         self.counts = True
         """Whether this rank's gradients count in means."""
@@ -114,7 +118,7 @@ class Reducer:
         self.buckets = {unit: Bucket(unit, context, most_parts) for unit in units}
         self.buckets_without_root = [bucket for unit, bucket in self.buckets.items() if not unit.is_root]
         self.order = ReductionOrder(units, context)
-        self.results = GradientShards(units, context, by_blocks=parts is not None, diagnose=diagnose)
+        self.results = GradientShards(units, context, self.scale, by_blocks=parts is not None, diagnose=diagnose)
         """Results of the latest backward."""
 
         self._backwards = 0
@@ -127,7 +131,7 @@ class Reducer:
     def kept(self) -> Iterator[Tensor]:
         """Yield the memory of gradients that are not reduced yet and that later backwards need."""
         for bucket in self.buckets.values():
-            yield from (*bucket.full, *bucket.early.values())
+            yield from (*bucket.full, *bucket.early.values(), *bucket.kept)
             for each in bucket.sums:
                 yield from each.full
 
@@ -164,7 +168,7 @@ class Reducer:
         """Set whether this rank's gradients count in means, and the number of ranks by which sums are divided."""
         self.counts = counts
         for bucket in self.buckets.values():
-            if bucket.phase is Gradients.FILLING:  # the new divisor must not change accumulated gradients
+            if bucket.accumulates and self.scale.by_ranks:  # the new divisor must not change accumulated gradients
                 bucket.multiply(ranks / self.divisor)
         self.divisor = ranks
 
@@ -193,6 +197,7 @@ class Reducer:
 
     def discard(self) -> None:
         """Drop accumulated gradients that are not reduced yet."""
+        self.scale.reset()
         for bucket in self.buckets.values():
             if bucket.accumulates:
                 bucket.clear()

@@ -1,0 +1,343 @@
+"""Divide sums of gradients by the number of items (such as tokens) of all ranks instead of the number of ranks.
+
+Each rank counts the items of each of its backwards. The counts travel with the flags of gradients, in `NUMBERS`
+integers that every reduction sends, also without counts:
+
+    3 integers   how this rank divides: by counts, not at all, or by counts of only some of its backwards
+    5 integers   the count in the base 4096: multiples of 4096, 1, 1/4096, 1/4096^2 and 1/4096^3
+
+Sums of these integers are exact in any order. So the total depends neither on the number of ranks nor on the order of
+messages. The host does not read a count that is on a device.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from math import isfinite
+from numbers import Real
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from shardlite_kernels import is_here, send
+from torch import Tensor
+from torch.utils import checkpoint
+
+from shardlite.errors import PhaseError
+from shardlite.grads.flags import SentNumbers
+from shardlite.params import Flat
+from shardlite.telemetry import LaggedNumbers
+
+_BASE = 4096
+_PLACES = tuple(float(_BASE) ** power for power in (1, 0, -1, -2, -3))
+_STATES = 3
+NUMBERS = _STATES + len(_PLACES)
+"""Number of integers that a rank sends."""
+
+_BAD = -(2.0**36)
+"""Count that stands for a count on a GPU that is negative or not finite. It makes the total negative."""
+
+_MEAN, _COUNTED, _SUM, _MIXED = (0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)
+_NOTHING = (0,) * len(_PLACES)
+
+LATER = 4
+"""Number of backwards from a disagreement of ranks on a GPU to the error. By then, hosts have read the flag."""
+
+
+class Share(NamedTuple):
+    """What one rank tells the other ranks about the scale of its gradients."""
+
+    state: tuple[int, int, int]
+    """How this rank divides: `_MEAN`, `_COUNTED`, `_SUM` or `_MIXED`."""
+
+    digits: Tensor | None
+    """The digits of this rank's count, int32 [5]. `None` without counts."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether sums are divided by counts."""
+        return self.digits is not None
+
+    def message(self, numbers: Sequence[int], sent: SentNumbers) -> Tensor:
+        """Return `numbers` and this share as one int32 tensor [n + `NUMBERS`]. The caller must not write to it."""
+        if self.digits is None:
+            return sent((*numbers, *self.state, *_NOTHING))
+        return torch.cat([sent((*numbers, *self.state)), self.digits])
+
+    def disagree(self, sums: Tensor, ranks: int, sent: SentNumbers) -> Tensor:
+        """Return a boolean tensor [], given the sums [`NUMBERS`] of all shares: whether ranks divide differently."""
+        expected = [-1] if self.state == _MIXED else [ranks * each for each in self.state]
+        wrong = (sums[:_STATES] != sent(expected)).any()
+        return wrong | (sums[_STATES] < 0) if self.counted else wrong  # a bad count on some rank
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Return the total of all counts [] in fp64, given the sums [`NUMBERS`] of all shares.
+
+        A total of 0 gives 1, and a bad count on a GPU gives NaN.
+        """
+        total = (sums[_STATES:] * _places(sums.device)).sum()
+        return torch.where(total > 0, total, torch.where(total < 0, torch.nan, 1.0))
+
+
+class Scale:
+    """Decides by what the gradients of one wrapped model are divided, and counts this rank's items."""
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        """Initialize: sums are divided by the number of ranks."""
+        self.divides = True
+        """Whether sums are divided."""
+
+        self._device = device
+        self._where = f"rank {rank} of {world_size}"
+        self._next: Tensor | None = None  # the digits of the count of the next backward
+        self._digits: Tensor | None = None  # the digits of the counts since the latest reduction
+        self._backwards = self._counted = 0  # the numbers of backwards since the latest reduction
+        self._reductions = 0
+        self._wrong: LaggedNumbers | None = None  # on a device, [1]: the first reduction in which ranks disagreed, or 0
+
+    def count(self, items: float | Tensor) -> None:
+        """Set the number of this rank's items in the next backward.
+
+        Raises:
+            TypeError, ValueError: `items` is not a number, is negative or is not finite.
+            PhaseError: sums are not divided.
+        """
+        if not self.divides:
+            raise PhaseError(
+                "count_items(): set_gradient_reduction('sum') was called, so gradients are not divided: call "
+                "set_gradient_reduction('mean') to divide them by the counts"
+            )
+        self._next = _digits(items, self._device)
+
+    def begin_backward(self, *, counts: bool) -> None:
+        """Add the count of a backward that begins. `counts`: whether this rank's gradients count."""
+        self._backwards += 1
+        if self._next is None:
+            return
+        digits = self._next if counts else torch.zeros_like(self._next)
+        self._digits = digits if self._digits is None else self._digits + digits
+        self._counted += 1
+        self._next = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether the gradients since the latest reduction are divided by counts."""
+        return self._counted > 0
+
+    @property
+    def by_ranks(self) -> bool:
+        """Whether sums are divided by the number of ranks."""
+        return self.divides and not self.counted
+
+    def share(self) -> Share:
+        """Return this rank's share of the gradients since the latest reduction."""
+        if not self._counted:
+            return Share(_MEAN if self.divides else _SUM, None)
+        return Share(_COUNTED if self._counted == self._backwards else _MIXED, self._digits)
+
+    def reset(self) -> None:
+        """Forget the counts of gradients that were reduced or dropped."""
+        self._digits = None
+        self._backwards = self._counted = 0
+
+    def before_step(self) -> None:
+        """Check that gradients are divided. Several ranks keep gradients that are not divided in their buckets."""
+
+    def after_step(self) -> None:
+        """Forget the counts of gradients that a step has used."""
+
+    def check(self, share: Share, sums: Tensor, ranks: int, disagree: Tensor | None) -> None:
+        """Raise if ranks divide by different numbers, given the sums [`NUMBERS`] of the shares of all `ranks`.
+
+        On a GPU, raise some backwards later, because the host does not wait. The steps in between are skipped.
+
+        Raises:
+            PhaseError: ranks divide by different numbers. Raised on every rank.
+        """
+        self._reductions += 1
+        if is_here(sums):
+            counted, summed, mixed = sums[:_STATES].tolist()
+            if mixed or (counted, summed, mixed) != tuple(ranks * each for each in share.state):
+                raise PhaseError(self._explain(share, counted, summed, mixed, ranks))
+            return
+        if share.state == _MEAN and self._wrong is None:
+            return  # the ranks that count raise
+        assert disagree is not None, "computed on a device"
+        if self._wrong is None:
+            self._wrong = LaggedNumbers(torch.zeros(1, dtype=torch.int32, device=sums.device))
+        elif (seen := self._wrong.read()) and seen[0] and self._reductions >= seen[0] + LATER:
+            raise PhaseError(
+                f"{self._where}: since {self._reductions - seen[0]} backwards, ranks divide gradients by different "
+                f"numbers, or a count is negative or not finite, and steps are skipped. {_REMEDY}"
+            )
+        first = self._wrong.numbers
+        first.copy_(torch.where(first > 0, first, disagree * self._reductions))
+        self._wrong.send()
+
+    def _explain(self, share: Share, counted: int, summed: int, mixed: int, ranks: int) -> str:
+        own = {_MEAN: "did not call it", _COUNTED: "called it", _SUM: "did not call it", _MIXED: "called it for some"}
+        several = [
+            *([f"count_items() was called for every backward on {counted} ranks"] if counted else []),
+            *([f"count_items() was called for only some of the backwards on {mixed} ranks"] if mixed else []),
+            *([f"set_gradient_reduction('sum') was called on {summed} ranks"] if summed else []),
+        ]
+        return (
+            f"{self._where}: ranks divide gradients by different numbers: {', and '.join(several)} of "
+            f"{ranks}; this rank {own[share.state]}. {_REMEDY}"
+        )
+
+
+class SoloScale(Scale):
+    """Divides the gradients of a single rank by counts. Autograd adds these gradients up in `.grad` of the shards.
+
+    Each gradient is divided before it is added. The sums of accumulated backwards are divided when the backward begins
+    that ends the accumulation.
+    """
+
+    def __init__(self, flats: Iterable[Flat], device: torch.device, accumulates: Callable[[], bool]) -> None:
+        """Initialize without hooks. `accumulates` returns whether a backward now adds to gradients of a later one."""
+        super().__init__(device, 0, 1)
+        self._shards = [shard for flat in flats for shard in flat.shards]
+        self._accumulates = accumulates
+        self._hooked: set[Tensor] = set()
+        self._task = -1  # the graph task of the latest gradient
+        self._total: Tensor | None = None  # the divisor of gradients that arrive now
+        self._ended = False  # whether the latest backward has divided its gradients
+
+    def count(self, items: float | Tensor) -> None:
+        """Set the number of items in the next backward, as `Scale.count` does.
+
+        Raises:
+            PhaseError: an accumulation begins, but the gradients of the previous one were neither used nor dropped.
+        """
+        super().count(items)
+        if self._ended and self._accumulates() and any(shard.grad is not None for shard in self._shards):
+            raise PhaseError(
+                "count_items(): on a single rank, gradients cannot be accumulated beside gradients that were divided "
+                "already: call step() of the optimizer and zero_grad() of the model first"
+            )
+        if self._ended:
+            self.reset()
+        for shard in self._shards:
+            if shard.requires_grad and shard not in self._hooked:
+                self._hooked.add(shard)
+                # The reference is weak, because the garbage collector cannot traverse hooks.
+                shard.register_hook(partial(_divided, ref(self)))  # type: ignore[no-untyped-call]
+
+    def before_step(self) -> None:
+        """Check that gradients are divided.
+
+        Raises:
+            PhaseError: gradients were counted, but the accumulation has not ended.
+        """
+        if self.counted and not self._ended:
+            raise PhaseError(
+                "gradients were accumulated with counts, but not divided: run the last backward before a step outside "
+                "of no_sync(), or drop the gradients with zero_grad() of the model"
+            )
+
+    def after_step(self) -> None:
+        """Forget the counts of gradients that a step has used."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the counts of gradients that were used or dropped."""
+        super().reset()
+        self._total, self._ended = None, False
+
+    def divided(self, grad: Tensor) -> Tensor:
+        """Return a gradient that autograd is about to add to `.grad`, divided if the accumulation ends.
+
+        Raises:
+            PhaseError: earlier backwards of the accumulation were counted, but not this one.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._begin()
+        return grad if self._total is None else quotient(grad, self._total)
+
+    def _begin(self) -> None:
+        if self._next is None:
+            if self.counted and not _recomputes():
+                raise PhaseError(
+                    "count_items() was called before an earlier backward whose gradients are not used yet, but not "
+                    "before this one. Call it before every backward whose gradients are added"
+                )
+            return
+        self.begin_backward(counts=True)
+        if self._accumulates():
+            return
+        share, self._ended = self.share(), True
+        assert share.digits is not None, "the backward was counted"
+        self._total = share.total(torch.cat([torch.zeros_like(share.digits[:_STATES]), share.digits]))
+        if self._backwards > 1:
+            for shard in self._shards:
+                if shard.grad is not None:
+                    divide(shard.grad, self._total)
+
+
+def divide(sums: Tensor, total: Tensor) -> None:
+    """Divide in place by a total [] in fp64, which is first rounded to fp32 if the sums are not in fp64."""
+    sums.copy_(quotient(sums, total)) if sums.dtype.itemsize < 4 else sums.div_(total.to(sums.dtype))
+
+
+def quotient(sums: Tensor, total: Tensor) -> Tensor:
+    """Return `sums` divided as by `divide`."""
+    wide = sums.float() if sums.dtype.itemsize < 4 else sums
+    return (wide / total.to(wide.dtype)).to(sums.dtype)
+
+
+def _divided(scale: "ref[SoloScale]", grad: Tensor) -> Tensor:
+    there = scale()
+    return grad if there is None else there.divided(grad)
+
+
+def _recomputes() -> bool:
+    """Return whether this code runs in the backward of reentrant checkpointing, which has several graph tasks."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_REMEDY = (
+    "Call count_items() on every rank before every backward whose gradients are added, also with a count of 0, and "
+    "set_gradient_reduction() on every rank"
+)
+
+
+def _digits(items: float | Tensor, device: torch.device) -> Tensor:
+    """Return the digits of a count, int32 [5] on `device`. A bad count on a GPU gives digits that are negative."""
+    if isinstance(items, Tensor):
+        if items.numel() != 1 or items.dtype == torch.bool or items.is_complex():
+            raise TypeError(
+                f"count_items() takes a number or a tensor with one number, got {items.dtype} {tuple(items.shape)}"
+            )
+        if not is_here(items):
+            count = items.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+            return _places_of(torch.where((count >= 0) & count.isfinite(), count, _BAD), device)
+        items = items.item()
+    if isinstance(items, bool) or not isinstance(items, Real):
+        raise TypeError(f"count_items() takes a number or a tensor with one number, got {items!r}")
+    count = float(items)
+    if not isfinite(count) or not 0 <= count < 2**42:
+        raise ValueError(f"count_items() takes a number from 0 to 2^42, got {items!r}")
+    rest, digits = count, []
+    for place in _PLACES:
+        digits.append(int(rest // place))
+        rest -= digits[-1] * place
+    return send(digits, torch.int32, device)
+
+
+def _places_of(count: Tensor, device: torch.device) -> Tensor:
+    """Return the digits of a count [] in fp64 on a device, without a wait of the host."""
+    quotients = (count / _places(device)).floor()
+    return torch.cat([quotients[:1], quotients[1:].remainder(_BASE)]).to(torch.int32)
+
+
+@cache
+def _places(device: torch.device) -> Tensor:
+    return send(_PLACES, torch.float64, device)
