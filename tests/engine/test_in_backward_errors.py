@@ -118,7 +118,6 @@ def test_what_wants_gradients_afterwards_is_refused(group: Any, stage: int) -> N
     for call in (
         lambda: model.clip_grad_norm_(1.0),
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda: model.no_sync(sharded=True),
         lambda: scaler.unscale_(optimizer),
         lambda: scaler.step(optimizer),
         lambda: optim.SGD(model.parameters(), lr=0.1).step(),
