@@ -298,6 +298,7 @@ class BackwardRun:
             with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
                 reduction.work.wait()
             reduction.bucket.clear()
+            reduction.earlier = ()
             self.landed += 1
             if self._is_root_left():
                 self._context.trim(keep=0 if self.saves_memory else SPARE)  # memory may peak now

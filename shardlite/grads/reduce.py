@@ -160,6 +160,10 @@ class Reduction:
     inputs: deque[FlatReduction]
     """Flats that are not reduced yet. A flat is removed when its reduction runs, so that the bucket can be freed."""
 
+    earlier: Sequence[Tensor]
+    """The kept sums that the reduction adds. On a GPU their memory must not be freed before the program's stream has
+    waited for the reduction."""
+
     work: Work = field(init=False)
 
     def keep(self) -> None:
@@ -227,7 +231,7 @@ class ReduceQueue:
                 inputs.append(given._replace(step=stepping.prepare(flat), used=used[i]))
         means = [each.mean for each in inputs if each.mean is not None]
         steps = [each.step for each in inputs if each.step is not None]
-        return Reduction(bucket, [*chain.from_iterable(flags)], first_bad, means, steps, inputs)
+        return Reduction(bucket, [*chain.from_iterable(flags)], first_bad, means, steps, inputs, earlier)
 
     def _prepare_flat(self, bucket: Bucket, i: int, divisor: int, share: Share) -> FlatReduction:
         unit, flat, full = bucket.unit, bucket.flats[i], bucket.full[i]

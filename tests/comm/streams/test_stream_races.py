@@ -10,13 +10,15 @@ import torch
 
 from shardlite import PhaseError, Precision, Route
 from shardlite.comm import collectives
-from shardlite.grads import norm, skip_step
+from shardlite.grads import norm, scale, skip_step
 from shardlite.grads.backward_run import StreamRun
 from shardlite.grads.bucket import Bucket
+from shardlite.grads.scale import Share
 from shardlite.optim import in_backward
 from tests.comm.streams import programs, simulated_gpu
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WORLD_SIZE, CalledOnSide, Training, TwoStreams
 from tests.comm.streams.simulated_gpu import Gpu
+from tests.support.internals import reducer
 
 
 def assert_no_race(gpu):
@@ -189,7 +191,8 @@ def counted_memory():
 def where_the_host_would_wait():
     """Take the ways of a GPU, on which a host that reads a number waits. `Gpu.waits` counts that."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(skip_step, "is_here", return_value=False))
+        for module in (skip_step, scale):
+            stack.enter_context(mock.patch.object(module, "is_here", return_value=False))
         stack.enter_context(mock.patch.object(in_backward, "is_here", return_value=False))
         stack.enter_context(mock.patch.object(norm, "use_triton", return_value=True))
         yield
@@ -247,6 +250,43 @@ def test_a_steady_step_that_accumulates_waits_for_nothing():
                 EVENTS["no_sync"](training)
     assert not +gpu.waits
     assert_no_race(gpu)
+
+
+@pytest.mark.parametrize("name", ["stage 3", "in_backward, stage 3"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_steady_step_with_counts_waits_for_nothing(name, sharded):
+    """Counts are numbers of the host, and of the device. Ranks agree, although what they send arrives as zeros."""
+    gpu = Gpu(lag=3)
+    agreed = mock.patch.object(Share, "disagree", lambda share, sums, *_: (sums < 0).any())
+    with gpu.ranks(WORLD_SIZE), agreed, mock.patch.object(scale, "is_here", return_value=False):
+        training = Training(**RUNS[name])
+        for step in range(4):
+            if step == 3:
+                gpu.waits.clear()
+            with where_the_host_would_wait():
+                with training.model.no_sync(sharded=sharded):
+                    training.model.count_items(2)
+                    programs.loss(training.model).backward()
+                training.model.count_items(torch.tensor(3))
+                training.step()
+    assert not +gpu.waits
+    assert_no_race(gpu)
+
+
+def test_counts_that_differ_are_found_on_a_gpu():
+    """Other ranks send zeros, as if they did not count. No step is taken until the error, which is late."""
+    gpu, flags = Gpu(), []
+    with gpu.ranks(WORLD_SIZE), mock.patch.object(scale, "is_here", return_value=False):
+        training = Training(clip=False)
+        for _ in range(scale.LATER):
+            training.model.count_items(2)
+            programs.loss(training.model).backward()
+            flags.append(reducer(training.model).results.nonfinite())
+            training.model.zero_grad()
+        training.model.count_items(2)
+        with pytest.raises(PhaseError, match=r"rank 0 of .* steps are skipped"):
+            programs.loss(training.model).backward()
+    assert torch.stack(flags).eq(1).all(), "an optimizer takes none of these steps"
 
 
 @pytest.mark.parametrize("parts", [WORLD_SIZE, 2 * WORLD_SIZE])
