@@ -175,15 +175,21 @@ class Scale:
         self._wrong.send()
 
     def _explain(self, share: Share, counted: int, summed: int, mixed: int, ranks: int) -> str:
-        own = {_MEAN: "did not call it", _COUNTED: "called it", _SUM: "did not call it", _MIXED: "called it for some"}
-        several = [
-            *([f"count_items() was called for every backward on {counted} ranks"] if counted else []),
-            *([f"count_items() was called for only some of the backwards on {mixed} ranks"] if mixed else []),
-            *([f"set_gradient_reduction('sum') was called on {summed} ranks"] if summed else []),
-        ]
+        own = {
+            _MEAN: "called neither",
+            _COUNTED: "called count_items() for every backward",
+            _SUM: "called set_gradient_reduction('sum')",
+            _MIXED: "called count_items() for some backwards",
+        }
+        what = {
+            "count_items() was called for every backward": counted,
+            "count_items() was called for only some of the backwards": mixed,
+            "set_gradient_reduction('sum') was called": summed,
+        }
+        several = ", and ".join(f"{each} on {number} of {ranks} ranks" for each, number in what.items() if number)
         return (
-            f"{self._where}: ranks divide gradients by different numbers: {', and '.join(several)} of "
-            f"{ranks}; this rank {own[share.state]}. {_REMEDY}"
+            f"{self._where}: ranks divide gradients by different numbers: {several}; this rank "
+            f"{own[share.state]}. {_REMEDY}"
         )
 
 

@@ -340,10 +340,10 @@ def choose_on_one_rank(model: ShardLite, rank: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (forget_on_one_rank, r"count_items\(\) was called for every backward on 1 ranks of 2"),
-        (forget_one_micro_batch, r"on 1 ranks, and .* only some of the backwards on 1 ranks of 2"),
-        (forget_in_an_accumulation, r"count_items\(\) was called for every backward on 1 ranks of 2"),
-        (choose_on_one_rank, r"set_gradient_reduction\('sum'\) was called on 1 ranks of 2"),
+        (forget_on_one_rank, r"count_items\(\) was called for every backward on 1 of 2 ranks"),
+        (forget_one_micro_batch, r"on 1 of 2 ranks, and .* only some of the backwards on 1 of 2 ranks"),
+        (forget_in_an_accumulation, r"count_items\(\) was called for every backward on 1 of 2 ranks"),
+        (choose_on_one_rank, r"set_gradient_reduction\('sum'\) was called on 1 of 2 ranks"),
     ],
 )
 @pytest.mark.parametrize("in_backward", [False, True])

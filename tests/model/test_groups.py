@@ -40,7 +40,7 @@ def train_beside(model: ShardLite, twin: Twin, rank: int, what: str) -> None:
             with model.no_sync(sharded=step == 1):
                 loss(model, 50 + step, rank).backward()
             if step == 1:
-                twin.backward(lambda plain, r: loss(plain, 51, r).backward())
+                twin.keep(lambda plain, r: loss(plain, 51, r).backward())
         loss(model, step, rank).backward()
         accumulated = [53, 3] if step == 3 else [step]
         twin.backward(lambda plain, r, steps=accumulated: [loss(plain, each, r).backward() for each in steps])

@@ -33,19 +33,25 @@ class ReplicatedSum(Sum):
     kept: Tensor
     """[W*S], bool: elements that are reduced. Frozen parameters are not."""
 
+    earlier: Sequence[Sequence[Tensor]] = ()
+    """The flats of all ranks in earlier backwards, whose sums the ranks that share a model have kept."""
+
 
 def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
     """Add segment `k` over the ranks that share a model, then over the replicas; divide by the number of all, once."""
     ranks, world_size = len(of.flats), of.layout.world_size
-    if ranks == world_size:
+    if ranks == world_size and not (isinstance(of, ReplicatedSum) and of.earlier):
         return plain_ring_mean(of, divisor)
     assert isinstance(of, ReplicatedSum)
     mean = torch.zeros(of.layout.full_numel, dtype=of.layout.dtype)
     for k in range(world_size):
         own = slice(*of.layout.shard_range(k))
-        shards = [flat[own] for flat in of.flats]
-        replicas = [shards[first : first + world_size] for first in range(0, ranks, world_size)]
-        sums = [add_round(replica, k, 1, mean.dtype) for replica in replicas]
+        sums: list[Tensor] = []
+        for flats in (*of.earlier, of.flats):
+            shards = [flat[own] for flat in flats]
+            replicas = [shards[first : first + world_size] for first in range(0, ranks, world_size)]
+            new = [add_round(replica, k, 1, mean.dtype) for replica in replicas]
+            sums = [before + each for before, each in zip(sums, new, strict=True)] if sums else new
         mean[own] = _over_replicas(sums, of.kept[own], divisor or ranks)
     return mean
 
@@ -72,12 +78,29 @@ class Twin(PlainTwin):
         super().__init__(module, world_size, units, **{"mean": ring_mean, "shards": world_size // replicas} | options)
         self._computed = range(world_size) if self._group is None else [dist.get_rank(self._group)]
         self._buffers = {rank: _copies(module) for rank in self._computed}
+        self._earlier: list[Sequence[Sequence[Tensor]]] = []
+        """What `keep` has packed since the last reduction: for each backward, for each rank, its flats."""
+
         self._handed: dict[str, Tensor] = {}
         """The gradients that came from the last reduction, if there were none before."""
 
     def backward(self, run: Callable[[nn.Module, int], Any]) -> list[Any]:
         """Call `run(module, rank)` for each rank that is computed here; return what each call returned, or `None`."""
         fresh = all(master.grad is None for master in self.masters.values())
+        results, packed = self._run(run)
+        self._accumulate(packed)
+        self._earlier = []
+        grads = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        self._handed = {name: grad.clone() for name, grad in grads.items()} if fresh else {}
+        return results
+
+    def keep(self, run: Callable[[nn.Module, int], Any]) -> list[Any]:
+        """Run a backward as `backward` does, but keep its sums for the next reduction. It uses all parameters."""
+        results, packed = self._run(run)
+        self._earlier.append(packed)
+        return results
+
+    def _run(self, run: Callable[[nn.Module, int], Any]) -> tuple[list[Any], Sequence[Sequence[Tensor]]]:
         self.refresh()
         results: list[Any] = [None] * self.world_size
         packed = []
@@ -85,10 +108,7 @@ class Twin(PlainTwin):
             with self.caught() as sums, self.as_rank(rank):
                 results[rank] = run(self.module, rank)
             packed.append(self._packed(sums))
-        self._accumulate(packed if self._group is None else self._gathered(*packed))
-        grads = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
-        self._handed = {name: grad.clone() for name, grad in grads.items()} if fresh else {}
-        return results
+        return results, packed if self._group is None else self._gathered(*packed)
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
@@ -131,7 +151,9 @@ class Twin(PlainTwin):
         return _part(*found[0], full, rank % layouts[0].world_size)
 
     def _mean_of(self, flats: Sequence[Tensor], layout: Layout) -> Tensor:
-        return self._mean(ReplicatedSum(flats, layout, self._kept(layout)))
+        place = next(i for i, flat in enumerate(self._flats) if flat.layout is layout)
+        earlier = [[of_rank[place] for of_rank in packed] for packed in self._earlier]
+        return self._mean(ReplicatedSum(flats, layout, self._kept(layout), earlier))
 
     def _kept(self, layout: Layout) -> Tensor:
         """Return which elements of a flat [W*S] are reduced: all, or all of parameters that have gradients."""

@@ -176,6 +176,7 @@ class Pair:
         self._theirs = (chosen.twin or chosen.make)(self.twin.masters.values())
         self._steps = 0
         self._shares = options.get("buffers", "rank0") == "rank0"
+        self._keeps = replicas > 1
 
     def step(self, loss: Loss, modes: Sequence[str] = ("step",), clip: float | None = None) -> None:
         """Run one backward per mode ("local" and "sharded" are kinds of `no_sync`), clip, step, and compare."""
@@ -211,7 +212,8 @@ class Pair:
         for micros in _reduced_together(modes):
             self._share_buffers()
             self._due = modes[micros[-1]] == "step"
-            results = self.twin.backward(lambda _, rank, m=micros: [self._run(loss, self.twin, rank, i) for i in m])
+            run = self.twin.keep if self._keeps and not self._due else self.twin.backward
+            results = run(lambda _, rank, m=micros: [self._run(loss, self.twin, rank, i) for i in m])
             expected += results[self.rank]
         for micro, (mode, theirs) in enumerate(zip(modes, expected, strict=True)):
             with accumulating(self.model, mode):
