@@ -583,3 +583,18 @@ def test_a_causal_language_model_has_the_gradients_of_one_process(group: Any) ->
                 assert error <= 2 * distance(local_parts(model, own), parts)
             else:
                 assert error > 0.1
+
+
+@pytest.mark.ranks(4)
+def test_parameters_that_every_rank_keeps_are_divided_too(group: Any) -> None:
+    """Compare `replicate=` with sharding, over two replicas of two ranks."""
+    mesh, states = init_device_mesh("cpu", (2, 2)), []
+    for replicated in (False, True):
+        torch.manual_seed(0)
+        module = net()
+        model = ShardLite(module, group=mesh, replicate=[module[1]] if replicated else [])
+        optimizer = SGD(model.parameters(), lr=0.1)
+        run(model, ("sharded", "local", "step"))
+        optimizer.step()
+        states.append(model.full_state_dict())
+    same_states("weights", states[1], states[0])
