@@ -84,6 +84,11 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
     if rank not in (None, 0):
         raise ValueError(f"full_optimizer_state: rank must be 0 or None, got {rank}")
     numbers = {name: index for index, name in enumerate(_names(model, optimizer))}
+    context = ModelState(model).context
+    if not any(context.all_gather_int(len(optimizer.state), "full_optimizer_state")):
+        # PyTorch's function would initialize the state by a step, which counts.
+        groups = Optimizer.state_dict(optimizer)["param_groups"]
+        return {"state": {}, "param_groups": groups} if rank is None or context.rank == rank else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=rank == 0)
     whole: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     if not whole:

@@ -169,3 +169,15 @@ def test_an_optimizer_of_other_parameters_is_refused(group: Any) -> None:
             call()
     with pytest.raises(ValueError, match="rank must be 0 or None, got 1"):
         full_optimizer_state(model, other, rank=1)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, AdamW])
+def test_the_state_of_a_new_optimizer_is_empty_and_stays_empty(group, kind):
+    model = ShardLite(nn.Linear(7, 9), group=group)
+    optimizer = kind(model.parameters(), lr=0.1)
+    state = full_optimizer_state(model, optimizer)
+    assert state["state"] == {}
+    assert [each["params"] for each in state["param_groups"]] == [[0, 1]]
+    assert full_optimizer_state(model, optimizer, rank=0) == (state if group.rank() == 0 else {})
+    assert not optimizer.state
+    load_optimizer_state(model, optimizer, state)
