@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import shardlite
+from shardlite import checkpoint
+from shardlite.engine import set_state_dict_patch
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
 from shardlite.integrations._unwrap import unwrap_in_accelerate
@@ -39,6 +40,8 @@ except ImportError as error:
     raise ImportError(
         "shardlite.integrations.accelerate requires accelerate >= 1.15: pip install 'shardlite[accelerate]'"
     ) from error
+
+set_state_dict_patch(checkpoint.install)
 
 _Original = Callable[..., Any]
 
@@ -245,7 +248,7 @@ def _save_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any
     def save(models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
         weights[:] = [each for each in weights if not isinstance(each, _Weights)]
         for path, model, optimizer in _parts(accelerator._models, optimizers, folder):
-            shardlite.save(path, model, optimizer, keep=1)
+            checkpoint.save(path, model, optimizer, keep=1)
 
     handle = accelerator.register_save_state_pre_hook(save)  # the last hook: those of the program have run
     with _replaced(accelerator, _optimizers=_unsharded(accelerator._models, optimizers), get_state_dict=weights_of):
@@ -269,7 +272,7 @@ def _load_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any
                 )
         for path, model, optimizer in _parts(accelerator._models, optimizers, folder):
             if path.exists():
-                shardlite.load(path, model, optimizer)
+                checkpoint.load(path, model, optimizer)
             else:
                 _load_whole(accelerator, model, optimizer, optimizers, Path(folder))
 
@@ -326,7 +329,7 @@ def _load_whole(
         place = [_bare(each) for each in optimizers].index(optimizer)
         file = folder / f"optimizer{f'_{place}' if place else ''}.bin"
         state = load(file, map_location="cpu") if accelerator.is_main_process else None
-        shardlite.load_optimizer_state(model, optimizer, state)
+        checkpoint.load_optimizer_state(model, optimizer, state)
 
 
 # ---- models and optimizers of an accelerator ------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from shardlite import AdamW, CheckpointError, LayoutError, Precision, ShardLite
 from shardlite.integrations import accelerate as integration
 from shardlite.integrations.accelerate import PATCHES, install, uninstall
 from tests.support.markdown import ROOT, cells
-from tests.support.ranks.scripts import torchrun
+from tests.support.ranks.scripts import run_process, torchrun
 
 _BOUND = {"rtol": 1e-3, "atol": 1e-3}
 """Adam divides by the root of a mean of squares, so a tiny gradient of another last bit may step by a part of `lr`."""
@@ -425,6 +425,16 @@ def test_a_rank_that_has_not_installed_is_named(doomed, tmp_path):
     first, _ = doomed.run(only_rank_0_installs, 2, directory=tmp_path)
     assert "waiting for rank 1" in str(first)
     assert "install()" in str(first)
+
+
+@pytest.mark.slow
+def test_a_program_that_imports_only_the_integration_can_load_whole_states():
+    code = """
+from shardlite.integrations import accelerate
+from shardlite.engine import patches
+assert patches._patch_state_dicts is accelerate.checkpoint.install
+"""
+    assert run_process("-c", code).status == 0
 
 
 def test_the_page_lists_the_patches():
