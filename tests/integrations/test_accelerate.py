@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: `make test-all` installs it")
@@ -47,13 +48,13 @@ PAGE = ROOT / "docs" / "accelerate.md"
 
 
 @contextlib.contextmanager
-def program(group: Any, **options: Any) -> Iterator[Callable[..., Accelerator]]:
+def program(ranks: Any, /, **options: Any) -> Iterator[Callable[..., Accelerator]]:
     """Give a function that builds accelerators, as a program that a launcher has started would; undo everything."""
-    ranks = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "LOCAL_RANK": group.rank()}
-    ranks |= {"LOCAL_WORLD_SIZE": group.size(), "OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": "true"}
+    names = {"RANK": ranks.rank(), "WORLD_SIZE": ranks.size(), "LOCAL_RANK": ranks.rank()}
+    names |= {"LOCAL_WORLD_SIZE": ranks.size(), "OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": "true"}
     environment, default = dict(os.environ), dist.group.WORLD
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    dist.group.WORLD = group
+    os.environ.update({name: str(value) for name, value in names.items()})
+    dist.group.WORLD = ranks
     if options:
         install(**{"timeout": timedelta(seconds=60), **options})
     try:
@@ -114,7 +115,7 @@ def train(accelerator: Accelerator, *, clip: bool = False, folder: Path | None =
 def assert_as_ddp(group: Any, options: Any, folder: Path | None = None, **settings: Any) -> None:
     """Assert that a training has the losses and weights of the same program without `install`."""
     clip = settings.pop("clip", False)
-    exact = not clip and group.size() == 2  # norms, and sums of three gradients, are added in another order
+    exact = not clip and group.size() == 2  # norms, and sums of more gradients, are added in another order
     results = []
     for own in ({}, options):
         with program(group, **own) as make:
@@ -142,6 +143,14 @@ def test_a_program_has_the_bits_of_ddp_and_resumes(group, tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"clip": True}, {"mixed_precision": "bf16"}], ids=str)
 def test_each_stage_has_the_bits_of_ddp(group, stage, settings):
     assert_as_ddp(group, {"stage": stage}, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_hybrid_sharding_by_a_mesh(group, tmp_path):
+    with program(group):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert_as_ddp(group, {"group": mesh}, tmp_path)
 
 
 @pytest.mark.slow
@@ -425,6 +434,13 @@ def test_a_rank_that_has_not_installed_is_named(doomed, tmp_path):
     first, _ = doomed.run(only_rank_0_installs, 2, directory=tmp_path)
     assert "waiting for rank 1" in str(first)
     assert "install()" in str(first)
+
+
+@pytest.mark.slow
+def test_without_accelerate_the_error_says_what_to_install():
+    done = run_process("-c", "import sys; sys.modules['accelerate'] = None; import shardlite.integrations.accelerate")
+    assert done.status == 1
+    assert "pip install 'shardlite[accelerate]'" in done.err
 
 
 @pytest.mark.slow

@@ -325,7 +325,8 @@ def test_accelerate_prepares_the_model(tmp_path):
 
     text = read_corpus(None, context=64, limit=1 << 20)
     torch.manual_seed(0)
-    plain = PlainTraining(GPT(GPTConfig(layers=2, width=64, heads=2, context=64)), adamw(lr=2e-3), max_norm=None)
+    make_optimizer = lambda masters: torch.optim.AdamW(masters.values(), lr=2e-3)  # noqa: E731
+    plain = PlainTraining(GPT(GPTConfig(layers=2, width=64, heads=2, context=64)), make_optimizer, max_norm=None)
     batches = list(DataLoader(TensorDataset(*draw_batch(text.train, shape=(640, 64), key=(0,))), 8))
     for start in (*range(0, len(batches), 4),) * 3:
         plain.step(lambda rank, s=start: [lambda m, x=x: m(*x) / 2 for x in batches[s + rank : s + 4 : 2]])
