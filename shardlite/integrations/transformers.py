@@ -1,0 +1,415 @@
+"""Train with `transformers.Trainer`, and trainers built on it, such as those of TRL: `ShardLiteTrainer` and a mixin.
+
+    from shardlite.integrations.transformers import ShardLiteTrainer
+
+    trainer = ShardLiteTrainer(model=model, args=args, train_dataset=dataset, sharding={"stage": 3})
+
+The model is wrapped where `Trainer` would wrap it with `DistributedDataParallel`: at the first training or evaluation.
+`trainer.model` stays the Transformers model, and `trainer.model_wrapped` becomes the `ShardLite` model. In one process
+without a launcher nothing is wrapped.
+
+Tried with transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import shardlite
+from shardlite.config import Precision
+from shardlite.errors import LayoutError
+from shardlite.model import ShardLite
+from shardlite.optim import probe_shards
+from shardlite.whole import WholeParameters
+
+try:
+    import transformers.trainer
+    from accelerate import Accelerator
+    from accelerate.utils import DynamoBackend
+    from safetensors.torch import load_file
+    from transformers import PreTrainedModel, Trainer, TrainerCallback
+    from transformers.trainer_pt_utils import get_model_param_count
+    from transformers.training_args import OptimizerNames, ParallelMode
+except ImportError as error:
+    raise ImportError(
+        "shardlite.integrations.transformers requires transformers >= 5.23 and accelerate >= 1.15: "
+        "pip install 'shardlite[transformers]'"
+    ) from error
+
+FOLDER = "shardlite"
+"""The folder inside of a checkpoint that has the shards of the weights and of the optimizer's state."""
+
+ADAPTER = "adapter_model.safetensors"
+"""The file in which PEFT saves an adapter."""
+
+OPTIMIZERS = frozenset(
+    {
+        OptimizerNames.ADAMW_TORCH,
+        OptimizerNames.ADAMW_TORCH_FUSED,
+        OptimizerNames.SGD,
+        OptimizerNames.ADAGRAD,
+        OptimizerNames.RMSPROP,
+        OptimizerNames.ADAFACTOR,
+    }
+)
+"""Values of `TrainingArguments(optim=...)` that are accepted. Adafactor steps whole parameters (`WholeParameters`)."""
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ShardLiteMixin:
+    """Let a subclass of `transformers.Trainer` shard its model. Write it before the trainer's class.
+
+    Args:
+        sharding: keywords of `ShardLite`, such as `stage`, `units` and `route`, except `device`. `precision` defaults
+            to `Precision(compute=torch.bfloat16)` if the arguments have `bf16=True`, and to `torch.float16` if they
+            have `fp16=True`, both inside autocast as `Trainer` has it. `buffers` defaults to `"own"` if the arguments
+            have `ddp_broadcast_buffers=False`. Defaults to the class attribute `sharding`.
+        args, kwargs: arguments of the trainer.
+
+    Raises:
+        TypeError: `ShardLite` has no keyword that `sharding` has.
+        ValueError: the arguments ask for something that a sharded model cannot do, such as `fsdp` or `deepspeed`.
+
+    Example:
+        >>> class Shards(ShardLiteMixin, SFTTrainer):
+        ...     sharding = {"stage": 2}
+    """
+
+    sharding: Mapping[str, Any] = {}
+    """Keywords of `ShardLite` for trainers that get none."""
+
+    whole_optimizer_state = False
+    """Whether checkpoints have the whole optimizer state in `optimizer.pt`, as those of `Trainer`, instead of shards.
+
+    `Trainer` resumes from such a checkpoint. Rank 0 needs memory for the whole state.
+    """
+
+    _built_by_trainer = False
+
+    def __init__(self: Any, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self.sharding = dict(self.sharding if sharding is None else sharding)
+        known = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
+        if unknown := self.sharding.keys() - known:
+            raise TypeError(f"sharding has unknown options {sorted(unknown)}: it takes {sorted(known)}")
+        super().__init__(*args, **kwargs)
+        if hasattr(self, "_dist"):  # of TRL's trainers that generate
+            self._dist.summon_full_params = self._summon_full_params
+
+    # ---- wrapping ---------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Create the accelerator, which unwraps `ShardLite` models too."""
+        _refuse(self.args)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(f"{_NAME}: the launcher enables FSDP or DeepSpeed: start the program with torchrun")
+        self.accelerator.__class__ = _Accelerator
+
+    def _move_model_to_device(self: Any, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is if it will be moved shard by shard."""
+        whole = self.sharding.get("stage", 3) < 3 or self.args.place_model_on_device
+        if not self._shards or (whole and self._sharded_model(model) is None):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    @property
+    def _shards(self: Any) -> bool:
+        return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
+
+    def _sharded_model(self: Any, model: nn.Module | None = None) -> ShardLite | None:
+        """Return the `ShardLite` model that `model` is, or is the module of."""
+        model, wrapped = self.model if model is None else model, getattr(self, "model_wrapped", None)
+        known = isinstance(wrapped, ShardLite) and (model is wrapped or model is wrapped.module)
+        return wrapped if known else None
+
+    def _update_auto_batch_size(self: Any, batch_size: int) -> None:
+        """Keep the wrapped model: its weights are sharded already."""
+        wrapped = self._sharded_model()
+        super()._update_auto_batch_size(batch_size)  # type: ignore[misc]
+        if wrapped is not None:
+            self.model_wrapped = wrapped
+
+    def _wrap_model(self: Any, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Wrap the model. Evaluation runs the wrapped model too."""
+        if not self._shards:
+            return super()._wrap_model(model, training, dataloader)  # type: ignore[misc,no-any-return]
+        wrapped = self._sharded_model(model)
+        if wrapped is None:
+            full = self.args.bf16_full_eval or self.args.fp16_full_eval
+            if full and not self.is_in_train:  # `Trainer` converts the model for good
+                model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
+            wrapped = _wrap(model, self.accelerator, self.sharding)
+            self.model_wrapped = wrapped
+        if wrapped not in self.accelerator._models:
+            self.accelerator._models.append(wrapped)
+        if training and self.optimizer is not None:
+            self._hand_shards(wrapped)
+        return wrapped
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does.
+
+        Raises:
+            ValueError: the arguments have `bf16_full_eval` or `fp16_full_eval`.
+        """
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if self._shards and getattr(self.args, name):
+                raise ValueError(
+                    f"{name}=True would convert the model after training, which is not possible for a sharded model: "
+                    f"set {name[:4]}=True, or evaluate with another trainer"
+                )
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    # ---- optimizer --------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self: Any, model: nn.Module | None = None) -> Optimizer:
+        """Create the optimizer from the unsharded parameters. It gets shards when the model is wrapped."""
+        if self.optimizer is None and self._shards:
+            if self.optimizer_cls_and_kwargs is None and self.args.optim not in OPTIMIZERS:
+                raise ValueError(
+                    f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r} was not tried with sharded "
+                    f"weights: use one of {sorted(each.value for each in OPTIMIZERS)}, or pass "
+                    "optimizer_cls_and_kwargs=(the class, its options), which is checked before it steps"
+                )
+            self._built_by_trainer = True
+        return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
+
+    def _hand_shards(self: Any, wrapped: ShardLite) -> None:
+        """Replace parameters by shards in the optimizer. One that needs whole parameters is built anew."""
+        optimizer = _bare(self.optimizer)
+        shards = dict(zip(wrapped.module.parameters(), wrapped.parameters(), strict=True))
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(shards.get(param, param) is not param for param in held):
+            return
+        if probe_shards(optimizer).same:
+            wrapped.adopt(optimizer)
+            return
+        name = type(optimizer).__name__
+        if not self._built_by_trainer:
+            raise LayoutError(
+                f"optimizers=({name}, ...): {name} needs whole parameters: pass optimizer_cls_and_kwargs=({name}, its "
+                "options), so that the trainer builds it from the sharded model"
+            )
+        groups = [
+            {**group, "params": [shards.get(param, param) for param in group["params"]]}
+            for group in optimizer.param_groups
+            if group["params"]
+        ]
+        self.optimizer = WholeParameters(groups, type(optimizer), **optimizer.defaults)
+
+    def add_callback(self: Any, callback: Any) -> None:
+        """Add a callback. TRL's `SyncRefModelCallback` gets whole weights."""
+        if type(callback).__name__ == "SyncRefModelCallback":
+            callback = _Gathering(self, callback)
+        super().add_callback(callback)  # type: ignore[misc]
+
+    def _summon_full_params(self: Any, model: nn.Module, **_: Any) -> AbstractContextManager[None]:
+        """Gather all weights while TRL generates, if its arguments have `ds3_gather_for_generation` (the default)."""
+        wrapped = self._sharded_model(model)
+        if wrapped is None or not getattr(self.args, "ds3_gather_for_generation", True):
+            return nullcontext()
+        return wrapped.gathered(writeback=False)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save whole weights in a folder that `from_pretrained` reads. Collective."""
+        wrapped = self._sharded_model()
+        if wrapped is not None and state_dict is None:
+            state_dict = wrapped.full_state_dict(rank=None if self.args.save_on_each_node else 0)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        """Save the shards, or the whole state on rank 0."""
+        wrapped = self._sharded_model()
+        if wrapped is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        optimizer = _bare(self.optimizer)
+        if self.whole_optimizer_state:
+            state = shardlite.full_optimizer_state(wrapped, optimizer, rank=0)
+            if self.args.should_save:
+                torch.save(state, Path(output_dir, "optimizer.pt"))
+        else:
+            shardlite.save(Path(output_dir, FOLDER), wrapped, optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load weights, except those that are loaded with the optimizer's state."""
+        wrapped = self._sharded_model(model)
+        if self._shards and Path(resume_from_checkpoint, FOLDER).exists():
+            return
+        if wrapped is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            self._load_whole(wrapped, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """Load the shards, at any number of ranks, or the state that `Trainer` has saved."""
+        wrapped = self._sharded_model()
+        if checkpoint is None or wrapped is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        shards, whole = Path(checkpoint, FOLDER), Path(checkpoint, "optimizer.pt")
+        optimizer = _bare(self.optimizer)
+        if shards.exists():
+            shardlite.load(shards, wrapped, optimizer)
+        elif whole.exists():
+            state = torch.load(whole, map_location="cpu", weights_only=True) if self.args.process_index == 0 else None
+            shardlite.load_optimizer_state(wrapped, optimizer, state)
+        scheduler = Path(checkpoint, "scheduler.pt")
+        if scheduler.exists():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_best_model(self: Any) -> None:
+        """Load the best weights into the shards."""
+        wrapped, best = self._sharded_model(), self.state.best_model_checkpoint
+        if wrapped is None:
+            super()._load_best_model()  # type: ignore[misc]
+        elif Path(best, FOLDER).exists():
+            shardlite.load(Path(best, FOLDER), wrapped)
+        else:
+            self._load_whole(wrapped, best)
+
+    def _load_whole(self: Any, wrapped: ShardLite, folder: str) -> None:
+        """Load the weights or the adapter that `save_pretrained` has written. Collective."""
+        state = _read(Path(folder), wrapped.module) if self.args.process_index == 0 else None
+        result = wrapped.load_full_state_dict(state, strict=False)
+        if result.unexpected_keys:
+            raise LayoutError(f"{folder} has weights that this model lacks: {result.unexpected_keys}")
+        if not Path(folder, ADAPTER).exists():
+            self._issue_warnings_after_load(result)
+
+
+class ShardLiteTrainer(ShardLiteMixin, Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` whose model is sharded. See `ShardLiteMixin` for the keyword `sharding`.
+
+    Example:
+        >>> trainer = ShardLiteTrainer(model=model, args=args, train_dataset=dataset, sharding={"stage": 3})
+        >>> trainer.train()
+    """
+
+
+class _Accelerator(Accelerator):  # type: ignore[misc]
+    """The accelerator of a trainer. It knows `ShardLite` models, as `Accelerator` knows those of DDP."""
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the module of a `ShardLite` model. Trainers choose the loss, and what they save, by its class."""
+        inner = model.module if isinstance(model, ShardLite) else model
+        return super().unwrap_model(inner, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return whole weights on rank 0. Collective."""
+        known = (each for each in self._models if isinstance(each, ShardLite))
+        wrapped = next((each for each in known if model is each or model is each.module), None)
+        return super().get_state_dict(model, unwrap) if wrapped is None else wrapped.full_state_dict(rank=0)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Leave the state of an optimizer of shards where it is."""
+        sharded = any(isinstance(each, ShardLite) for each in self._models)
+        return super().prepare_optimizer(optimizer, False if sharded else device_placement)
+
+
+class _Gathering(TrainerCallback):  # type: ignore[misc]
+    """TRL's `SyncRefModelCallback` with whole weights, which it reads on every rank."""
+
+    def __init__(self, trainer: Any, callback: Any) -> None:
+        self.trainer, self.callback = trainer, callback
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Gather the weights in the steps in which the callback reads them."""
+        wrapped = self.trainer._sharded_model()
+        due = wrapped is not None and state.global_step % args.ref_model_sync_steps == 0
+        with wrapped.gathered(writeback=False) if due else nullcontext():
+            return self.callback.on_step_end(args, state, control, **kwargs)
+
+
+def _refuse(args: Any) -> None:
+    """Raise `ValueError` for arguments that would shard the model too."""
+    for name in ("fsdp", "deepspeed", "parallelism_config"):
+        if getattr(args, name, None):
+            raise ValueError(f"{_NAME}: {name} would shard the model too: remove it from the arguments")
+    if args.n_gpu > 1:
+        raise ValueError(f"{_NAME}: one process uses {args.n_gpu} GPUs: start a process for each with torchrun")
+
+
+_NAME = "shardlite.integrations.transformers"
+
+
+def _wrap(model: nn.Module, accelerator: Accelerator, sharding: Mapping[str, Any]) -> ShardLite:
+    """Add mixed precision as accelerate does, wrap the model, and compile it if the arguments say so."""
+    plugin = accelerator.state.dynamo_plugin
+    backend, plugin.backend = plugin.backend, DynamoBackend.NO  # it would compile the unsharded model
+    try:
+        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    finally:
+        plugin.backend = backend
+    accelerator._models.remove(model)
+    ddp = accelerator.ddp_handler
+    options = {
+        "precision": Precision(compute=_COMPUTE.get(accelerator.mixed_precision)),
+        "buffers": "own" if ddp is not None and not ddp.broadcast_buffers else "rank0",
+        **sharding,
+    }
+    wrapped = ShardLite(model, device=accelerator.device, **options)
+    if wrapped.stage == 3:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module._is_fsdp_managed_module = True  # `generate` runs equally often on all ranks
+    if backend != DynamoBackend.NO:
+        model.compile(**plugin.to_kwargs())
+    return wrapped
+
+
+def _bare(optimizer: Any) -> Any:
+    """Return the optimizer inside of accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _read(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that `save_pretrained` has written, by the names in the model."""
+    if (folder / ADAPTER).exists():
+        return _read_adapter(folder, model)
+    for name, read in (("model.safetensors", load_file), ("pytorch_model.bin", _unpickle)):
+        index = folder / f"{name}.index.json"
+        if (folder / name).exists():
+            return dict(read(folder / name))
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return {key: value for file in files for key, value in read(folder / file).items()}
+    raise LayoutError(f"{folder} has no weights: neither model.safetensors, nor {ADAPTER}, nor pytorch_model.bin")
+
+
+def _unpickle(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _read_adapter(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of an adapter. PEFT saves them without the adapter's name."""
+    adapter = getattr(model, "active_adapter", "default")
+    saved = load_file(folder / ADAPTER)
+    names = {
+        name.replace(f".modules_to_save.{adapter}", "").replace(f".{adapter}", ""): name
+        for name, _ in model.named_parameters()
+        if f".{adapter}" in name
+    }
+    if foreign := saved.keys() - names.keys():
+        raise LayoutError(f"{folder / ADAPTER} has tensors that this model lacks: {sorted(foreign)}")
+    return {names[key]: value for key, value in saved.items()}
+
+
+def _whole_param_count(model: nn.Module, trainable_only: bool = False) -> int:
+    """Count whole parameters. `Trainer` logs the number for the wrapped model, whose parameters are shards."""
+    inner = model.module if isinstance(model, ShardLite) else model
+    return int(get_model_param_count(inner, trainable_only))
+
+
+transformers.trainer.get_model_param_count = _whole_param_count  # imported there by name; plain models count as before
