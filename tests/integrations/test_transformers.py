@@ -1,0 +1,511 @@
+"""`transformers.Trainer` with ShardLite: equal to the bit to the same program with DDP."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.trainers import Maker, Rows, gpt2, history, llama, norms, on_both, session, t5, weights
+
+pytest.importorskip("transformers", "5.23", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+STAGES = pytest.mark.parametrize("stage", [3, 2])
+
+
+def assert_same(plain: Any, sharded: Any) -> None:
+    """Check that results are equal, tensors to the bit."""
+    if isinstance(plain, Tensor):
+        torch.testing.assert_close(sharded, plain, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(plain, dict):
+        assert plain.keys() == sharded.keys()
+        for key in plain:
+            assert_same(plain[key], sharded[key])
+    elif isinstance(plain, (list, tuple)):
+        assert len(plain) == len(sharded), (plain, sharded)
+        for each, other in zip(plain, sharded, strict=True):
+            assert_same(each, other)
+    else:
+        assert plain == sharded, (plain, sharded)
+
+
+def same_as_ddp(group: Any, folder: Path, stage: int, case: Any, *args: Any) -> None:
+    """Body of a rank: run a case with both and compare what it returns."""
+    plain, sharded = on_both(group, folder, stage, case, args)
+    assert_same(plain, sharded)
+
+
+def trained(trainer: Any) -> list[Any]:
+    trainer.train()
+    return [history(trainer), weights(trainer)]
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+def train_evaluate_predict(make: Maker) -> Any:
+    trainer = make(args={"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all"})
+    found = trained(trainer)
+    predicted = trainer.predict(Rows(7, 9))
+    return [*found, trainer.evaluate()["eval_loss"], torch.tensor(predicted.predictions)]
+
+
+def adamw(make: Maker) -> Any:
+    return trained(make(args={"optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 1e-3}))
+
+
+def dropout(make: Maker) -> Any:
+    return trained(make(model=gpt2))
+
+
+def accumulation(make: Maker) -> Any:
+    return trained(make(args={"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}))
+
+
+def own_tokens(make: Maker) -> Any:
+    return trained(make(args={"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}))
+
+
+def checkpointing(make: Maker) -> Any:
+    return trained(make(model=gpt2, args={"gradient_checkpointing": True}))
+
+
+def reentrant(make: Maker) -> Any:
+    more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    return trained(make(args={**more, "ddp_find_unused_parameters": False}))
+
+
+def label_smoothing(make: Maker) -> Any:
+    trainer = make(args={"label_smoothing_factor": 0.1})
+    return [trained(trainer), trainer.evaluate()["eval_loss"]]
+
+
+def neftune(make: Maker) -> Any:
+    return trained(make(args={"neftune_noise_alpha": 5.0}))
+
+
+def evaluate_first(make: Maker) -> Any:
+    """Evaluate a trainer before it trains. With DDP that trainer would not average gradients, so it is another one."""
+    more = {"eval_on_start": True, "eval_accumulation_steps": 1}
+    trainer = make(args=more)
+    first = (trainer if hasattr(trainer, "sharding") else make(args=more)).evaluate()["eval_loss"]
+    trainer.state.log_history.clear()
+    return [first, trained(trainer)]
+
+
+def train_twice(make: Maker) -> Any:
+    trainer = make(args={"optim": "adamw_torch"})
+    first = trained(trainer)
+    return [first, trained(trainer)]
+
+
+def train_from_init(make: Maker) -> Any:
+    trainer = make(model_init=lambda: llama())
+    first = trained(trainer)
+    return [first, trained(trainer)]
+
+
+def generate_after(make: Maker) -> Any:
+    trainer = make()
+    trainer.train()
+    trainer.model.eval()
+    start = Rows(2, 7 + trainer.args.process_index).tokens[:, : 3 + trainer.args.process_index]
+    return trainer.model.generate(start, max_new_tokens=5, do_sample=False)
+
+
+def seq2seq(make: Maker) -> Any:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    trainer = make(
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        model=t5,
+        args={"predict_with_generate": True, "generation_max_length": 7, "learning_rate": 0.3},
+    )
+    trainer.train()
+    predicted = trainer.predict(Rows(7, 9))
+    return [weights(trainer), torch.tensor(predicted.predictions), predicted.metrics["test_loss"]]
+
+
+def counts(make: Maker) -> Any:
+    from transformers import trainer as module
+
+    trainer = make()
+    trainer.train()
+    whole = module.get_model_param_count(trainer.model_wrapped, trainable_only=True)
+    return [whole, trainer.model.num_parameters(), trainer.state.total_flos]
+
+
+def given_optimizer(make: Maker) -> Any:
+    model = llama()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+    return trained(make(model=model, optimizers=(optimizer, schedule)))
+
+
+def own_loss(make: Maker) -> Any:
+    from transformers import Trainer
+
+    class Squares(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(input_ids=inputs["input_ids"])
+            loss = outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return trained(make(Squares, args={"gradient_accumulation_steps": 2}))
+
+
+def loss_function(make: Maker) -> Any:
+    def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    return trained(make(compute_loss_func=summed))
+
+
+def autocast(make: Maker) -> Any:
+    from shardlite import Precision
+
+    return trained(make(model=gpt2, args={"bf16": True}, sharding={"precision": Precision()}))
+
+
+def lora(make: Maker) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM"))
+    trainer = make(model=model, args={"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1})
+    found = trained(trainer)
+    trainer.save_model()
+    torch.distributed.barrier()
+    from safetensors.torch import load_file
+
+    saved = load_file(os.path.join(trainer.args.output_dir, "adapter_model.safetensors"))
+    assert not os.path.exists(os.path.join(trainer.args.output_dir, "model.safetensors"))
+    return [found, saved]
+
+
+def saved_model(make: Maker) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    found = []
+    for name, model in (("llama", llama), ("gpt2", gpt2)):
+        trainer = make(model=model)
+        trainer.train()
+        folder = os.path.join(trainer.args.output_dir, name)
+        trainer.save_model(folder)
+        torch.distributed.barrier()
+        again = AutoModelForCausalLM.from_pretrained(folder)
+        trained_weights = weights(trainer)
+        assert_same({k: trained_weights[k] for k in again.state_dict()}, dict(again.state_dict()))
+        found.append(trained_weights)
+    return found
+
+
+def optimizer_names(make: Maker) -> Any:
+    found = {}
+    for name in ("sgd", "adagrad", "rmsprop", "adamw_torch", "adamw_torch_fused", "adafactor"):
+        found[name] = trained(make(args={"optim": name, "learning_rate": 1e-3, "weight_decay": 0.1}))
+    return found
+
+
+def best_model(make: Maker) -> Any:
+    more = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "learning_rate": 3.0,
+    }
+    trainer = make(args=more)
+    found = trained(trainer)
+    torch.distributed.barrier()
+    kept = sorted(each for each in os.listdir(trainer.args.output_dir) if each.startswith("checkpoint"))
+    return [found, os.path.basename(trainer.state.best_model_checkpoint), kept]
+
+
+def best_model_of_weights(make: Maker) -> Any:
+    more = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "save_strategy": "steps",
+        "load_best_model_at_end": True,
+        "save_only_model": True,
+        "learning_rate": 3.0,
+    }
+    return trained(make(args=more))
+
+
+def resumed(make: Maker) -> Any:
+    more = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 5}
+    trainer = make(model=gpt2, args=more)
+    whole = trained(trainer)
+    torch.distributed.barrier()
+    again = make(model=lambda: gpt2().apply(lambda module: None), args=more)
+    again.train(resume_from_checkpoint=os.path.join(trainer.args.output_dir, "checkpoint-2"))
+    assert_same(whole[1], weights(again))
+    again.train(resume_from_checkpoint=os.path.join(trainer.args.output_dir, "checkpoint-4"))
+    assert_same(whole[1], weights(again))
+    return whole
+
+
+def smaller_batches(make: Maker) -> Any:
+    model = llama()
+    forward = model.forward
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        if len(kwargs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return forward(*args, **kwargs)
+
+    model.forward = limited
+    model.forward.__signature__ = __import__("inspect").signature(forward)
+    trainer = make(model=model, args={"auto_find_batch_size": True, "per_device_train_batch_size": 8})
+    trainer.train()
+    return [weights(trainer), trainer._train_batch_size]
+
+
+CASES = [
+    train_evaluate_predict,
+    adamw,
+    dropout,
+    accumulation,
+    own_tokens,
+    checkpointing,
+    reentrant,
+    label_smoothing,
+    neftune,
+    evaluate_first,
+    train_twice,
+    train_from_init,
+    generate_after,
+    seq2seq,
+    counts,
+    given_optimizer,
+    own_loss,
+    loss_function,
+    autocast,
+    lora,
+    saved_model,
+    optimizer_names,
+    best_model,
+    best_model_of_weights,
+    resumed,
+    smaller_batches,
+]
+
+
+@pytest.mark.slow
+@STAGES
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_is_equal_to_ddp(cluster, tmp_path, stage, case):
+    cluster.check(same_as_ddp, 2, tmp_path, stage, case)
+
+
+def test_trains_evaluates_and_predicts_as_with_ddp(cluster, tmp_path):
+    cluster.check(same_as_ddp, 2, tmp_path, 3, train_evaluate_predict)
+
+
+# ---- where the arithmetic is not that of DDP ------------------------------------------------------------------------
+
+
+def clipped(make: Maker) -> Any:
+    trainer = make(args={"max_grad_norm": 0.3, "gradient_accumulation_steps": 2})
+    trainer.train()
+    return [weights(trainer), norms(trainer)]
+
+
+def reduced_each_time(make: Maker) -> Any:
+    """DDP adds a rank's gradient to the average of before, and averages again."""
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    trainer = make(args={"gradient_accumulation_steps": 2, "accelerator_config": config})
+    trainer.train()
+    return [weights(trainer), norms(trainer)]
+
+
+def one_step(make: Maker) -> Any:
+    trainer = make(args={"max_steps": 1})
+    trainer.train()
+    return [weights(trainer), norms(trainer)]
+
+
+def in_bf16(make: Maker) -> Any:
+    trainer = make(args={"bf16": True, "max_steps": 1})
+    trainer.train()
+    return [weights(trainer), norms(trainer)]
+
+
+def close_to_ddp(group: Any, folder: Path, stage: int, case: Any, unit: float) -> None:
+    """Body of a rank. `unit` is the relative rounding of one operation on gradients; a step has about 100 of them."""
+    (plain, plain_norms), (sharded, sharded_norms) = on_both(group, folder, stage, case)
+    assert plain_norms == pytest.approx(sharded_norms, rel=100 * unit)
+    start = {name: value for name, value in llama().state_dict().items()}
+    for name, value in plain.items():
+        moved = (value - start[name]).abs().max()
+        assert moved > 0, name
+        torch.testing.assert_close(sharded[name], value, rtol=1e-6, atol=float(100 * unit * moved))
+
+
+@pytest.mark.slow
+@STAGES
+@pytest.mark.parametrize(
+    ("case", "unit", "ranks"),
+    [
+        (clipped, 2**-23, 2),
+        (reduced_each_time, 2**-23, 2),
+        (one_step, 2**-23, 3),
+        (in_bf16, 2**-9, 2),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_is_close_to_ddp(cluster, tmp_path, stage, case, unit, ranks):
+    cluster.check(close_to_ddp, ranks, tmp_path, stage, case, unit)
+
+
+# ---- changes in the middle of a run ---------------------------------------------------------------------------------
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4, "learning_rate": 1e-3}
+
+
+def change_of_trainer(group: Any, folder: Path, stage: int) -> None:
+    """Body of a rank: begin with DDP, go on with ShardLite, and the other way round."""
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        plain, sharded = maker(folder / "ddp", None), maker(folder / "sharded", stage)
+        whole = plain(args=SAVING)
+        whole.train()
+        torch.distributed.barrier()
+        second = sharded(args=SAVING)
+        second.train(resume_from_checkpoint=str(folder / "ddp" / "checkpoint-2"))
+        assert_same(weights(whole), weights(second))
+        second.train(resume_from_checkpoint=str(folder / "ddp" / "checkpoint-2"))  # into shards
+        assert_same(weights(whole), weights(second))
+        third = maker(folder / "back", stage)(args=SAVING)
+        third.whole_optimizer_state = True
+        third.train()
+        torch.distributed.barrier()
+        last = plain(args=SAVING)
+        last.train(resume_from_checkpoint=str(folder / "back" / "checkpoint-2"))
+        assert_same(weights(whole), weights(last))
+
+
+@pytest.mark.slow
+@STAGES
+def test_a_run_changes_from_ddp_to_shardlite_and_back(cluster, tmp_path, stage):
+    cluster.check(change_of_trainer, 2, tmp_path, stage)
+
+
+def begun(group: Any, folder: Path) -> dict[str, Tensor]:
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        trainer = maker(folder / "sharded", 3)(args=SAVING)
+        trainer.train()
+        return weights(trainer)
+
+
+def ended(group: Any, folder: Path) -> dict[str, Tensor]:
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        trainer = maker(folder / "other", 3)(args=SAVING)
+        trainer.train(resume_from_checkpoint=str(folder / "sharded" / "checkpoint-4"))
+        return weights(trainer)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_at_another_number_of_ranks(cluster, tmp_path):
+    before, after = cluster.run(begun, 2, tmp_path)[0], cluster.run(ended, 3, tmp_path)[0]
+    assert_same(before, after)  # the run was complete, so nothing is trained
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refusals(group: Any, folder: Path) -> None:
+    """Body of a rank."""
+    from transformers import Adafactor, TrainerCallback
+    from transformers.training_args import OptimizerNames
+
+    from shardlite.errors import LayoutError
+    from shardlite.integrations.transformers import OPTIMIZERS
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        make = maker(folder, 3)
+        with pytest.raises(TypeError, match="unknown options..'stages'"):
+            make(sharding={"stages": 3})
+        for name in ("fsdp", "deepspeed"):
+            trainer_args = make().args
+            setattr(trainer_args, name, "given")
+            from shardlite.integrations.transformers import ShardLiteTrainer
+
+            with pytest.raises(ValueError, match=f"{name} would shard the model too"):
+                ShardLiteTrainer(model=llama(), args=trainer_args)
+        for name in sorted(set(OptimizerNames) - OPTIMIZERS):
+            trainer = make()
+            trainer.args.optim = name
+            with pytest.raises(ValueError, match=f"optim='{name.value}' was not tried"):
+                trainer.train()
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            with pytest.raises(ValueError, match=f"{name}=True would convert"):
+                make(args={name: True}).train()
+        with pytest.raises(ValueError, match="fp16 mixed precision requires a GPU"):
+            make(args={"fp16": True})
+        model = llama()
+        pair = (Adafactor(model.parameters(), scale_parameter=False, relative_step=False, lr=0.1), None)
+        with pytest.raises(LayoutError, match="pass optimizer_cls_and_kwargs=.Adafactor"):
+            make(model=model, optimizers=pair).train()
+
+        class Prints(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+                if state.is_world_process_zero:
+                    print(model.model.layers[0].mlp.up_proj.weight.sum())
+
+        with pytest.raises(LayoutError if group.rank() == 0 else Exception):
+            make(callbacks=[Prints()]).train()
+
+
+@pytest.mark.slow
+def test_what_a_sharded_model_cannot_do_is_refused_by_name(cluster, tmp_path):
+    cluster.check(refusals, 2, tmp_path)
+
+
+def full_evaluation(make: Maker) -> Any:
+    return make(args={"bf16_full_eval": True}).evaluate()["eval_loss"]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_only_evaluates_converts_the_model(cluster, tmp_path):
+    cluster.check(same_as_ddp, 2, tmp_path, 3, full_evaluation)
+
+
+def compiled(make: Maker) -> Any:
+    trainer = make(args={"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2})
+    return trained(trainer)
+
+
+@pytest.mark.slow
+@STAGES
+def test_compiled_models_are_equal_to_ddp(cluster, tmp_path, stage):
+    cluster.check(same_as_ddp, 2, tmp_path, stage, compiled)
+
+
+def alone(group: Any, folder: Path) -> int:
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        trainer = maker(folder, 3)()
+        trainer.train()
+        return int(trainer.model_wrapped.module.num_parameters())
+
+
+@pytest.mark.slow
+def test_one_rank_trains(cluster, tmp_path):
+    assert cluster.run(alone, 1, tmp_path) == [llama().num_parameters()]
