@@ -103,8 +103,8 @@ class Backward:
         """Prepare for a forward. `requires_grad` of parameters may have changed since the previous forward.
 
         A forward without gradients may be the first half of reentrant checkpointing, or an evaluation. A program may
-        freeze all parameters during an evaluation between two accumulating backwards. The freeze must have no effect on
-        the accumulation.
+        freeze all parameters during an evaluation between two accumulating backwards, or between a forward and its
+        backward (PEFT's `disable_adapter()`, for a reference model). The freeze must have no effect on the backward.
         """
         self._stream.check_closed()
         self.repair()
@@ -112,7 +112,7 @@ class Backward:
             for memory in self._kept():
                 memory.record_stream(stream)
         if not (evaluating and self._reducer.accumulates):
-            self.follow_requires_grad()
+            self.follow_requires_grad(frozen=not evaluating)
 
     def _kept(self) -> Iterator[Tensor]:
         """Yield the memory that later passes use: cached weights, accumulated gradients, and spare buffers."""
@@ -122,9 +122,12 @@ class Backward:
         yield from self._gatherer.spare()
         yield from self._reducer.kept()
 
-    def follow_requires_grad(self) -> None:
-        """Expect gradients of the parameters that currently require them."""
-        if self._reducer.follow_requires_grad():
+    def follow_requires_grad(self, *, frozen: bool = True) -> None:
+        """Expect gradients of the parameters that currently require them.
+
+        If `frozen` is `False` and no parameter was unfrozen, gradients of frozen parameters are still expected.
+        """
+        if self._reducer.follow_requires_grad(frozen=frozen):
             self.catch_gradients()
 
     def catch_gradients(self) -> None:

@@ -135,8 +135,10 @@ class Reducer:
             for each in bucket.sums:
                 yield from each.full
 
-    def follow_requires_grad(self) -> bool:
+    def follow_requires_grad(self, *, frozen: bool = True) -> bool:
         """Adapt buckets to the parameters that now require gradients. Return whether anything changed.
+
+        If `frozen` is `False`, nothing changes unless a parameter was unfrozen.
 
         Raises:
             PhaseError: gradients are accumulated and not reduced yet.
@@ -144,6 +146,8 @@ class Reducer:
         """
         flats = [flat for unit in self.buckets for flat in unit.flats]
         if all(flat.trainable_now() == flat.trainable_slots for flat in flats):
+            return False
+        if not frozen and all(set(flat.trainable_now()) <= set(flat.trainable_slots) for flat in flats):
             return False
         for flat in flats:
             unfrozen = [index for index in flat.trainable_now() if not flat.layout.trainable]

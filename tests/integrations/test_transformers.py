@@ -340,6 +340,12 @@ def in_bf16(make: Maker) -> Any:
     return [weights(trainer), norms(trainer)]
 
 
+def in_fp16(make: Maker) -> Any:
+    trainer = make(args={"fp16": True, "max_steps": 1})
+    trainer.train()
+    return [weights(trainer), norms(trainer)]
+
+
 def close_to_ddp(group: Any, folder: Path, stage: int, case: Any, unit: float) -> None:
     """Body of a rank. `unit` is the relative rounding of one operation on gradients; a step has about 100 of them."""
     (plain, plain_norms), (sharded, sharded_norms) = on_both(group, folder, stage, case)
@@ -360,6 +366,7 @@ def close_to_ddp(group: Any, folder: Path, stage: int, case: Any, unit: float) -
         (reduced_each_time, 2**-23, 2),
         (one_step, 2**-23, 3),
         (in_bf16, 2**-9, 2),
+        (in_fp16, 2**-12, 2),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
@@ -456,8 +463,6 @@ def refusals(group: Any, folder: Path) -> None:
         for name in ("bf16_full_eval", "fp16_full_eval"):
             with pytest.raises(ValueError, match=f"{name}=True would convert"):
                 make(args={name: True}).train()
-        with pytest.raises(ValueError, match="fp16 mixed precision requires a GPU"):
-            make(args={"fp16": True})
         model = llama()
         pair = (Adafactor(model.parameters(), scale_parameter=False, relative_step=False, lr=0.1), None)
         with pytest.raises(LayoutError, match="pass optimizer_cls_and_kwargs=.Adafactor"):

@@ -90,6 +90,7 @@ ARGUMENTS = {
     "report_to": [],
     "disable_tqdm": True,
     "learning_rate": 1e-2,
+    "optim": "sgd",
     "max_grad_norm": 0.0,  # the norm adds in another order than PyTorch's
 }
 

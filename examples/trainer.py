@@ -1,0 +1,28 @@
+"""Train a small Llama with Transformers' `Trainer`: torchrun --nproc-per-node 2 examples/trainer.py --max_steps 50
+
+Options are those of `transformers.TrainingArguments`, and `--stage`.
+"""
+
+from dataclasses import dataclass
+
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+
+from shardlite.apps.demo.text import read_corpus
+from shardlite.integrations.transformers import ShardLiteTrainer
+
+
+@dataclass
+class Options:
+    stage: int = 3
+
+
+if __name__ == "__main__":
+    options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+    set_seed(args.seed)
+    text = read_corpus(None, context=128, limit=1 << 18).train.long()
+    rows = [{"input_ids": row, "labels": row} for row in text.split(128) if len(row) == 128]
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+    trainer = ShardLiteTrainer(model=model, args=args, train_dataset=rows, sharding={"stage": options.stage})
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()  # a folder for `LlamaForCausalLM.from_pretrained`; every rank must call it
