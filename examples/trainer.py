@@ -13,6 +13,8 @@ from shardlite.integrations.transformers import ShardLiteTrainer
 
 @dataclass
 class Options:
+    """Options of this script."""
+
     stage: int = 3
 
 

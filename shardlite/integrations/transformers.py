@@ -38,9 +38,10 @@ try:
     from transformers.trainer_pt_utils import get_model_param_count
     from transformers.training_args import OptimizerNames, ParallelMode
 except ImportError as error:
-    raise ImportError(
+    raise ModuleNotFoundError(
         "shardlite.integrations.transformers requires transformers >= 5.23 and accelerate >= 1.15: "
-        "pip install 'shardlite[transformers]'"
+        "pip install 'shardlite[transformers]'",
+        name=error.name,
     ) from error
 
 FOLDER = "shardlite"
@@ -136,10 +137,10 @@ class ShardLiteMixin:
         if wrapped is not None:
             self.model_wrapped = wrapped
 
-    def _wrap_model(self: Any, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(self: Any, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         """Wrap the model. Evaluation runs the wrapped model too."""
         if not self._shards:
-            return super()._wrap_model(model, training, dataloader)  # type: ignore[misc,no-any-return]
+            return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         wrapped = self._sharded_model(model)
         if wrapped is None:
             full = self.args.bf16_full_eval or self.args.fp16_full_eval
@@ -210,12 +211,13 @@ class ShardLiteMixin:
             callback = _Gathering(self, callback)
         super().add_callback(callback)  # type: ignore[misc]
 
-    def _summon_full_params(self: Any, model: nn.Module, **_: Any) -> AbstractContextManager[None]:
+    def _summon_full_params(self: Any, model: nn.Module, **_: Any) -> AbstractContextManager[Any]:
         """Gather all weights while TRL generates, if its arguments have `ds3_gather_for_generation` (the default)."""
         wrapped = self._sharded_model(model)
         if wrapped is None or not getattr(self.args, "ds3_gather_for_generation", True):
             return nullcontext()
-        return wrapped.gathered(writeback=False)
+        gathered: AbstractContextManager[Any] = wrapped.gathered(writeback=False)
+        return gathered
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

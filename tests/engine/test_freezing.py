@@ -134,6 +134,23 @@ def test_changing_it_while_gradients_are_accumulated_is_an_error(group):
     assert model.module[1][0].weight.grad is None
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_forward_without_gradients_may_freeze_parameters_between_a_forward_and_its_backward(group, stage):
+    """PEFT's `disable_adapter()` freezes adapters while the reference model of DPO runs."""
+    module, plain = net(), net()
+    model = ShardLite(module, stage=stage, group=group)
+    loss = model(batch(0, 0)).square().mean()
+    module[1].requires_grad_(False)
+    with torch.no_grad():
+        model(batch(1, 0))
+    module[1].requires_grad_(True)
+    loss.backward()
+    plain(batch(0, 0)).square().mean().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    ours = {name: shard.grad for name, shard in model.named_parameters()}
+    assert_same("gradient", model, ours, expected)
+
+
 def test_a_parameter_that_is_kept_in_few_bits_cannot_be_unfrozen(group):
     module = net()
     module[0].bfloat16().requires_grad_(False)

@@ -350,7 +350,7 @@ def close_to_ddp(group: Any, folder: Path, stage: int, case: Any, unit: float) -
     """Body of a rank. `unit` is the relative rounding of one operation on gradients; a step has about 100 of them."""
     (plain, plain_norms), (sharded, sharded_norms) = on_both(group, folder, stage, case)
     assert plain_norms == pytest.approx(sharded_norms, rel=100 * unit)
-    start = {name: value for name, value in llama().state_dict().items()}
+    start = llama().state_dict()
     for name, value in plain.items():
         moved = (value - start[name]).abs().max()
         assert moved > 0, name
@@ -441,18 +441,16 @@ def refusals(group: Any, folder: Path) -> None:
     from transformers.training_args import OptimizerNames
 
     from shardlite.errors import LayoutError
-    from shardlite.integrations.transformers import OPTIMIZERS
+    from shardlite.integrations.transformers import OPTIMIZERS, ShardLiteTrainer
     from tests.support.trainers import maker
 
     with session(group, folder):
         make = maker(folder, 3)
-        with pytest.raises(TypeError, match="unknown options..'stages'"):
+        with pytest.raises(TypeError, match=r"unknown options \['stages'\]"):
             make(sharding={"stages": 3})
         for name in ("fsdp", "deepspeed"):
             trainer_args = make().args
             setattr(trainer_args, name, "given")
-            from shardlite.integrations.transformers import ShardLiteTrainer
-
             with pytest.raises(ValueError, match=f"{name} would shard the model too"):
                 ShardLiteTrainer(model=llama(), args=trainer_args)
         for name in sorted(set(OptimizerNames) - OPTIMIZERS):
@@ -465,7 +463,7 @@ def refusals(group: Any, folder: Path) -> None:
                 make(args={name: True}).train()
         model = llama()
         pair = (Adafactor(model.parameters(), scale_parameter=False, relative_step=False, lr=0.1), None)
-        with pytest.raises(LayoutError, match="pass optimizer_cls_and_kwargs=.Adafactor"):
+        with pytest.raises(LayoutError, match=r"pass optimizer_cls_and_kwargs=\(Adafactor"):
             make(model=model, optimizers=pair).train()
 
         class Prints(TrainerCallback):  # type: ignore[misc]

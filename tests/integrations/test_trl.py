@@ -116,15 +116,14 @@ def dpo_synced(make: Maker) -> Any:
 
 
 def dpo_precomputed(make: Maker) -> Any:
-    import torch
-    from trl import DPOConfig, DPOTrainer
-
+    from accelerate import PartialState
     from datasets import load_from_disk
+    from trl import DPOConfig, DPOTrainer
 
     more = {**SHORT, "precompute_ref_log_probs": True}
     columns = given("prompt", "chosen", "rejected")
     for name in ("train_dataset", "eval_dataset"):  # TRL needs files that all ranks see
-        with ranks.main_process_first():
+        with PartialState(cpu=True).main_process_first():
             if not os.path.exists(name):
                 columns[name].save_to_disk(name)
         columns[name] = load_from_disk(name)
@@ -188,10 +187,50 @@ def same_as_ddp(group: Any, folder: Path, stage: int, case: Any) -> None:
     assert_same(plain, sharded)
 
 
-CASES = [sft, sft_by_default, sft_chunked, sft_lora, dpo, dpo_synced, dpo_precomputed, dpo_lora, reward, grpo, grpo_synced]
+CASES = [
+    sft,
+    sft_by_default,
+    sft_chunked,
+    sft_lora,
+    dpo,
+    dpo_synced,
+    dpo_precomputed,
+    dpo_lora,
+    reward,
+    grpo,
+    grpo_synced,
+]
 
 
 @STAGES
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_is_equal_to_ddp(cluster, tmp_path, stage, case):
     cluster.check(same_as_ddp, 2, tmp_path, stage, case)
+
+
+def test_the_script_of_sft_runs_with_two_changed_lines(cluster, tmp_path):
+    """TRL's own program, with the change that the page lists."""
+    import json
+    import re
+
+    from trl.scripts import sft as program
+
+    from tests.support.ranks.scripts import run_script
+
+    source = Path(program.__file__).read_text()
+    line = "    trainer = SFTTrainer(\n"
+    assert source.count(line) == 1
+    begin = "    from shardlite.integrations.transformers import ShardLiteMixin\n"
+    changed = source.replace(line, begin + "    trainer = type('Sharded', (ShardLiteMixin, SFTTrainer), {})(\n")
+    script = tmp_path / "sft.py"
+    script.write_text(changed)
+    model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"text": text(row, 9)}) for row in range(40)]
+    (tmp_path / "data" / "train.json").write_text("\n".join(rows))
+    given = ["--model_name_or_path", "model", "--dataset_name", "data", "--output_dir", "out", "--use_cpu"]
+    more = ["--max_steps", "2", "--bf16", "False", "--report_to", "none", "--save_steps", "1"]
+    run_script(cluster, script, *given, *more, folder=tmp_path, warnings="ignore")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert re.search("shardlite", " ".join(each.name for each in (tmp_path / "out" / "checkpoint-2").iterdir()))

@@ -4,9 +4,10 @@ Transformers is imported inside functions, since that takes seconds.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ def gpt2(**settings: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(3)
-    return GPT2LMHeadModel(GPT2Config(**SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32} | settings))
+    return GPT2LMHeadModel(
+        GPT2Config(**SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32} | settings)
+    )
 
 
 def t5(**settings: Any) -> nn.Module:
@@ -98,13 +101,18 @@ Maker = Callable[..., Any]
 """Makes a trainer from keywords: those of its class, and `args`, which are keywords of `TrainingArguments`."""
 
 
-def maker(folder: Path, stage: int | None, mixed_into: type | None = None) -> Maker:
+def maker(folder: Path, stage: int | None) -> Maker:
     """Return a function that makes trainers: of Transformers if `stage` is `None`, else sharded ones."""
     from transformers import Trainer, TrainingArguments
 
     from shardlite.integrations.transformers import ShardLiteMixin
 
-    def make(trainer: type = Trainer, arguments: type = TrainingArguments, args: dict[str, Any] = {}, **given: Any) -> Any:  # noqa: B006
+    def make(
+        trainer: type = Trainer,
+        arguments: type = TrainingArguments,
+        args: Mapping[str, Any] = MappingProxyType({}),
+        **given: Any,
+    ) -> Any:
         options: dict[str, Any] = {"model": llama, "train_dataset": Rows(), "eval_dataset": Rows(10, 5), **given}
         if "model_init" in options:
             del options["model"]
