@@ -241,6 +241,8 @@ class ShardLiteMixin:
                 torch.save(state, Path(output_dir, "optimizer.pt"))
         else:
             shardlite.save(Path(output_dir, FOLDER), wrapped, optimizer)
+            if self.args.should_save:  # without this file, `Trainer` would resume with a new state, and say nothing
+                torch.save({"state": {}, "param_groups": []}, Path(output_dir, "optimizer.pt"))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
@@ -257,6 +259,8 @@ class ShardLiteMixin:
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         """Load the shards, at any number of ranks, or the state that `Trainer` has saved."""
         wrapped = self._sharded_model()
+        if checkpoint is not None and wrapped is None and Path(checkpoint, FOLDER).exists():
+            raise LayoutError(f"{checkpoint} has the optimizer's state in shards: start the program with torchrun")
         if checkpoint is None or wrapped is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return

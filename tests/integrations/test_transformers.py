@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.ranks.scripts import ROOT, run_script
 from tests.support.trainers import Maker, Rows, gpt2, history, llama, norms, on_both, session, t5, weights
 
 pytest.importorskip("transformers", "5.23", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
+EXAMPLE = ROOT / "examples" / "trainer.py"
 STAGES = pytest.mark.parametrize("stage", [3, 2])
 
 
@@ -393,6 +395,9 @@ def change_of_trainer(group: Any, folder: Path, stage: int) -> None:
         assert_same(weights(whole), weights(second))
         second.train(resume_from_checkpoint=str(folder / "ddp" / "checkpoint-2"))  # into shards
         assert_same(weights(whole), weights(second))
+        refused = second.args.output_dir + "/checkpoint-4"
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            plain(args=SAVING).train(resume_from_checkpoint=refused)
         third = maker(folder / "back", stage)(args=SAVING)
         third.whole_optimizer_state = True
         third.train()
@@ -512,3 +517,14 @@ def alone(group: Any, folder: Path) -> int:
 @pytest.mark.slow
 def test_one_rank_trains(cluster, tmp_path):
     assert cluster.run(alone, 1, tmp_path) == [llama().num_parameters()]
+
+
+@pytest.mark.slow
+def test_the_example_runs(cluster, tmp_path):
+    given = ["--output_dir", "out", "--use_cpu", "--save_steps", 1, "--per_device_train_batch_size", 2]
+    run_script(cluster, EXAMPLE, *given, "--max_steps", 1, folder=tmp_path, warnings="ignore")
+    begun = str(tmp_path / "out" / "checkpoint-1")
+    more = ["--max_steps", 2, "--resume_from_checkpoint", begun, "--stage", 2]
+    run_script(cluster, EXAMPLE, *given, *more, folder=tmp_path, warnings="ignore")
+    assert (tmp_path / "out" / "checkpoint-2" / "shardlite").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
