@@ -15,6 +15,8 @@ import inspect
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardlite
+from shardlite.comm import ranks_of
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.model import ShardLite
@@ -72,7 +75,8 @@ class ShardLiteMixin:
         sharding: keywords of `ShardLite`, such as `stage`, `units` and `route`, except `device`. `precision` defaults
             to `Precision(compute=torch.bfloat16)` if the arguments have `bf16=True`, and to `torch.float16` if they
             have `fp16=True`, both inside autocast as `Trainer` has it. `buffers` defaults to `"own"` if the arguments
-            have `ddp_broadcast_buffers=False`. Defaults to the class attribute `sharding`.
+            have `ddp_broadcast_buffers=False`, and `timeout` to `ddp_timeout`. `group` must have all ranks. Defaults to
+            the class attribute `sharding`.
         args, kwargs: arguments of the trainer.
 
     Raises:
@@ -112,7 +116,7 @@ class ShardLiteMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(f"{_NAME}: the launcher enables FSDP or DeepSpeed: start the program with torchrun")
-        self.accelerator.__class__ = _Accelerator
+        self.accelerator.__class__ = type("Accelerator", (_Unwrapping, type(self.accelerator)), {})
 
     def _move_model_to_device(self: Any, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is if it will be moved shard by shard."""
@@ -146,7 +150,8 @@ class ShardLiteMixin:
             full = self.args.bf16_full_eval or self.args.fp16_full_eval
             if full and not self.is_in_train:  # `Trainer` converts the model for good
                 model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
-            wrapped = _wrap(model, self.accelerator, self.sharding)
+            timeout = timedelta(seconds=self.args.ddp_timeout)
+            wrapped = _wrap(model, self.accelerator, {"timeout": timeout, **self.sharding})
             self.model_wrapped = wrapped
         if wrapped not in self.accelerator._models:
             self.accelerator._models.append(wrapped)
@@ -187,6 +192,8 @@ class ShardLiteMixin:
         optimizer = _bare(self.optimizer)
         shards = dict(zip(wrapped.module.parameters(), wrapped.parameters(), strict=True))
         held = [param for group in optimizer.param_groups for param in group["params"]]
+        if not {*shards, *shards.values()} & {*held}:
+            raise LayoutError(f"{type(optimizer).__name__} holds no parameter of the trainer's model")
         if not any(shards.get(param, param) is not param for param in held):
             return
         if probe_shards(optimizer).same:
@@ -304,24 +311,26 @@ class ShardLiteTrainer(ShardLiteMixin, Trainer):  # type: ignore[misc]
     """
 
 
-class _Accelerator(Accelerator):  # type: ignore[misc]
-    """The accelerator of a trainer. It knows `ShardLite` models, as `Accelerator` knows those of DDP."""
+class _Unwrapping:
+    """Part of a trainer's accelerator, which knows `ShardLite` models as `Accelerator` knows those of DDP."""
 
-    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def unwrap_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the module of a `ShardLite` model. Trainers choose the loss, and what they save, by its class."""
         inner = model.module if isinstance(model, ShardLite) else model
-        return super().unwrap_model(inner, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().unwrap_model(inner, *args, **kwargs)  # type: ignore[misc,no-any-return]
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+    def get_state_dict(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
         """Return whole weights on rank 0. Collective."""
         known = (each for each in self._models if isinstance(each, ShardLite))
         wrapped = next((each for each in known if model is each or model is each.module), None)
-        return super().get_state_dict(model, unwrap) if wrapped is None else wrapped.full_state_dict(rank=0)
+        if wrapped is None:
+            return super().get_state_dict(model, unwrap)  # type: ignore[misc]
+        return wrapped.full_state_dict(rank=0)
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(self: Any, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Leave the state of an optimizer of shards where it is."""
         sharded = any(isinstance(each, ShardLite) for each in self._models)
-        return super().prepare_optimizer(optimizer, False if sharded else device_placement)
+        return super().prepare_optimizer(optimizer, False if sharded else device_placement)  # type: ignore[misc]
 
 
 class _Gathering(TrainerCallback):  # type: ignore[misc]
@@ -365,6 +374,12 @@ def _wrap(model: nn.Module, accelerator: Accelerator, sharding: Mapping[str, Any
         "buffers": "own" if ddp is not None and not ddp.broadcast_buffers else "rank0",
         **sharding,
     }
+    sizes = [accelerator.num_processes if each is None else each.size() for each in ranks_of(options.get("group")).all]
+    if prod(sizes) != accelerator.num_processes:
+        raise ValueError(
+            f"sharding: group has {prod(sizes)} of {accelerator.num_processes} ranks, and others would train models "
+            "of their own: pass a mesh (replicate, shard) of all ranks"
+        )
     wrapped = ShardLite(model, device=accelerator.device, **options)
     if wrapped.stage == 3:
         for module in model.modules():

@@ -463,6 +463,12 @@ def refusals(group: Any, folder: Path) -> None:
             trainer.args.optim = name
             with pytest.raises(ValueError, match=f"optim='{name.value}' was not tried"):
                 trainer.train()
+        own = [torch.distributed.new_group([rank]) for rank in range(group.size())][group.rank()]
+        with pytest.raises(ValueError, match="group has 1 of 2 ranks"):
+            make(sharding={"group": own}).train()
+        other = torch.optim.SGD(llama().parameters(), lr=0.1)
+        with pytest.raises(LayoutError, match="SGD holds no parameter of the trainer's model"):
+            make(optimizers=(other, None)).train()
         for name in ("bf16_full_eval", "fp16_full_eval"):
             with pytest.raises(ValueError, match=f"{name}=True would convert"):
                 make(args={name: True}).train()
@@ -503,6 +509,22 @@ def compiled(make: Maker) -> Any:
 @STAGES
 def test_compiled_models_are_equal_to_ddp(cluster, tmp_path, stage):
     cluster.check(same_as_ddp, 2, tmp_path, stage, compiled)
+
+
+def hybrid(make: Maker) -> Any:
+    mesh = None
+    if make(args={"max_steps": 1}).args.world_size == 4:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, 2))
+    trainer = make(args={"max_steps": 1}, sharding={"group": mesh})
+    trainer.train()
+    return [weights(trainer), norms(trainer)]
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_is_close_to_ddp(cluster, tmp_path):
+    cluster.check(close_to_ddp, 4, tmp_path, 3, hybrid, 2**-23)
 
 
 def alone(group: Any, folder: Path) -> int:
