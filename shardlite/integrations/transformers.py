@@ -24,13 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import shardlite
+from shardlite import (
+    LayoutError,
+    Precision,
+    ShardLite,
+    WholeParameters,
+    full_optimizer_state,
+    load,
+    load_optimizer_state,
+    save,
+)
 from shardlite.comm import ranks_of
-from shardlite.config import Precision
-from shardlite.errors import LayoutError
-from shardlite.model import ShardLite
 from shardlite.optim import probe_shards
-from shardlite.whole import WholeParameters
 
 try:
     import transformers.trainer
@@ -243,11 +248,11 @@ class ShardLiteMixin:
             return
         optimizer = _bare(self.optimizer)
         if self.whole_optimizer_state:
-            state = shardlite.full_optimizer_state(wrapped, optimizer, rank=0)
+            state = full_optimizer_state(wrapped, optimizer, rank=0)
             if self.args.should_save:
                 torch.save(state, Path(output_dir, "optimizer.pt"))
         else:
-            shardlite.save(Path(output_dir, FOLDER), wrapped, optimizer)
+            save(Path(output_dir, FOLDER), wrapped, optimizer)
             if self.args.should_save:  # without this file, `Trainer` would resume with a new state, and say nothing
                 torch.save({"state": {}, "param_groups": []}, Path(output_dir, "optimizer.pt"))
         if self.args.should_save:
@@ -274,10 +279,10 @@ class ShardLiteMixin:
         shards, whole = Path(checkpoint, FOLDER), Path(checkpoint, "optimizer.pt")
         optimizer = _bare(self.optimizer)
         if shards.exists():
-            shardlite.load(shards, wrapped, optimizer)
+            load(shards, wrapped, optimizer)
         elif whole.exists():
             state = torch.load(whole, map_location="cpu", weights_only=True) if self.args.process_index == 0 else None
-            shardlite.load_optimizer_state(wrapped, optimizer, state)
+            load_optimizer_state(wrapped, optimizer, state)
         scheduler = Path(checkpoint, "scheduler.pt")
         if scheduler.exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -288,7 +293,7 @@ class ShardLiteMixin:
         if wrapped is None:
             super()._load_best_model()  # type: ignore[misc]
         elif Path(best, FOLDER).exists():
-            shardlite.load(Path(best, FOLDER), wrapped)
+            load(Path(best, FOLDER), wrapped)
         else:
             self._load_whole(wrapped, best)
 
