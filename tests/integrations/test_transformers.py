@@ -442,7 +442,7 @@ def test_a_checkpoint_loads_at_another_number_of_ranks(cluster, tmp_path):
 
 def refusals(group: Any, folder: Path) -> None:
     """Body of a rank."""
-    from transformers import Adafactor, TrainerCallback
+    from transformers import Adafactor
     from transformers.training_args import OptimizerNames
 
     from shardlite.errors import LayoutError
@@ -477,13 +477,28 @@ def refusals(group: Any, folder: Path) -> None:
         with pytest.raises(LayoutError, match=r"pass optimizer_cls_and_kwargs=\(Adafactor"):
             make(model=model, optimizers=pair).train()
 
-        class Prints(TrainerCallback):  # type: ignore[misc]
-            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-                if state.is_world_process_zero:
-                    print(model.model.layers[0].mlp.up_proj.weight.sum())
 
-        with pytest.raises(LayoutError if group.rank() == 0 else Exception):
-            make(callbacks=[Prints()]).train()
+def prints_a_weight(group: Any, folder: str) -> None:
+    """Body of a rank."""
+    from transformers import TrainerCallback
+
+    from tests.support.trainers import maker
+
+    class Prints(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.is_world_process_zero:
+                print(model.model.layers[0].mlp.up_proj.weight.sum())
+
+    with session(group, Path(folder)):
+        maker(Path(folder), 3)(callbacks=[Prints()]).train()
+
+
+@pytest.mark.slow
+def test_a_callback_that_reads_a_weight_on_rank_0_ends_in_an_error(doomed, tmp_path):
+    (tmp_path / "run").mkdir()
+    ended = doomed.run(prints_a_weight, 2, str(tmp_path / "run"), directory=tmp_path)
+    assert all(each.kind for each in ended), ended
+    assert "up_proj.weight" in ended[0].text
 
 
 @pytest.mark.slow
