@@ -5,6 +5,7 @@ Options are those of `transformers.TrainingArguments`, and `--stage`.
 
 from dataclasses import dataclass
 
+import torch
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
 from shardlite.apps.demo.text import read_corpus
@@ -21,7 +22,7 @@ class Options:
 if __name__ == "__main__":
     options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
-    text = read_corpus(None, context=128, limit=1 << 18).train.long()
+    text = torch.from_numpy(read_corpus(None, context=128, limit=1 << 18).train).long()
     rows = [{"input_ids": row, "labels": row} for row in text.split(128) if len(row) == 128]
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
