@@ -87,8 +87,6 @@ def _import_late(name: str) -> Any:
         # two threads imported the two modules in different orders, each thread could wait for the other.
         import_module("torch.distributed.checkpoint.state_dict")
     globals()[name] = value = getattr(import_module(_LATE[name]), name)
-    if name == "ShardLite":  # when `ShardLite` first wraps a model, it applies all patches
-        import_module("shardlite.engine").set_state_dict_patch(lambda: import_module("shardlite.checkpoint").install())
     return value
 
 

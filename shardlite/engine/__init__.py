@@ -24,6 +24,6 @@ from shardlite.engine.optimizer_hooks import (
     unregister_model,
 )
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.patches import install_patches, set_state_dict_patch
+from shardlite.engine.patches import install_patches
 from shardlite.engine.uneven_inputs import Batch, Join
 from shardlite.engine.weight_stream import WeightStream, pieces_of

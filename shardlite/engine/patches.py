@@ -388,17 +388,9 @@ def _() -> None:
         sys.meta_path.insert(0, _AfterImport(name, _patch_state_dicts))
 
 
-def _patch_state_dicts() -> object:
-    """Do nothing. `set_state_dict_patch` replaces this function."""
-
-
-def set_state_dict_patch(install: Callable[[], object]) -> None:
-    """Set the function that patches `torch.distributed.checkpoint.state_dict`.
-
-    The function is defined in `shardlite/checkpoint/`, which this package must not import.
-    """
-    global _patch_state_dicts
-    _patch_state_dicts = install
+def _patch_state_dicts() -> None:
+    """Apply the patches of `shardlite/checkpoint/`, which is imported by name, because it builds on this package."""
+    import_module("shardlite.checkpoint").install()
 
 
 def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> None:

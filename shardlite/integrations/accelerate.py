@@ -25,7 +25,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardlite import checkpoint
-from shardlite.engine import set_state_dict_patch
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
 from shardlite.integrations._unwrap import unwrap_in_accelerate
@@ -40,8 +39,6 @@ except ImportError as error:
     raise ImportError(
         "shardlite.integrations.accelerate requires accelerate >= 1.15: pip install 'shardlite[accelerate]'"
     ) from error
-
-set_state_dict_patch(checkpoint.install)
 
 _Original = Callable[..., Any]
 

@@ -443,16 +443,6 @@ def test_without_accelerate_the_error_says_what_to_install():
     assert "pip install 'shardlite[accelerate]'" in done.err
 
 
-@pytest.mark.slow
-def test_a_program_that_imports_only_the_integration_can_load_whole_states():
-    code = """
-from shardlite.integrations import accelerate
-from shardlite.engine import patches
-assert patches._patch_state_dicts is accelerate.checkpoint.install
-"""
-    assert run_process("-c", code).status == 0
-
-
 def test_the_page_lists_the_patches():
     rows = {row[0].strip("`"): row[1] for row in cells(PAGE.read_text()) if "without it" not in row and len(row) == 2}
     for patch in PATCHES:

@@ -72,6 +72,19 @@ def test_the_library_may_be_imported_again():
 # ---- its names ------------------------------------------------------------------------------------------------------
 
 
+def test_state_dicts_are_patched_whatever_a_program_imports():
+    """A model that comes from its module, and not from the package, installs the same patches."""
+    program = """
+from shardlite.model import ShardLite
+import torch
+torch.distributed.init_process_group("fake", rank=0, world_size=1)
+ShardLite(torch.nn.Linear(2, 2))
+from torch.distributed.checkpoint import state_dict
+print(state_dict._load_optim_state_dict.__wrapped__.__name__)
+"""
+    assert run(program) == ["_load_optim_state_dict"]
+
+
 def test_all_names_are_there():
     assert set(shardlite.__all__) <= set(dir(shardlite))
     for name in shardlite.__all__:
