@@ -110,10 +110,17 @@ def test_every_row_that_was_measured_has_a_line(monkeypatch):
     assert text.split("</nav>")[1].count("<tr><td") == sum(len(run) for run in runs if len(run) > 1)
 
 
+def newest_run(name, rows):
+    """The newest run of the first setting that has values to draw, or of the first setting."""
+    runs = [runs[0] for runs in by_setting(rows, BENCHES[name].labels)]
+    drawn = (run for run in runs if any(value in row for row in run for value in BENCHES[name].values))
+    return next(drawn, runs[0])
+
+
 def test_a_run_of_each_bench_is_drawn_below_its_question(report):
     """On a page that fetches nothing."""
     benches = by_bench(read_rows([ROOT / "bench" / "results"]))
-    text = report([row for name, rows in benches.items() for row in by_setting(rows, BENCHES[name].labels)[0][0]])
+    text = report([row for name, rows in benches.items() for row in newest_run(name, rows)])
     assert not re.search(r"<(script|link|iframe)\b|(src|href)=\"(?!#|data:)|url\(|@import", text), "not self-contained"
     sections = dict(re.findall(r"<h2>(.*?)</h2>(.*?)(?=<h2>|$)", unescape(text), flags=re.DOTALL))
     for name in benches:
