@@ -13,8 +13,8 @@ Tried with transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
 
 import inspect
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -102,7 +102,17 @@ class ShardLiteMixin:
     `Trainer` resumes from such a checkpoint. Rank 0 needs memory for the whole state.
     """
 
+    counts_items = False
+    """Whether counts of items (tokens) travel with the gradients, by `ShardLite.count_items`.
+
+    `Trainer` gathers the counts before each step instead. Both divide gradients by the items of all ranks. If counts
+    travel with the gradients, a logged loss is the mean over ranks of their own means, and the last bits of gradients
+    differ from those of `Trainer`.
+    """
+
     _built_by_trainer = False
+    _items: Tensor | int | None = None  # this rank's items in the step, until the first backward of the step
+    _factor: Tensor | None = None  # the same number, or 1 if it is 0
 
     def __init__(self: Any, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.sharding = dict(self.sharding if sharding is None else sharding)
@@ -122,6 +132,7 @@ class ShardLiteMixin:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(f"{_NAME}: the launcher enables FSDP or DeepSpeed: start the program with torchrun")
         self.accelerator.__class__ = type("Accelerator", (_Unwrapping, type(self.accelerator)), {})
+        self.accelerator.before_backward = self._before_backward
 
     def _move_model_to_device(self: Any, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is if it will be moved shard by shard."""
@@ -177,6 +188,32 @@ class ShardLiteMixin:
                     f"set {name[:4]}=True, or evaluate with another trainer"
                 )
         return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    # ---- counts of items --------------------------------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the number of items of all ranks in a step, or of this rank, if counts travel with the gradients."""
+        if not (self.counts_items and self._shards and self.model.training):
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        with _own_items(self.args):
+            items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        self._items, self._factor = items, None if items is None else torch.as_tensor(items).clamp(min=1)
+        return self._factor
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as the trainer does. It is a mean over this rank's items, if `counts_items` is set."""
+        with _own_items(self.args) if self.counts_items and self._shards and self.model.training else nullcontext():
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def _before_backward(self: Any, loss: Tensor) -> Tensor:
+        """Return the loss that is differentiated: the sum over items, if counts travel with the gradients."""
+        wrapped = self._sharded_model()
+        if not self.counts_items or wrapped is None or self._factor is None:
+            return loss
+        wrapped.count_items(0 if self._items is None else self._items)  # of the whole step, at its first backward
+        self._items = None
+        scaled: Tensor = loss * self._factor
+        return scaled
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
@@ -332,6 +369,10 @@ class _Unwrapping:
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
         return wrapped.full_state_dict(rank=0)
 
+    def backward(self: Any, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss of the trainer."""
+        super().backward(self.before_backward(loss), **kwargs)  # type: ignore[misc]
+
     def prepare_optimizer(self: Any, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Leave the state of an optimizer of shards where it is."""
         sharded = any(isinstance(each, ShardLite) for each in self._models)
@@ -350,6 +391,16 @@ class _Gathering(TrainerCallback):  # type: ignore[misc]
         due = wrapped is not None and state.global_step % args.ref_model_sync_steps == 0
         with wrapped.gathered(writeback=False) if due else nullcontext():
             return self.callback.on_step_end(args, state, control, **kwargs)
+
+
+@contextmanager
+def _own_items(args: Any) -> Iterator[None]:
+    """Let a trainer neither gather counts of items, nor multiply losses by the number of ranks."""
+    averages, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = averages
 
 
 def _refuse(args: Any) -> None:

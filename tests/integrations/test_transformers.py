@@ -330,6 +330,16 @@ def reduced_each_time(make: Maker) -> Any:
     return [weights(trainer), norms(trainer)]
 
 
+def counted(make: Maker) -> Any:
+    """Counts of tokens travel with the gradients, and the trainer gathers none."""
+    trainer = make(args={"gradient_accumulation_steps": 2, "max_steps": 2})
+    if hasattr(trainer, "sharding"):
+        trainer.counts_items = True
+        trainer.accelerator.gather = None
+    trainer.train()
+    return [weights(trainer), norms(trainer)]
+
+
 def one_step(make: Maker) -> Any:
     trainer = make(args={"max_steps": 1})
     trainer.train()
@@ -366,6 +376,8 @@ def close_to_ddp(group: Any, folder: Path, stage: int, case: Any, unit: float) -
     [
         (clipped, 2**-23, 2),
         (reduced_each_time, 2**-23, 2),
+        (counted, 2**-23, 2),
+        (counted, 2**-23, 3),
         (one_step, 2**-23, 3),
         (in_bf16, 2**-9, 2),
         (in_fp16, 2**-12, 2),
