@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from shardlite import checkpoint
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
-from shardlite.integrations._unwrap import unwrap_in_accelerate
+from shardlite.integrations._wrapping import adopt, bare, check_options, holds
 from shardlite.model import ModelState, ShardLite
 
 try:
@@ -69,14 +70,10 @@ def install(stage: int = 3, **options: Any) -> None:
         >>> install(stage=2, precision=Precision(compute=torch.bfloat16))
         >>> accelerator = Accelerator()
     """
-    known = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
-    if unknown := options.keys() - known:
-        raise TypeError(f"install() got unknown options {sorted(unknown)}: it takes {sorted(known)}")
-    if stage not in range(4):
-        raise ValueError(f"install(stage={stage!r}): the stages are 0, 1, 2 and 3")
+    check_options("install()", {"stage": stage, **options})
     _options.clear()
     _options.update(options, stage=stage)
-    unwrap_in_accelerate()
+    _unwrap_models()
     if not _originals:
         for patch in PATCHES:
             _replace(patch)
@@ -123,7 +120,7 @@ def _prepare_model(
     vars(wrapped)["_is_accelerate_prepared"] = True
     accelerator._models.append(wrapped)
     for optimizer in accelerator._optimizers:
-        _adopt(wrapped, _bare(optimizer))
+        adopt(wrapped, bare(optimizer))
     return wrapped
 
 
@@ -134,8 +131,8 @@ def _prepare_optimizer(
     if getattr(optimizer, "_is_accelerate_prepared", False):
         return original(accelerator, optimizer, device_placement)
     for model in _sharded(accelerator._models):
-        _adopt(model, optimizer)
-        if _holds(optimizer, model):
+        adopt(model, optimizer)
+        if holds(optimizer, model):
             device_placement = False  # shards are on their device already
     return original(accelerator, optimizer, device_placement)
 
@@ -172,13 +169,6 @@ def _check(accelerator: Any) -> None:
                 f"install(): DistributedDataParallelKwargs({name}={hook.value!r}) is not supported: remove it. To send "
                 "gradients in 16 bits, use install(precision=Precision(reduce=torch.bfloat16))"
             )
-
-
-def _adopt(model: ShardLite, optimizer: Optimizer) -> None:
-    """Replace the parameters of `model` in an optimizer by their shards, if the optimizer holds any."""
-    params = set(map(id, model.module.parameters()))
-    if any(id(param) in params for group in optimizer.param_groups for param in group["params"]):
-        model.adopt(optimizer)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -296,7 +286,7 @@ def _parts(
     """
     for number, model in enumerate(models):
         if isinstance(model, ShardLite):
-            own: list[Optimizer | None] = [_bare(each) for each in optimizers if _holds(each, model)]
+            own: list[Optimizer | None] = [bare(each) for each in optimizers if holds(each, model)]
             for place, optimizer in enumerate(own or [None]):
                 yield _path(folder, number, place), model, optimizer
 
@@ -323,7 +313,7 @@ def _load_whole(
         whole = load_file(weights) if weights.exists() else load(pickled, map_location="cpu")
     model.load_full_state_dict(whole)
     if optimizer is not None:
-        place = [_bare(each) for each in optimizers].index(optimizer)
+        place = [bare(each) for each in optimizers].index(optimizer)
         file = folder / f"optimizer{f'_{place}' if place else ''}.bin"
         state = load(file, map_location="cpu") if accelerator.is_main_process else None
         checkpoint.load_optimizer_state(model, optimizer, state)
@@ -343,20 +333,9 @@ def _wrapper(accelerator: Any, model: nn.Module) -> ShardLite | None:
     return next((each for each in _sharded(accelerator._models) if each.module is model), None)
 
 
-def _bare(optimizer: Any) -> Any:
-    """Return the optimizer inside an `AcceleratedOptimizer`."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _holds(optimizer: Any, model: ShardLite) -> bool:
-    """Return whether an optimizer has a shard of a model."""
-    shards = set(map(id, model.parameters()))
-    return any(id(param) in shards for group in optimizer.param_groups for param in group["params"])
-
-
 def _unsharded(models: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
     """Return the optimizers that hold no shard of any model."""
-    return [each for each in optimizers if not any(_holds(each, model) for model in _sharded(models))]
+    return [each for each in optimizers if not any(holds(each, model) for model in _sharded(models))]
 
 
 # ---- patches --------------------------------------------------------------------------------------------------------
@@ -415,3 +394,35 @@ def _replaced(target: Any, **values: Any) -> Iterator[None]:
                 setattr(target, name, held[name])
             else:
                 delattr(target, name)
+
+
+_ORIGINAL = "_shardlite_original"
+
+
+def _unwrap_models() -> None:
+    """Let `extract_model_from_parallel` return the module of a `ShardLite` model. Later calls do nothing.
+
+    Transformers, TRL and accelerate itself have imported the function by name. Therefore its code is replaced, and the
+    name keeps its object. For other models the function is unchanged.
+    """
+    from accelerate.utils import extract_model_from_parallel as function
+
+    names = function.__globals__
+    if _ORIGINAL in names:
+        return
+    original = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    names[_ORIGINAL] = original
+    names["_shardlite_module_of"] = _module_of
+    function.__wrapped__ = original  # `inspect.signature` follows it
+    function.__defaults__ = None
+    function.__code__ = _replacement.__code__
+
+
+def _module_of(model: Any) -> Any:
+    """Return the module of a `ShardLite` model, and any other model unchanged."""
+    return model.module if isinstance(model, ShardLite) else model
+
+
+def _replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Code of the patched function. Its global names are those of accelerate's module."""
+    return _shardlite_original(_shardlite_module_of(model), *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821

@@ -11,7 +11,6 @@ without a launcher nothing is wrapped.
 Tried with transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
 """
 
-import inspect
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +34,7 @@ from shardlite import (
     save,
 )
 from shardlite.comm import ranks_of
+from shardlite.integrations._wrapping import bare, check_options
 from shardlite.optim import probe_shards
 
 try:
@@ -116,9 +116,7 @@ class ShardLiteMixin:
 
     def __init__(self: Any, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.sharding = dict(self.sharding if sharding is None else sharding)
-        known = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
-        if unknown := self.sharding.keys() - known:
-            raise TypeError(f"sharding has unknown options {sorted(unknown)}: it takes {sorted(known)}")
+        check_options("sharding", self.sharding)
         super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):  # of TRL's trainers that generate
             self._dist.summon_full_params = self._summon_full_params
@@ -231,7 +229,7 @@ class ShardLiteMixin:
 
     def _hand_shards(self: Any, wrapped: ShardLite) -> None:
         """Replace parameters by shards in the optimizer. One that needs whole parameters is built anew."""
-        optimizer = _bare(self.optimizer)
+        optimizer = bare(self.optimizer)
         shards = dict(zip(wrapped.module.parameters(), wrapped.parameters(), strict=True))
         held = [param for group in optimizer.param_groups for param in group["params"]]
         if not {*shards, *shards.values()} & {*held}:
@@ -283,7 +281,7 @@ class ShardLiteMixin:
         if wrapped is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        optimizer = _bare(self.optimizer)
+        optimizer = bare(self.optimizer)
         if self.whole_optimizer_state:
             state = full_optimizer_state(wrapped, optimizer, rank=0)
             if self.args.should_save:
@@ -314,7 +312,7 @@ class ShardLiteMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         shards, whole = Path(checkpoint, FOLDER), Path(checkpoint, "optimizer.pt")
-        optimizer = _bare(self.optimizer)
+        optimizer = bare(self.optimizer)
         if shards.exists():
             load(shards, wrapped, optimizer)
         elif whole.exists():
@@ -444,11 +442,6 @@ def _wrap(model: nn.Module, accelerator: Accelerator, sharding: Mapping[str, Any
     if backend != DynamoBackend.NO:
         model.compile(**plugin.to_kwargs())
     return wrapped
-
-
-def _bare(optimizer: Any) -> Any:
-    """Return the optimizer inside of accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _read(folder: Path, model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,44 @@
+"""What all bridges do: check the options of `ShardLite`, and find the optimizers of a model."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardlite.model import ShardLite
+
+OPTIONS = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
+"""Keywords of `ShardLite` that a program passes to a bridge. The device is the trainer's."""
+
+
+def check_options(caller: str, options: Mapping[str, Any], more: frozenset[str] = frozenset()) -> None:
+    """Check the keywords of `ShardLite`. `more`: other keywords that `caller` takes.
+
+    Raises:
+        TypeError: a keyword is unknown.
+        ValueError: `stage` is not 0, 1, 2 or 3.
+    """
+    if unknown := options.keys() - OPTIONS - more:
+        raise TypeError(f"{caller} got unknown options {sorted(unknown)}: it takes {sorted(OPTIONS | more)}")
+    stage = options.get("stage", 3)
+    if stage not in range(4):
+        raise ValueError(f"{caller} got stage={stage!r}: the stages are 0, 1, 2 and 3")
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer inside a trainer's wrapper, such as `AcceleratedOptimizer`."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def holds(optimizer: Any, model: ShardLite) -> bool:
+    """Return whether an optimizer holds shards of a model."""
+    shards = set(model.parameters())
+    return any(param in shards for group in optimizer.param_groups for param in group["params"])
+
+
+def adopt(model: ShardLite, optimizer: Optimizer) -> None:
+    """Replace the parameters of a model in an optimizer by their shards, if the optimizer holds any."""
+    params = set(model.module.parameters())
+    if any(param in params for group in optimizer.param_groups for param in group["params"]):
+        model.adopt(optimizer)
