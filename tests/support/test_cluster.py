@@ -56,6 +56,20 @@ def test_no_group_waits_longer_than_the_cluster_does(cluster):
         assert max(each) < cluster.timeout
 
 
+def sum_over_new_groups(group: Any, pairs: list[list[int]]) -> float:
+    made = [dist.new_group(ranks) for ranks in pairs]
+    own = next(each for each, ranks in zip(made, pairs, strict=True) if dist.get_rank() in ranks)
+    total = torch.ones(())
+    dist.all_reduce(total, group=own)
+    return total.item()
+
+
+def test_groups_of_some_ranks_leave_later_groups_alone(cluster):
+    for _ in range(2):
+        assert cluster.run(sum_over_new_groups, 3, [[0, 1, 2]]) == [3.0] * 3  # rank 3 does not hear of this group
+        assert cluster.run(sum_over_new_groups, 4, [[0, 1], [2, 3]]) == [2.0] * 4
+
+
 def test_the_main_thread_comes_first_and_each_stack_once():
     idle, main = '  File "a.py", line 1 in idle\n  File "b.py", line 2 in run', '  File "c.py", line 3 in waits'
     threads = "\n\n".join(f"Thread 0x{n:016x} (most recent call first):\n{idle}" for n in range(5))

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tests.support.ranks.forkserver import ForkServer, find, name_of
 from tests.support.ranks.frozen import freeze
 
 SMALL, LARGE = 2, 4
+_GROUPS = 1000  # more than a body makes
 SEED = 0
 """Of each test, in its own process and on each of its ranks."""
 
@@ -165,7 +167,11 @@ class _Task:
 
     def encoded(self, world_size: int) -> bytes:
         arguments = _pack((self.args, self.kwargs))  # read only after the module of the body was imported
-        return _pack((self.takes, name_of(self.body), arguments, world_size))
+        return _pack((self.takes, name_of(self.body), arguments, world_size, next(_numbers)))
+
+
+_numbers = count(1)
+"""Numbers of the tasks of this session."""
 
 
 class _World:
@@ -329,7 +335,10 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
 
 def _answer(request: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
     """Run one body; the answer is its result or its failure, pickled by value."""
-    takes, name, arguments, world_size = _unpack(request)
+    takes, name, arguments, world_size, number = _unpack(request)
+    # PyTorch names a new group by the number of groups that this process has made. A rank that made fewer, because a
+    # body ran without it, would find the addresses of an earlier group under the name of the next one.
+    dist.distributed_c10d._world.group_count = _GROUPS * number
     try:
         body = find(*name)
         args, kwargs = _unpack(arguments)
