@@ -389,8 +389,11 @@ def _() -> None:
 
 
 def _patch_state_dicts() -> None:
-    """Apply the patches of `shardlite/checkpoint/`, which is imported by name, because it builds on this package."""
-    import_module("shardlite.checkpoint").install()
+    """Apply the patches of `shardlite/checkpoint/`, which is imported by name, because it builds on this package.
+
+    The package may be in the middle of its own import. So this function imports the module of the patches.
+    """
+    import_module("shardlite.checkpoint.state_dict_patches").install()
 
 
 def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> None:
@@ -433,8 +436,8 @@ class _AfterImport:
 
     def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         execute(module)
-        sys.meta_path.remove(self)
         self._then()
+        sys.meta_path.remove(self)
 
 
 _lock = Lock()

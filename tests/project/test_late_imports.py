@@ -72,13 +72,21 @@ def test_the_library_may_be_imported_again():
 # ---- its names ------------------------------------------------------------------------------------------------------
 
 
-def test_state_dicts_are_patched_whatever_a_program_imports():
-    """A model that comes from its module, and not from the package, installs the same patches."""
-    program = """
-from shardlite.model import ShardLite
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("shardlite", "torch.distributed.checkpoint"),
+        ("shardlite.model", "torch"),
+        ("shardlite", "shardlite.checkpoint"),
+    ],
+)
+def test_state_dicts_are_patched_whatever_a_program_imports(first, later):
+    program = f"""
+from {first} import ShardLite
 import torch
 torch.distributed.init_process_group("fake", rank=0, world_size=1)
 ShardLite(torch.nn.Linear(2, 2))
+import {later}
 from torch.distributed.checkpoint import state_dict
 print(state_dict._load_optim_state_dict.__wrapped__.__name__)
 """
