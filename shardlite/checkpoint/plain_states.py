@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardlite.comm import agree
 from shardlite.engine import params_of
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, some_of
 from shardlite.model import ModelState, ShardLite
 
 
@@ -50,7 +50,7 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
         names = _names(model, optimizer)
         if state.context.rank == 0:
             named = _by_name(optimizer, state_dict, names)
-    except LayoutError as error:
+    except Exception as error:  # other ranks wait for this rank
         problem = error
     timeout, watch = state.context.timeout, state.context.reports.watching
     agree(state.ranks, [], problem, what="load_optimizer_state", timeout=timeout, watch=watch)
@@ -124,8 +124,14 @@ def _by_name(optimizer: Optimizer, state_dict: Mapping[str, Any] | None, names: 
             f"load_optimizer_state: the state has groups of {got} parameters, and {type(optimizer).__name__} of {own}: "
             "build the optimizer with the groups of the plain run"
         )
-    keys = [key for group in groups for key in group["params"]]
-    name_of = {key: key if key in names else name for key, name in zip(keys, names, strict=True)}
+    keys, known = [key for group in groups for key in group["params"]], set(names)
+    numbers = set(keys)
+    foreign = [key for key in (*keys, *state_dict["state"]) if key not in (known if isinstance(key, str) else numbers)]
+    if foreign:
+        raise LayoutError(
+            f"load_optimizer_state: the optimizer has no parameters {some_of(map(repr, foreign))} of the state"
+        )
+    name_of = {key: key if key in known else name for key, name in zip(keys, names, strict=True)}
     return {
         "state": {name_of[key]: entry for key, entry in state_dict["state"].items()},
         "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],

@@ -205,7 +205,10 @@ class FullParameters:
         if not isinstance(state_dict, Mapping):
             return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
         entries = self.entries()
-        missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
+        given = {entry for name, entry in entries.items() if name in state_dict}
+        # Of tied weights, one name is enough: files of safetensors have only one.
+        missing = {name for name, entry in entries.items() if name not in state_dict and entry not in given}
+        unknown = state_dict.keys() - entries.keys()
         if strict and (missing or unknown):
             return LayoutError(
                 f"the state dict {lacking(missing, unknown)}: was it saved from another model, or from a wrapped one "

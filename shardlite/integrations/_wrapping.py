@@ -1,12 +1,15 @@
-"""What all bridges do: check the options of `ShardLite`, and find the optimizers of a model."""
+"""What all bridges do: check the options of `ShardLite`, find the optimizers of a model, and read files on one rank."""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from shardlite.model import ShardLite
+from shardlite.comm import agree
+from shardlite.model import ModelState, ShardLite
+
+_T = TypeVar("_T")
 
 OPTIONS = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
 """Keywords of `ShardLite` that a program passes to a bridge. The device is the trainer's."""
@@ -42,3 +45,21 @@ def adopt(model: ShardLite, optimizer: Optimizer) -> None:
     params = set(model.module.parameters())
     if any(param in params for group in optimizer.param_groups for param in group["params"]):
         model.adopt(optimizer)
+
+
+def read_on_first(model: ShardLite, what: str, read: Callable[[], _T]) -> _T | None:
+    """Return what `read` returns on the model's first rank, and `None` on other ranks. Collective.
+
+    Raises:
+        Exception: `read` has raised it. Raised on the first rank.
+        LayoutError: the same, on other ranks.
+    """
+    state, value, problem = ModelState(model), None, None
+    try:
+        if state.context.rank == 0:
+            value = read()
+    except Exception as error:  # other ranks wait for this rank
+        problem = error
+    watch = state.context.reports.watching
+    agree(state.ranks, [], problem, what=what, timeout=state.context.timeout, watch=watch)
+    return value

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from shardlite import checkpoint
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
-from shardlite.integrations._wrapping import adopt, bare, check_options, holds
+from shardlite.integrations._wrapping import adopt, bare, check_options, holds, read_on_first
 from shardlite.model import ModelState, ShardLite
 
 try:
@@ -306,16 +306,17 @@ def _load_whole(
         raise LayoutError(
             f"load_state: {folder} has neither {_path('', number)}, nor {weights.name}, nor {pickled.name}"
         )
-    whole = None
-    if accelerator.is_main_process:
+
+    def read_weights() -> Any:
         from safetensors.torch import load_file
 
-        whole = load_file(weights) if weights.exists() else load(pickled, map_location="cpu")
-    model.load_full_state_dict(whole)
+        return load_file(weights) if weights.exists() else load(pickled, map_location="cpu")
+
+    model.load_full_state_dict(read_on_first(model, f"load {folder}", read_weights))
     if optimizer is not None:
         place = [bare(each) for each in optimizers].index(optimizer)
         file = folder / f"optimizer{f'_{place}' if place else ''}.bin"
-        state = load(file, map_location="cpu") if accelerator.is_main_process else None
+        state = read_on_first(model, f"load {file}", lambda: load(file, map_location="cpu"))
         checkpoint.load_optimizer_state(model, optimizer, state)
 
 

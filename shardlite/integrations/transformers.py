@@ -12,6 +12,7 @@ Tried with transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
 """
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -34,7 +35,7 @@ from shardlite import (
     save,
 )
 from shardlite.comm import ranks_of
-from shardlite.integrations._wrapping import bare, check_options
+from shardlite.integrations._wrapping import bare, check_options, read_on_first
 from shardlite.optim import probe_shards
 
 try:
@@ -135,6 +136,7 @@ class ShardLiteMixin:
     def _move_model_to_device(self: Any, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is if it will be moved shard by shard."""
         whole = self.sharding.get("stage", 3) < 3 or self.args.place_model_on_device
+        whole = whole and not any(param.is_meta for param in model.parameters())
         if not self._shards or (whole and self._sharded_model(model) is None):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
@@ -189,14 +191,16 @@ class ShardLiteMixin:
 
     # ---- counts of items --------------------------------------------------------------------------------------------
 
-    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the number of items of all ranks in a step, or of this rank, if counts travel with the gradients."""
-        if not (self.counts_items and self._shards and self.model.training):
-            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read the batches of a step. If counts travel with the gradients, count this rank's items only."""
+        self._items = self._factor = None
+        if not (self.counts_items and self._shards):
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         with _own_items(self.args):
-            items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        self._items, self._factor = items, None if items is None else torch.as_tensor(items).clamp(min=1)
-        return self._factor
+            batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if items is not None:
+            self._items, self._factor = items, torch.as_tensor(items).clamp(min=1)
+        return batches, self._factor
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the trainer does. It is a mean over this rank's items, if `counts_items` is set."""
@@ -285,6 +289,7 @@ class ShardLiteMixin:
         if self.whole_optimizer_state:
             state = full_optimizer_state(wrapped, optimizer, rank=0)
             if self.args.should_save:
+                shutil.rmtree(Path(output_dir, FOLDER), ignore_errors=True)  # of an earlier run in this folder
                 torch.save(state, Path(output_dir, "optimizer.pt"))
         else:
             save(Path(output_dir, FOLDER), wrapped, optimizer)
@@ -313,10 +318,11 @@ class ShardLiteMixin:
             return
         shards, whole = Path(checkpoint, FOLDER), Path(checkpoint, "optimizer.pt")
         optimizer = bare(self.optimizer)
+        if whole.exists():
+            state = read_on_first(wrapped, f"load {whole}", lambda: _read_state(whole, shards))
         if shards.exists():
             load(shards, wrapped, optimizer)
         elif whole.exists():
-            state = torch.load(whole, map_location="cpu", weights_only=True) if self.args.process_index == 0 else None
             load_optimizer_state(wrapped, optimizer, state)
         scheduler = Path(checkpoint, "scheduler.pt")
         if scheduler.exists():
@@ -334,7 +340,7 @@ class ShardLiteMixin:
 
     def _load_whole(self: Any, wrapped: ShardLite, folder: str) -> None:
         """Load the weights or the adapter that `save_pretrained` has written. Collective."""
-        state = _read(Path(folder), wrapped.module) if self.args.process_index == 0 else None
+        state = read_on_first(wrapped, f"load {folder}", lambda: _read(Path(folder), wrapped.module))
         result = wrapped.load_full_state_dict(state, strict=False)
         if result.unexpected_keys:
             raise LayoutError(f"{folder} has weights that this model lacks: {result.unexpected_keys}")
@@ -458,6 +464,16 @@ def _read(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     raise LayoutError(f"{folder} has no weights: neither model.safetensors, nor {ADAPTER}, nor pytorch_model.bin")
 
 
+def _read_state(file: Path, shards: Path) -> Any:
+    """Return the whole state of an optimizer in a file, which is empty if the state is in `shards`."""
+    state = _unpickle(file)
+    if shards.exists() and state["state"]:
+        raise LayoutError(
+            f"{file} and {shards} both have the state of the optimizer, from different runs: delete the older one"
+        )
+    return state
+
+
 def _unpickle(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -473,6 +489,8 @@ def _read_adapter(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     }
     if foreign := saved.keys() - names.keys():
         raise LayoutError(f"{folder / ADAPTER} has tensors that this model lacks: {sorted(foreign)}")
+    if lacking := names.keys() - saved.keys():
+        raise LayoutError(f"{folder / ADAPTER} lacks tensors of this model's adapter: {sorted(lacking)}")
     return {names[key]: value for key, value in saved.items()}
 
 

@@ -142,6 +142,11 @@ def test_what_is_loaded_comes_out(group: Any, kind: str) -> None:
         ]
 
 
+def renamed(state: dict[str, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [f"other.{key}" for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {}, "param_groups": groups}
+
+
 def test_a_state_that_does_not_fit_is_refused_on_every_rank(group: Any) -> None:
     plain, ours = OPTIMIZERS["adam"]
     state = plain(Branches().parameters()).state_dict()
@@ -152,6 +157,8 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(group: Any) -> None:
         ({"state": state["state"]}, "needs a whole optimizer.state_dict"),
         ({**state, "param_groups": state["param_groups"][:1]}, "has groups of .* and Adam of"),
         ({**state, "param_groups": state["param_groups"][::-1]}, "has groups of .* and Adam of"),
+        ({**state, "state": {99: {}}}, "has no parameters 99 of the state"),
+        (renamed(state), "has no parameters 'other.0', .* of the state"),
     ):
         with pytest.raises(LayoutError, match=message):
             load_optimizer_state(model, optimizer, wrong if dist.get_rank() == 0 else None)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -331,11 +332,18 @@ def reduced_each_time(make: Maker) -> Any:
 
 
 def counted(make: Maker) -> Any:
-    """Counts of tokens travel with the gradients, and the trainer gathers none."""
-    trainer = make(args={"gradient_accumulation_steps": 2, "max_steps": 2})
+    """Counts of tokens travel with the gradients, and the trainer gathers none. Evaluations come before and between."""
+    more = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = make(args={"gradient_accumulation_steps": 2, "max_steps": 2, **more})
+    trainer.model.eval()
     if hasattr(trainer, "sharding"):
-        trainer.counts_items = True
-        trainer.accelerator.gather = None
+        trainer.counts_items, read = True, trainer.get_batch_samples
+
+        def read_without_gather(*args: Any) -> Any:
+            with mock.patch.object(trainer.accelerator, "gather", None):
+                return read(*args)
+
+        trainer.get_batch_samples = read_without_gather
     trainer.train()
     return [weights(trainer), norms(trainer)]
 
