@@ -1,0 +1,415 @@
+"""Lightning's `Trainer` and `Fabric` with ShardLite: equal to the bit to the same program with DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from tests.support.lightning_runs import Maker, assert_same, layers, loader, maker, on_both, session, whole
+
+pytest.importorskip("lightning", "2.6", reason="needs lightning")
+
+STAGES = pytest.mark.parametrize("stage", [3, 2])
+
+
+def module(base: Any = None, **attributes: Any) -> Any:
+    """Return a `LightningModule`. `base` is a mixin; `attributes` are set on the module."""
+    from lightning.pytorch import LightningModule
+
+    class Net(LightningModule):  # type: ignore[misc]
+        optimizer = staticmethod(lambda params: torch.optim.AdamW(params, lr=1e-2))
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.net = layers()
+            self.seen: list[Any] = []
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+            self.seen.append(loss.detach().clone())
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("validation", self.loss(batch), sync_dist=True)
+
+        def test_step(self, batch: Any, _: int) -> None:
+            self.log("test", self.loss(batch), sync_dist=True)
+
+        def predict_step(self, batch: Any, _: int) -> Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer(self.parameters())
+
+    net = Net() if base is None else type(base.__name__, (base, Net), {})()
+    for name, value in attributes.items():
+        setattr(net, name, value)
+    return net
+
+
+def trained(trainer: Any, net: Any, **options: Any) -> list[Any]:
+    trainer.fit(net, loader(), **options)
+    return [net.seen, dict(trainer.callback_metrics), whole(trainer)]
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+def plain(make: Maker) -> Any:
+    return trained(make(), module())
+
+
+def evaluation(make: Maker) -> Any:
+    trainer, net = make(), module()
+    trainer.fit(net, loader(), loader(22, 1))
+    results = [dict(trainer.callback_metrics), trainer.test(net, loader(10, 2), verbose=False)]
+    return [*results, trainer.validate(net, loader(10, 2), verbose=False), trainer.predict(net, loader(10, 2))]
+
+
+def evaluation_first(make: Maker) -> Any:
+    trainer, net = make(), module()
+    first = trainer.validate(net, loader(10, 2), verbose=False)
+    return [first, trainer.predict(net, loader(10, 2)), trained(trainer, net)]
+
+
+def accumulation(make: Maker) -> Any:
+    return trained(make(accumulate_grad_batches=3), module())
+
+
+def clipping_by_value(make: Maker) -> Any:
+    return trained(make(accumulate_grad_batches=2, gradient_clip_val=0.01, gradient_clip_algorithm="value"), module())
+
+
+def clipping_by_norm(make: Maker) -> Any:
+    return trained(make(accumulate_grad_batches=2, gradient_clip_val=0.1), module(optimizer=_sgd))
+
+
+def _sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def scheduled_accumulation(make: Maker) -> Any:
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    return trained(make(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})]), module())
+
+
+class Scheduled:
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)  # type: ignore[attr-defined]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}  # type: ignore[attr-defined]
+
+
+def schedules(make: Maker) -> Any:
+    return [trained(make(), module(Scheduled, interval=each)) for each in ("step", "epoch")]
+
+
+class Gan:
+    """Two networks, each with its optimizer, toggled in turn. Gradients are dropped before a step, or after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        self.critic = getattr(self, "critic", None)
+        return [_sgd(self.net.parameters()), torch.optim.Adam(self.judge.parameters(), lr=1e-2)]  # type: ignore[attr-defined]
+
+    def training_step(self, batch: Any, _: int) -> None:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        for optimizer in (first, second):
+            self.toggle_optimizer(optimizer)  # type: ignore[attr-defined]
+            loss = F.cross_entropy(self.judge(self.net(batch[0])), batch[1])  # type: ignore[attr-defined]
+            self.manual_backward(loss)  # type: ignore[attr-defined]
+            if self.clip:  # type: ignore[attr-defined]
+                self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)  # type: ignore[attr-defined]
+            self.seen.append(loss.detach().clone())  # type: ignore[attr-defined]
+
+
+def gan(make: Maker) -> Any:
+    return [trained(make(), module(Gan, judge=nn.Linear(5, 5), clip=clip)) for clip in (False, True)]
+
+
+class Manual:
+    """Accumulates by hand, with two backwards in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()  # type: ignore[attr-defined]
+        for part in (slice(0, 2), slice(2, 4)):
+            loss = self.loss((batch[0][part], batch[1][part]))  # type: ignore[attr-defined]
+            self.manual_backward(loss)  # type: ignore[attr-defined]
+            self.seen.append(loss.detach().clone())  # type: ignore[attr-defined]
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def manual(make: Maker) -> Any:
+    return trained(make(), module(Manual))
+
+
+class Toggled:
+    """Accumulates with `toggle_model(sync_grad=...)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()  # type: ignore[attr-defined]
+        with optimizer.toggle_model(sync_grad=bool(index % 2)):
+            self.manual_backward(self.loss(batch))  # type: ignore[attr-defined]
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def toggled(make: Maker) -> Any:
+    return trained(make(), module(Toggled))
+
+
+def twice(make: Maker) -> Any:
+    trainer, net = make(), module()
+    first = trained(trainer, net)
+    trainer.fit_loop.max_epochs = 4
+    return [first, trained(trainer, net)]
+
+
+def second_trainer(make: Maker) -> Any:
+    net = module()
+    return [trained(make(), net), trained(make(), net), trained(make(precision="bf16-mixed"), net)]
+
+
+def mixed(make: Maker) -> Any:
+    return trained(make(precision="bf16-mixed"), module())
+
+
+def true_bf16(make: Maker) -> Any:
+    return trained(make(precision="bf16-true"), module())
+
+
+def true_64(make: Maker) -> Any:
+    return trained(make(precision="64-true"), module())
+
+
+def scaled(make: Maker) -> Any:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)  # the first steps overflow
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    return [trained(make(plugins=[plugin]), module()), scaler.get_scale()]
+
+
+def averaged_swa(make: Maker) -> Any:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    return trained(make(max_epochs=4, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)]), module())
+
+
+def averaged_batch_norm(make: Maker) -> Any:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    net = module(net=nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 5)))
+    return trained(make(max_epochs=4, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)]), net)
+
+
+def averaged_ema(make: Maker) -> Any:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    trainer, net = make(callbacks=[EMAWeightAveraging(decay=0.9)]), module()
+    trainer.fit(net, loader(), loader(22, 1))
+    return [net.seen, dict(trainer.callback_metrics), whole(trainer)]
+
+
+def checkpoints(make: Maker) -> Any:
+    """Save at each epoch, test the best, go on, and read the file in a plain module."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    torch.manual_seed(1)
+    keep = ModelCheckpoint(monitor="validation", save_last=True, save_top_k=2, filename="{epoch}")
+    more = {"callbacks": [keep, EarlyStopping("validation", patience=9)], "enable_checkpointing": True}
+    trainer, net = make(**more), module(Scheduled, interval="step")
+    trainer.fit(net, loader(), loader(22, 1))
+    results = [trainer.test(net, loader(10, 2), ckpt_path="best", verbose=False), whole(trainer)]
+    saved = torch.load(keep.last_model_path, weights_only=True)
+    results += [saved["state_dict"], saved["optimizer_states"], saved["lr_schedulers"]]
+    again, other = make(max_epochs=4), module(Scheduled, interval="step")
+    again.fit(other, loader(), loader(22, 1), ckpt_path=keep.last_model_path)
+    results += [other.seen, whole(again)]
+    again.save_checkpoint("weights.ckpt", weights_only=True)
+    lone = torch.load("weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in lone
+    fresh = module()
+    fresh.load_state_dict(lone["state_dict"])
+    return [*results, fresh.state_dict()]
+
+
+def averages_go_on(make: Maker) -> Any:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    trainer, net = make(callbacks=[EMAWeightAveraging(decay=0.9)]), module()
+
+    class Save(torch.nn.Module):
+        pass
+
+    trainer.fit(net, loader())
+    trainer.save_checkpoint("average.ckpt")
+    saved = torch.load("average.ckpt", weights_only=True)
+    again, other = make(max_epochs=3, callbacks=[EMAWeightAveraging(decay=0.9)]), module()
+    again.fit(other, loader(), ckpt_path="average.ckpt")
+    return [saved["state_dict"], saved["current_model_state"], other.seen, whole(again)]
+
+
+def swa_goes_on(make: Maker) -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+
+    def callbacks() -> list[Any]:
+        return [StochasticWeightAveraging(1e-2, swa_epoch_start=1), ModelCheckpoint(save_last=True, filename="{epoch}")]
+
+    first = make(max_epochs=4, callbacks=callbacks(), enable_checkpointing=True)
+    net = module()
+    first.fit(net, loader())
+    path = sorted(Path(first.checkpoint_callback.dirpath).glob("epoch*.ckpt"))[0]
+    again, other = make(max_epochs=6, callbacks=callbacks(), enable_checkpointing=True), module()
+    again.fit(other, loader(), ckpt_path=path)
+    return [whole(first), other.seen, whole(again)]
+
+
+def norms(make: Maker) -> Any:
+    from lightning.pytorch.utilities import grad_norm
+
+    class Norms:
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            found = {**grad_norm(self.net[0], 2), **{f"all {k}": v for k, v in grad_norm(self, 2).items()}}  # type: ignore[attr-defined]
+            self.log_dict(found)  # type: ignore[attr-defined]
+            self.seen.append(found)  # type: ignore[attr-defined]
+
+    return trained(make(), module(Norms))
+
+
+def finetuning(make: Maker) -> Any:
+    from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+
+    class Frozen:
+        def configure_optimizers(self) -> Any:
+            params = [param for param in self.parameters() if param.requires_grad]  # type: ignore[attr-defined]
+            optimizer = torch.optim.AdamW(params, lr=1e-2)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            return [optimizer], [schedule]
+
+    def run(epochs: int, path: str | None = None) -> tuple[Any, Any]:
+        callback = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.1, verbose=False)
+        net = module(Frozen, backbone=nn.Linear(7, 7), head=layers())
+        del net.net
+        net.net = nn.Sequential(net.backbone, net.head)
+        trainer = make(max_epochs=epochs, callbacks=[callback])
+        return trainer, trained(trainer, net, ckpt_path=path)
+
+    trainer, first = run(3)
+    trainer.save_checkpoint("tuned.ckpt")
+    return [first, run(4, "tuned.ckpt")[1]]
+
+
+def late_layers(make: Maker) -> Any:
+    """Create the layers in `configure_model`, on the meta device where nothing has values yet."""
+
+    class Late:
+        def configure_model(self) -> None:
+            if getattr(self, "net", None) is None:
+                torch.manual_seed(3)
+                self.net = layers()
+
+    net = module(Late)
+    net.net = None
+    return trained(make(), net)
+
+
+def finds_rates(make: Maker) -> Any:
+    from lightning.pytorch.tuner import Tuner
+
+    trainer, net = make(max_epochs=1), module(learning_rate=1e-3)
+    net.optimizer = lambda params: torch.optim.SGD(params, lr=net.learning_rate)
+    found = Tuner(trainer).lr_find(net, loader(), num_training=12, early_stop_threshold=None)
+    return [torch.tensor(found.results["loss"]), net.learning_rate, trained(trainer, net)]
+
+
+def overfits(make: Maker) -> Any:
+    return trained(make(overfit_batches=2), module())
+
+
+def frozen(make: Maker) -> Any:
+    net = module()
+    net.net[0].requires_grad_(False)
+    return trained(make(), net)
+
+
+def counts(make: Maker) -> Any:
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    net = module()
+    trainer = make(enable_model_summary=True)
+    trainer.fit(net, loader())
+    summary = ModelSummary(net, max_depth=-1)
+    return [summary.total_parameters, summary.trainable_parameters, summary.model_size, summary.param_nums]
+
+
+def rank_calls(make: Maker) -> Any:
+    class Calls:
+        def on_train_start(self) -> None:
+            strategy, rank = self.trainer.strategy, self.global_rank  # type: ignore[attr-defined]
+            strategy.barrier()
+            self.seen.append(strategy.broadcast({"rank": rank}, 1))  # type: ignore[attr-defined]
+            self.seen.append(strategy.reduce(torch.tensor(float(rank)), reduce_op="sum"))  # type: ignore[attr-defined]
+            self.seen.append(self.all_gather(torch.tensor(rank)))  # type: ignore[attr-defined]
+
+    return trained(make(), module(Calls))
+
+
+def early_optimizer(make: Maker) -> Any:
+    """An optimizer that the module has built in its constructor."""
+    net = module()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net.optimizer = lambda params: optimizer
+    return [trained(make(), net), trained(make(), net)]
+
+
+EXACT = [
+    *(plain, evaluation, evaluation_first, accumulation, clipping_by_value, scheduled_accumulation, schedules, gan),
+    *(manual, toggled, twice, second_trainer, mixed, true_bf16, true_64, scaled, averaged_swa, averaged_batch_norm),
+    *(averaged_ema, checkpoints, averages_go_on, swa_goes_on, norms, finetuning, late_layers, finds_rates, overfits),
+    *(frozen, counts, rank_calls, early_optimizer),
+]
+
+
+def same_as_ddp(group: Any, folder: Path, stage: int, case: Any, bound: dict[str, float]) -> None:
+    """Body of a rank: run a case with both and compare what it returns."""
+    plainly, sharded = on_both(group, folder, stage, case)
+    assert_same(plainly, sharded, **bound)
+
+
+@pytest.mark.parametrize(
+    ("stage", "case"),
+    [
+        pytest.param(stage, case, id=f"{case.__name__}-{stage}", marks=[pytest.mark.slow] * (case is not plain or stage < 3))
+        for stage in (3, 2)
+        for case in EXACT
+    ],
+)
+def test_a_program_is_as_with_ddp(cluster, tmp_path, stage, case):
+    cluster.run(same_as_ddp, 2, tmp_path, stage, case, {})
