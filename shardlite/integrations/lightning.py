@@ -13,19 +13,23 @@ Tried with lightning 2.6.6.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardlite
 from shardlite.model import ShardLite
+from shardlite.optim import AdamW
+from shardlite.whole import WholeParameters
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     raise ImportError(
@@ -41,7 +45,7 @@ try:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities.grads import grad_norm as _grad_norm
+    from lightning.pytorch.utilities.grads import grad_norm
 except ImportError as error:
     raise ImportError(
         "shardlite.integrations.lightning requires lightning >= 2.6: pip install 'shardlite[lightning]' "
@@ -50,11 +54,32 @@ except ImportError as error:
 
 __all__ = ["ShardLiteFabricStrategy", "ShardLiteStrategy"]
 
-_WRAPPED = "_shardlite_wrapped"
-"""Attribute of a `LightningModule`: the wrapped model, and the options with which it was wrapped."""
-
 _models: "WeakSet[ShardLite]" = WeakSet()
 """All models that strategies have wrapped."""
+
+
+class _Wrapping:
+    """Attribute of a `LightningModule`: the wrapped model, and the settings with which it was wrapped.
+
+    It keeps the model alive between trainers. Copies of the module have no wrapped model.
+    """
+
+    NAME = "_shardlite_wrapping"
+
+    def __init__(self, model: ShardLite | None = None, settings: Any = None) -> None:
+        self.model, self.settings = model, settings
+
+    def __deepcopy__(self, _: Any) -> "_Wrapping":
+        return _Wrapping()
+
+    def __reduce__(self) -> Any:
+        return _Wrapping, ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Wrapping":
+        """Return the attribute of a module. Its model is `None` if the module is not wrapped now."""
+        found = vars(module).get(cls.NAME)
+        return cls() if found is None or found.model is None or found.model._unwrapped else found
 
 
 # ---- Trainer --------------------------------------------------------------------------------------------------------
@@ -94,55 +119,33 @@ class ShardLiteStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the module, unless it is wrapped already. Then let it create its optimizers, and give them shards."""
+        if next(self.lightning_module.parameters(), None) is None:
+            super().setup(trainer)  # there is nothing to shard
+            return
         self.accelerator.setup(trainer)
         _refuse_precision(self.precision_plugin)
         self.model = self._wrapped_model(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
+            with _shards_for_own_optimizers():
+                self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 _adopt(self.model, optimizer)
-            self._toggle_params_of_shards()
         _gather_for_averages(trainer, self.model)
         self.setup_precision_plugin()
 
     def _wrapped_model(self, trainer: Trainer) -> ShardLite:
         module, settings = self.lightning_module, (self._options, self.precision_plugin.precision)
-        wrapped, used = vars(module).get(_WRAPPED, (None, None))
-        if wrapped is not None and wrapped._unwrapped:
-            wrapped = None
-        if wrapped is not None and used != settings:
-            wrapped.unwrap()
-            wrapped = None
-        if wrapped is None:
-            if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
-                self._layer_sync.apply(module)
-            self.precision_plugin.convert_module(module)
-            wrapped = _wrap(module, self.root_device, self._options)
-            vars(module)[_WRAPPED] = wrapped, settings
+        known = _Wrapping.of(module)
+        if known.model is not None and known.settings == settings:
+            return known.model
+        if known.model is not None:
+            known.model.unwrap()
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        wrapped = _wrap(module, self.root_device, self._options)
+        vars(module)[_Wrapping.NAME] = _Wrapping(wrapped, settings)
         return wrapped
-
-    def _toggle_params_of_shards(self) -> None:
-        """Let `toggle_optimizer` freeze parameters. Those of the optimizers are shards, which do not require less."""
-        param_of = dict(zip(self.model.parameters(), self.model.module.parameters(), strict=True))
-        module = vars(self.lightning_module)
-
-        def params_of(optimizer: Any) -> list[Tensor]:
-            return [param_of.get(each, each) for group in optimizer.param_groups for each in group["params"]]
-
-        def toggle_optimizer(optimizer: Any) -> None:
-            state = {param: param.requires_grad for each in self.optimizers for param in params_of(each)}
-            own = set(params_of(optimizer))
-            for param, required in state.items():
-                param.requires_grad = required and param in own
-            module["_param_requires_grad_state"] = state
-
-        def untoggle_optimizer(optimizer: Any) -> None:
-            state, own = module["_param_requires_grad_state"], set(params_of(optimizer))
-            for param in state.keys() - own:
-                param.requires_grad = state[param]
-            module["_param_requires_grad_state"] = {}
-
-        module.update(toggle_optimizer=toggle_optimizer, untoggle_optimizer=untoggle_optimizer)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Return a context that accumulates gradients. The Trainer enters it for all batches of a step but the last."""
@@ -169,8 +172,8 @@ class ShardLiteStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights: those of rank 0, if the module is sharded."""
-        wrapped, _ = vars(self.lightning_module).get(_WRAPPED, (None, None))
-        if wrapped is None or wrapped._unwrapped:
+        wrapped = _Wrapping.of(self.lightning_module).model
+        if wrapped is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
             wrapped.load_full_state_dict(checkpoint["state_dict"], strict)
@@ -243,7 +246,9 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights on rank 0. Collective."""
-        return module.full_state_dict(rank=0) if isinstance(module, ShardLite) else super().get_module_state_dict(module)
+        return (
+            module.full_state_dict(rank=0) if isinstance(module, ShardLite) else super().get_module_state_dict(module)
+        )
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load rank 0's whole weights. Collective."""
@@ -307,9 +312,7 @@ _OWN = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io
 _OWN += ("process_group_backend", "start_method")
 
 
-def _split_options(
-    name: str, base: type, stage: int, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_options(name: str, base: type, stage: int, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keywords of `DDPStrategy`, and those of `ShardLite`."""
     known = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
     if unknown := options.keys() - known - {*_OWN}:
@@ -355,7 +358,32 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-# ---- callbacks and functions that read weights ------------------------------------------------------------------------
+@contextmanager
+def _shards_for_own_optimizers() -> Iterator[None]:
+    """Let optimizers of ShardLite be built from a module's own parameters, as others may be."""
+
+    def prepare(optimizer: Any, params: Any, _prepare: Any = WholeParameters._prepare) -> Any:
+        return _prepare(optimizer, _with_shards(params))
+
+    def add_param_group(optimizer: Any, group: Any, _add: Any = AdamW.add_param_group) -> None:
+        _add(optimizer, _with_shards([group])[0])
+
+    with patch.object(WholeParameters, "_prepare", prepare), patch.object(AdamW, "add_param_group", add_param_group):
+        yield
+
+
+def _with_shards(params: Iterable[Any]) -> list[Any]:
+    """Return parameters, named parameters or groups with shards in the places of parameters."""
+    given = [{**each, "params": _listed(each["params"])} if isinstance(each, dict) else each for each in params]
+    shards = _shards_of(each for each in tree_leaves(given) if isinstance(each, Tensor))
+    return tree_map_only(Tensor, lambda each: shards.get(each, each), given)  # type: ignore[no-any-return]
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+# ---- callbacks and functions that read weights ----------------------------------------------------------------------
 
 
 def _gather_for_averages(trainer: Trainer, model: ShardLite) -> None:
@@ -365,24 +393,55 @@ def _gather_for_averages(trainer: Trainer, model: ShardLite) -> None:
             _gather_in(callback, "update_parameters", model, writeback=False)
             _gather_in(callback, "transfer_weights", model)
         if isinstance(callback, WeightAveraging):
-            _gather_in(callback, "_swap_models", model)
-            _gather_in(callback, "_copy_average_to_current", model)
+            for name in ("_swap_models", "_copy_average_to_current", "on_load_checkpoint"):
+                _gather_in(callback, name, model)
             if callback._average_model is not None:
                 _gather_in(callback._average_model, "update_parameters", model, writeback=False)
 
 
 def _gather_in(target: Any, name: str, model: ShardLite, *, writeback: bool = True) -> None:
     """Call a method of `target` inside `model.gathered()`."""
-    method = getattr(type(target), name).__get__(target, type(target))
-    static = isinstance(inspect.getattr_static(type(target), name), staticmethod)
-    method = getattr(type(target), name) if static else method
+    vars(target).pop(name, None)
+    method = getattr(target, name)
 
     @wraps(method)
     def gathering(*args: Any, **kwargs: Any) -> Any:
-        with model.gathered(writeback=writeback), torch.no_grad():
+        with nullcontext() if model._unwrapped else model.gathered(writeback=writeback), torch.no_grad():
             return method(*args, **kwargs)
 
     vars(target)[name] = gathering
+
+
+def _toggle_optimizer(original: Callable[..., None], module: LightningModule, optimizer: Any) -> None:
+    """Freeze the parameters of other optimizers. `original` would freeze shards, which has no effect."""
+    wrapped = _Wrapping.of(module).model
+    if wrapped is None:
+        original(module, optimizer)
+        return
+    state = {param: param.requires_grad for each in module.trainer.optimizers for param in _own_params(each, wrapped)}
+    own = set(_own_params(optimizer, wrapped))
+    for param, required in state.items():
+        param.requires_grad = required and param in own
+    module._param_requires_grad_state = state
+
+
+def _untoggle_optimizer(original: Callable[..., None], module: LightningModule, optimizer: Any) -> None:
+    """Undo `_toggle_optimizer`."""
+    wrapped = _Wrapping.of(module).model
+    if wrapped is None:
+        original(module, optimizer)
+        return
+    own = set(_own_params(optimizer, wrapped))
+    for param, required in module._param_requires_grad_state.items():
+        if param not in own:
+            param.requires_grad = required
+    module._param_requires_grad_state = {}
+
+
+def _own_params(optimizer: Any, model: ShardLite) -> list[Tensor]:
+    """Return the parameters whose shards an optimizer holds."""
+    param_of = dict(zip(model.parameters(), model.module.parameters(), strict=True))
+    return [param_of.get(each, each) for group in optimizer.param_groups for each in group["params"]]
 
 
 def _shards_of(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -417,53 +476,67 @@ def _apply_mapping(original: Callable[..., Any], groups: list[dict[str, Any]], m
     return [{**group, "params": [shards.get(each, each) for each in group["params"]]} for group in result]
 
 
-def _patch(name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a static method of `BaseFinetuning`."""
-    setattr(BaseFinetuning, name, staticmethod(partial(replacement, getattr(BaseFinetuning, name))))
-
-
-def _whole_grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
-    """Return norms as `lightning.pytorch.utilities.grad_norm` does. Gathers the gradients one by one."""
-    params = [param for param in module.parameters() if param.requires_grad]
-    wanted = set(params)
+def _whole_grad_norm(
+    original: Callable[..., Any], module: nn.Module, norm_type: float | str, group_separator: str = "/"
+) -> Any:
+    """Return norms of whole gradients, which are gathered one after the other. `original` would see parts."""
+    params = {param: name for name, param in module.named_parameters() if param.requires_grad}
     for model in list(_models):
-        if model._unwrapped:
-            continue
-        names = {param: name for name, param in model.module.named_parameters()}
-        if wanted & names.keys():
-            grads = {name: model.full_grad(names[param]) for name, param in module.named_parameters() if param in wanted}
-            shown = SimpleNamespaceModule(grads)
-            return _original_grad_norm(shown, norm_type, group_separator)
-    return _original_grad_norm(module, norm_type, group_separator)
+        names = {} if model._unwrapped else {param: name for name, param in model.module.named_parameters()}
+        if params.keys() & names.keys():
+            grads = {name: model.full_grad(names[param]) for param, name in params.items()}
+            return original(_Gradients(grads), norm_type, group_separator)
+    return original(module, norm_type, group_separator)
 
 
-class SimpleNamespaceModule:
-    """What `grad_norm` reads of a module: names, and parameters with gradients."""
+class _Gradients(nn.Module):
+    """A module of which only the gradients exist."""
 
     def __init__(self, grads: Mapping[str, Tensor | None]) -> None:
+        super().__init__()
         self._grads = grads
 
-    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        """Yield names, and objects with a gradient."""
         for name, grad in self._grads.items():
-            param = nn.Parameter(torch.empty(0)) if grad is None else nn.Parameter(torch.empty_like(grad))
-            param.grad = grad
-            yield name, param
+            yield name, SimpleNamespace(grad=grad)
 
 
-# A program may have imported the function by name, so its code is replaced, and the name keeps its object.
-_original_grad_norm = FunctionType(_grad_norm.__code__, _grad_norm.__globals__, "grad_norm", _grad_norm.__defaults__)
+# ---- patches of Lightning -------------------------------------------------------------------------------------------
 
 
-def _replacement(module, norm_type, group_separator="/"):  # type: ignore[no-untyped-def]
+def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method. `replacement` is called with the original function first."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(method) if static else method)
+
+
+def _replace_code(function: FunctionType, replacement: Callable[..., Any]) -> None:
+    """Replace the code of `grad_norm`. Programs have imported it by name, so the name must keep its object."""
+    names = function.__globals__
+    original = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    names["_shardlite_grad_norm"] = partial(replacement, original)
+    function.__code__ = _code.__code__
+
+
+def _code(module, norm_type, group_separator="/"):  # type: ignore[no-untyped-def]
     """Code of `grad_norm`. Its global names are those of Lightning's module."""
     return _shardlite_grad_norm(module, norm_type, group_separator)  # type: ignore[name-defined]  # noqa: F821
 
 
-_grad_norm.__globals__["_shardlite_grad_norm"] = _whole_grad_norm
-_grad_norm.__code__ = _replacement.__code__
-_patch("filter_on_optimizer", _filter_on_optimizer)
-_patch("_apply_mapping_to_param_groups", _apply_mapping)
-for _registry, _class in ((StrategyRegistry, ShardLiteStrategy), (STRATEGY_REGISTRY, ShardLiteFabricStrategy)):
-    _registry.register("shardlite", _class, description="ShardLite, stage 3", override=True)
+_replace(LightningModule, "toggle_optimizer", _toggle_optimizer)
+_replace(LightningModule, "untoggle_optimizer", _untoggle_optimizer)
+_replace(BaseFinetuning, "filter_on_optimizer", _filter_on_optimizer)
+_replace(BaseFinetuning, "_apply_mapping_to_param_groups", _apply_mapping)
+_replace_code(grad_norm, _whole_grad_norm)
+
+for _registry, _strategy in ((StrategyRegistry, ShardLiteStrategy), (STRATEGY_REGISTRY, ShardLiteFabricStrategy)):
+    _registry.register("shardlite", _strategy, "ShardLite, stage 3", override=True)
     for _stage in range(4):
-        _registry.register(f"shardlite_stage_{_stage}", _class, "ShardLite", override=True, stage=_stage)
+        _registry.register(f"shardlite_stage_{_stage}", _strategy, "ShardLite", override=True, stage=_stage)

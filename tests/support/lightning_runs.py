@@ -5,7 +5,8 @@ Lightning is imported inside functions, since that takes seconds.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -66,54 +67,58 @@ def whole(trainer: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
+UNUSED = "_find_unused_parameters_true"
+TIMEOUT = timedelta(seconds=60)
+
 Maker = Callable[..., Any]
 """Makes a `Trainer` from its keywords."""
 
 
-def maker(folder: Path, strategy: Callable[[], Any] | str) -> Maker:
+def maker(folder: Path, ranks: int, strategy: Callable[[], Any] | str) -> Maker:
     """Return a function that makes trainers with one strategy."""
     from lightning.pytorch import Trainer
 
     def make(**options: Any) -> Any:
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         quiet |= {"enable_model_summary": False, "max_epochs": 2, "num_sanity_val_steps": 0}
-        chosen = strategy if isinstance(strategy, str) else strategy()
-        return Trainer(
-            **{
-                **quiet,
-                "accelerator": "cpu",
-                "devices": dist.get_world_size() if dist.is_initialized() else _ranks(),
-                "default_root_dir": folder,
-                "strategy": chosen,
-                **options,
-            }
-        )
+        return Trainer(**{**quiet, **_hardware(ranks, strategy), "default_root_dir": folder, **options})
 
     return make
 
 
-def _ranks() -> int:
-    import os
+def fabric_maker(folder: Path, ranks: int, strategy: Callable[[], Any] | str) -> Maker:
+    """Return a function that launches `Fabric` with one strategy."""
+    from lightning.fabric import Fabric
 
-    return int(os.environ["WORLD_SIZE"])
+    def make(**options: Any) -> Any:
+        fabric = Fabric(**{**_hardware(ranks, strategy), **options})
+        fabric.launch()
+        return fabric
+
+    return make
+
+
+def _hardware(ranks: int, strategy: Callable[[], Any] | str) -> dict[str, Any]:
+    chosen = strategy if isinstance(strategy, str) else strategy()
+    return {"accelerator": "cpu", "devices": ranks, "strategy": chosen}
 
 
 def on_both(
-    group: dist.ProcessGroup, folder: Path, stage: int, case: Callable[[Maker], Any], *args: Any
+    group: dist.ProcessGroup, folder: Path, stage: int, case: Callable[[Maker], Any], *, fabric: bool = False
 ) -> tuple[Any, Any]:
     """Return the results of a case with DDP and with ShardLite."""
     with session(group, folder):
-        from shardlite.integrations.lightning import ShardLiteStrategy
+        from shardlite.integrations.lightning import ShardLiteFabricStrategy, ShardLiteStrategy
 
+        of = fabric_maker if fabric else maker
+        ours = ShardLiteFabricStrategy if fabric else ShardLiteStrategy
         results = []
-        for name, strategy in (
-            ("ddp", "ddp_find_unused_parameters_true"),
-            ("sharded", lambda: ShardLiteStrategy(stage=stage)),
-        ):
+        for name, strategy in (("ddp", "ddp" + UNUSED), ("sharded", lambda: ours(stage=stage, timeout=TIMEOUT))):
             torch.manual_seed(5)
             own = folder / name
             own.mkdir(exist_ok=True)
-            results.append(case(maker(own, strategy), *args))
+            with chdir(own):
+                results.append(case(of(own, group.size(), strategy)))
         return tuple(results)  # type: ignore[return-value]
 
 
