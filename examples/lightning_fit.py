@@ -1,9 +1,10 @@
-"""An ordinary `LightningModule`, trained with ShardLite through the strategy in `lightning_strategy.py`.
+"""An ordinary `LightningModule`, trained with ShardLite.
 
     torchrun --nproc-per-node 2 examples/lightning_fit.py --epochs 3
     torchrun --nproc-per-node 2 examples/lightning_fit.py --epochs 6 --resume runs/lightning/last.ckpt
 
-The script passes the strategy to the `Trainer`. No other line is specific to sharding.
+The script passes the strategy to the `Trainer`. No other line is specific to sharding. The second command may use
+another number of ranks and another stage.
 """
 
 import argparse
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning_strategy import ShardLiteStrategy
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardlite import AdamW
 from shardlite.apps.demo.gpt import GPT, GPTConfig
 from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
+from shardlite.integrations.lightning import ShardLiteStrategy
 
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=64)
 BATCH, ACCUMULATE = 8, 2

@@ -112,10 +112,15 @@ class ShardLiteStrategy(DDPStrategy):
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
+    def connect(self, model: LightningModule) -> None:
+        """Begin to use a module."""
+        super().connect(model)
+        self._was_on_meta = False
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded into the sharded model, because the module has no memory for them."""
-        return any(param.is_meta for param in self.lightning_module.parameters())
+        """Whether weights are loaded into the sharded model, because the module had no memory for them."""
+        return self._was_on_meta or any(param.is_meta for param in self.lightning_module.parameters())
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the module, unless it is wrapped already. Then let it create its optimizers, and give them shards."""
@@ -124,6 +129,7 @@ class ShardLiteStrategy(DDPStrategy):
             return
         self.accelerator.setup(trainer)
         _refuse_precision(self.precision_plugin)
+        self._was_on_meta = self.restore_checkpoint_after_setup
         self.model = self._wrapped_model(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             with _shards_for_own_optimizers():
@@ -328,8 +334,8 @@ def _refuse_precision(plugin: Any) -> None:
     name = type(plugin).__name__
     if name in ("BitsandbytesPrecision", "TransformerEnginePrecision"):
         raise ValueError(
-            f"{name} with ShardLite was not tried: use precision='bf16-mixed', '16-mixed', 'bf16-true' or '32-true', or "
-            "ShardLiteStrategy(precision=shardlite.Precision(...))"
+            f"{name} replaces layers, which was not tried with ShardLite: use precision='bf16-mixed', '16-mixed', "
+            "'bf16-true' or '32-true', or ShardLiteStrategy(precision=shardlite.Precision(...))"
         )
 
 
@@ -525,7 +531,7 @@ def _replace_code(function: FunctionType, replacement: Callable[..., Any]) -> No
     function.__code__ = _code.__code__
 
 
-def _code(module, norm_type, group_separator="/"):  # type: ignore[no-untyped-def]
+def _code(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
     """Code of `grad_norm`. Its global names are those of Lightning's module."""
     return _shardlite_grad_norm(module, norm_type, group_separator)  # type: ignore[name-defined]  # noqa: F821
 
