@@ -19,7 +19,7 @@ from functools import partial, wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class _Wrapping:
 # ---- Trainer --------------------------------------------------------------------------------------------------------
 
 
-class ShardLiteStrategy(DDPStrategy):
+class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     """Strategy of Lightning's `Trainer` that shards an unchanged `LightningModule`.
 
     `trainer.strategy.model` is the `ShardLite` model. The module stays sharded when `fit` and other methods of the
@@ -150,7 +150,7 @@ class ShardLiteStrategy(DDPStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         wrapped = _wrap(module, self.root_device, self._options)
-        vars(module)[_Wrapping.NAME] = _Wrapping(wrapped, settings)
+        setattr(module, _Wrapping.NAME, _Wrapping(wrapped, settings))
         return wrapped
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -170,11 +170,11 @@ class ShardLiteStrategy(DDPStrategy):
         """Return the whole weights on rank 0, which writes the checkpoint. Collective."""
         if not isinstance(self.model, ShardLite):
             return super().lightning_module_state_dict()
-        if type(self.lightning_module).state_dict is nn.Module.state_dict:
+        if not any(map(_chooses_state, self.lightning_module.modules())):
             return self.model.full_state_dict(rank=0)
-        with self.model.gathered(writeback=False):  # the program chooses what it saves
-            state = self.lightning_module.state_dict() if self.is_global_zero else {}
-            return {name: _on_cpu(value) for name, value in state.items()}
+        with self.model.gathered(writeback=False):
+            state = self.lightning_module.state_dict()
+            return {name: _on_cpu(value) for name, value in state.items()} if self.is_global_zero else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights: those of rank 0, if the module is sharded."""
@@ -189,7 +189,7 @@ class ShardLiteStrategy(DDPStrategy):
         bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if isinstance(self.model, ShardLite) and _holds(bare, self.model):
             return shardlite.full_optimizer_state(self.model, bare, rank=0)
-        return super().optimizer_state(bare)
+        return super().optimizer_state(bare)  # type: ignore[no-any-return]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole optimizer states, of any number of ranks and of any strategy. Collective."""
@@ -203,7 +203,7 @@ class ShardLiteStrategy(DDPStrategy):
 # ---- Fabric ---------------------------------------------------------------------------------------------------------
 
 
-class ShardLiteFabricStrategy(FabricDDPStrategy):
+class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
     """Strategy of Lightning's `Fabric` that shards models.
 
     `fabric.setup(model, optimizer)`, and `fabric.setup_module(model)` followed by `fabric.setup_optimizers(optimizer)`,
@@ -211,7 +211,7 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):
 
     Args:
         stage: ZeRO stage, as for `ShardLite`.
-        options: as for `ShardLiteStrategy`, with `precision_plugin` instead of `precision` for Lightning's plugin.
+        options: as for `ShardLiteStrategy`. `precision` is that of `ShardLite`; Lightning's is `Fabric(precision=...)`.
 
     Raises:
         TypeError: an option is unknown.
@@ -229,7 +229,7 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):
             own["precision"] = own.pop("precision_plugin")
         super().__init__(**own)
         self._backward_sync_control = _NoSync()
-        self._wrapped: WeakSet[ShardLite] = WeakSet()
+        self._wrapped: WeakValueDictionary[int, ShardLite] = WeakValueDictionary()  # in the order of wrapping
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module, unless it has no memory yet."""
@@ -240,21 +240,20 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):
         """Wrap a module."""
         _refuse_precision(self.precision)
         wrapped = _wrap(module, self.root_device, self._options)
-        self._wrapped.add(wrapped)
+        self._wrapped[id(wrapped)] = wrapped
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give shards to an optimizer."""
-        for model in self._wrapped:
-            if not model._unwrapped:
-                _adopt(model, optimizer)
+        for model in self._living():
+            _adopt(model, optimizer)
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights on rank 0. Collective."""
-        return (
-            module.full_state_dict(rank=0) if isinstance(module, ShardLite) else super().get_module_state_dict(module)
-        )
+        if isinstance(module, ShardLite):
+            return module.full_state_dict(rank=0)
+        return super().get_module_state_dict(module)  # type: ignore[no-any-return]
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load rank 0's whole weights. Collective."""
@@ -267,7 +266,7 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):
         """Return the whole state of an optimizer on rank 0. Collective."""
         model = self._model_of(optimizer)
         if model is None:
-            return super().get_optimizer_state(optimizer)
+            return super().get_optimizer_state(optimizer)  # type: ignore[no-any-return]
         return shardlite.full_optimizer_state(model, optimizer, rank=0)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
@@ -276,21 +275,23 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):
             _State(self, state).load_state_dict(self.checkpoint_io.load_checkpoint(path, **options))
             return {}
         if not isinstance(state, dict):
-            return super().load_checkpoint(path, state, strict, **options)
+            return super().load_checkpoint(path, state, strict, **options)  # type: ignore[no-any-return]
         inner = {key: _State(self, each) if isinstance(each, Optimizer) else each for key, each in state.items()}
         rest = super().load_checkpoint(path, inner, strict, **options)
         state.update({key: each for key, each in inner.items() if not isinstance(each, _State)})
-        return rest
+        return rest  # type: ignore[no-any-return]
 
     def _model_of(self, optimizer: Optimizer) -> ShardLite | None:
-        living = (model for model in self._wrapped if not model._unwrapped)
-        return next((model for model in living if _holds(optimizer, model)), None)
+        return next((model for model in self._living() if _holds(optimizer, model)), None)
+
+    def _living(self) -> list[ShardLite]:
+        return [model for model in self._wrapped.values() if not model._unwrapped]
 
 
-class _NoSync(_BackwardSyncControl):
+class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
     """Lets `fabric.no_backward_sync` accumulate gradients."""
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    def no_backward_sync(self, module: ShardLite, enabled: bool) -> AbstractContextManager[None]:
         """Return `no_sync()` of the model if `enabled`."""
         return module.no_sync() if enabled else nullcontext()
 
@@ -314,8 +315,10 @@ class _State:
 
 # ---- both -----------------------------------------------------------------------------------------------------------
 
-_OWN = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-_OWN += ("process_group_backend", "start_method")
+_OWN = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "start_method"),
+)
 
 
 def _split_options(name: str, base: type, stage: int, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -358,6 +361,13 @@ def _holds(optimizer: Optimizer, model: ShardLite) -> bool:
     """Return whether an optimizer holds shards of `model`."""
     shards = set(model.parameters())
     return any(param in shards for group in optimizer.param_groups for param in group["params"])
+
+
+def _chooses_state(module: nn.Module) -> bool:
+    """Return whether a module saves other things than its parameters and buffers."""
+    names = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    overrides = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
+    return overrides or bool(module._state_dict_hooks)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -456,7 +466,7 @@ def _shards_of(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     pairs: dict[Tensor, Tensor] = {}
     for model in list(_models):
         if not model._unwrapped:
-            own = dict(zip(model.module.parameters(), model.parameters(), strict=True))
+            own: dict[Tensor, Tensor] = dict(zip(model.module.parameters(), model.parameters(), strict=True))
             if wanted & own.keys() or wanted & set(own.values()):
                 pairs.update(own)
     return pairs

@@ -28,7 +28,7 @@ from tests.support.ranks.scripts import run_process
 
 pytest.importorskip("lightning", "2.6", reason="needs lightning")
 
-from shardlite.integrations.lightning import ShardLiteFabricStrategy, ShardLiteStrategy
+from shardlite.integrations.lightning import ShardLiteFabricStrategy, ShardLiteStrategy, _refuse_precision
 
 
 def module(base: Any = None, **attributes: Any) -> Any:
@@ -682,6 +682,16 @@ class Chosen:
         return {name: value for name, value in state.items() if name.startswith("net.0")}
 
 
+class Counted:
+    """Saves something that is neither a parameter nor a buffer."""
+
+    def get_extra_state(self) -> Any:
+        return {"steps": len(self.seen)}  # type: ignore[attr-defined]
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
 def own_state(group: Any, folder: Path) -> None:
     with session(group, folder):
         trainer, net = sharded(group, folder)(), module(Chosen)
@@ -690,6 +700,12 @@ def own_state(group: Any, folder: Path) -> None:
         saved = torch.load("own.ckpt", weights_only=True)["state_dict"]
         weights = whole(trainer)
         assert_same({name: weights[name] for name in ("net.0.weight", "net.0.bias")}, saved)
+        net = module(Counted)
+        trainer = sharded(group, folder)()
+        trainer.fit(net, loader())
+        trainer.save_checkpoint("counted.ckpt")
+        saved = torch.load("counted.ckpt", weights_only=True)["state_dict"]
+        assert_same({**whole(trainer), "_extra_state": {"steps": 6}}, {**saved})
 
 
 @pytest.mark.slow
@@ -842,6 +858,12 @@ def test_names_and_options():
             kind(stages=3)
         with pytest.raises(ValueError, match="stage=4"):
             kind(stage=4)
+
+
+def test_precision_that_replaces_layers_is_refused():
+    plugin = type("BitsandbytesPrecision", (), {})()
+    with pytest.raises(ValueError, match="BitsandbytesPrecision"):
+        _refuse_precision(plugin)
 
 
 def test_other_packages_of_lightning_are_refused(monkeypatch):
