@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, ShardLite, WholeParameters
 from tests.support.lightning_runs import (
@@ -674,6 +676,28 @@ def test_a_checkpoint_goes_on_with_any_strategy_stage_and_number_of_ranks(cluste
             assert_same(saved[key], again[key])
 
 
+def replicas(group: Any, folder: Path) -> None:
+    """Train four ranks as two replicas of two shards, and save and resume."""
+    results = []
+    with session(group, folder):
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for strategy in ("ddp", lambda: ShardLiteStrategy(group=mesh, timeout=TIMEOUT)):
+            make = maker(folder, 4, strategy)
+            first, second = make(accumulate_grad_batches=2), make(max_epochs=3)
+            net, other = module(optimizer=_sgd), module(optimizer=_sgd)
+            first.fit(net, loader())
+            first.save_checkpoint(folder / "replicas.ckpt")
+            second.fit(other, loader(), ckpt_path=folder / "replicas.ckpt")
+            results.append([net.seen, other.seen, whole(second)])
+    assert_same(*results, rtol=1e-5, atol=1e-6)  # four gradients are added in another order
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_saves_and_resumes(cluster, tmp_path):
+    cluster.run(replicas, 4, tmp_path)
+
+
 class Chosen:
     """Saves some of its weights."""
 
@@ -705,7 +729,7 @@ def own_state(group: Any, folder: Path) -> None:
         trainer.fit(net, loader())
         trainer.save_checkpoint("counted.ckpt")
         saved = torch.load("counted.ckpt", weights_only=True)["state_dict"]
-        assert_same({**whole(trainer), "_extra_state": {"steps": 6}}, {**saved})
+        assert_same({**whole(trainer), "_extra_state": {"steps": 12}}, {**saved})
 
 
 @pytest.mark.slow
