@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardlite
+from shardlite.integrations._wrapping import adopt, check_options, holds
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
 from shardlite.whole import WholeParameters
@@ -107,7 +108,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, stage: int = 3, **options: Any) -> None:
-        own, self._options = _split_options(type(self).__name__, DDPStrategy, stage, options)
+        own, self._options = _split_options(type(self).__name__, stage, options)
         super().__init__(**own)
 
     # ---- setup ------------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
             with _shards_for_own_optimizers():
                 self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                _adopt(self.model, optimizer)
+                adopt(self.model, optimizer)
         _gather_for_averages(trainer, self.model)
         self.setup_precision_plugin()
 
@@ -187,14 +188,14 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer on rank 0. Collective."""
         bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if isinstance(self.model, ShardLite) and _holds(bare, self.model):
+        if isinstance(self.model, ShardLite) and holds(bare, self.model):
             return shardlite.full_optimizer_state(self.model, bare, rank=0)
         return super().optimizer_state(bare)  # type: ignore[no-any-return]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole optimizer states, of any number of ranks and of any strategy. Collective."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if _holds(optimizer, self.model):
+            if holds(optimizer, self.model):
                 shardlite.load_optimizer_state(self.model, optimizer, state)
             else:
                 optimizer.load_state_dict(state)
@@ -224,7 +225,7 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, stage: int = 3, **options: Any) -> None:
-        own, self._options = _split_options(type(self).__name__, FabricDDPStrategy, stage, options)
+        own, self._options = _split_options(type(self).__name__, stage, options)
         if "precision_plugin" in own:
             own["precision"] = own.pop("precision_plugin")
         super().__init__(**own)
@@ -246,7 +247,7 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give shards to an optimizer."""
         for model in self._living():
-            _adopt(model, optimizer)
+            adopt(model, optimizer)
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -282,7 +283,7 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         return rest  # type: ignore[no-any-return]
 
     def _model_of(self, optimizer: Optimizer) -> ShardLite | None:
-        return next((model for model in self._living() if _holds(optimizer, model)), None)
+        return next((model for model in self._living() if holds(optimizer, model)), None)
 
     def _living(self) -> list[ShardLite]:
         return [model for model in self._wrapped.values() if not model._unwrapped]
@@ -315,19 +316,17 @@ class _State:
 
 # ---- both -----------------------------------------------------------------------------------------------------------
 
-_OWN = (
-    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-    *("process_group_backend", "start_method"),
+_OWN = frozenset(
+    {
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+        *("process_group_backend", "start_method"),
+    }
 )
 
 
-def _split_options(name: str, base: type, stage: int, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_options(name: str, stage: int, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keywords of `DDPStrategy`, and those of `ShardLite`."""
-    known = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
-    if unknown := options.keys() - known - {*_OWN}:
-        raise TypeError(f"{name} got unknown options {sorted(unknown)}: it takes {sorted(known | {*_OWN})}")
-    if stage not in range(4):
-        raise ValueError(f"{name}(stage={stage!r}): the stages are 0, 1, 2 and 3")
+    check_options(name, {"stage": stage, **options}, _OWN)
     own = {key: value for key, value in options.items() if key in _OWN or key == "timeout"}
     return own, {"stage": stage, **{key: value for key, value in options.items() if key not in _OWN}}
 
@@ -348,19 +347,6 @@ def _wrap(module: nn.Module, device: torch.device, options: Mapping[str, Any]) -
     wrapped = ShardLite(module, device=device, **options)
     _models.add(wrapped)
     return wrapped
-
-
-def _adopt(model: ShardLite, optimizer: Optimizer) -> None:
-    """Replace the parameters of `model` in an optimizer by their shards, if the optimizer holds any."""
-    params = set(model.module.parameters())
-    if any(param in params for group in optimizer.param_groups for param in group["params"]):
-        model.adopt(optimizer)
-
-
-def _holds(optimizer: Optimizer, model: ShardLite) -> bool:
-    """Return whether an optimizer holds shards of `model`."""
-    shards = set(model.parameters())
-    return any(param in shards for group in optimizer.param_groups for param in group["params"])
 
 
 def _chooses_state(module: nn.Module) -> bool:
