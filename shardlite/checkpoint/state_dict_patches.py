@@ -126,15 +126,17 @@ def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
         return state
     wanted = not info.cpu_offload or ModelState(model).context.rank == 0
     shards = original(model, *others, replace(info, full_state_dict=False, cpu_offload=False))
+    owners = [each for each in (others[0] if others else ()) if isinstance(each, WholeParameters)]
 
     def copied(value: Tensor) -> Tensor | None:
         tensor = value.full_tensor() if isinstance(value, ShardTensor) else value.clone()
-        return (tensor.cpu() if info.cpu_offload else tensor) if wanted else None
+        if not wanted and (isinstance(value, ShardTensor) or not owners):
+            return None  # states of parameters that this rank owns are kept, because it sends them
+        return tensor.cpu() if info.cpu_offload else tensor
 
     whole: _State = tree_map_only(Tensor, copied, shards)
-    for optimizer in others[0] if others else ():
-        if isinstance(optimizer, WholeParameters):
-            _add_owned(whole, model, optimizer)
+    for optimizer in owners:
+        _add_owned(whole, model, optimizer)
     return whole if wanted else {}
 
 

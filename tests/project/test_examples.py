@@ -230,10 +230,10 @@ import lightning_fit
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning_strategy import ShardLiteStrategy
 from torch.utils.data import DataLoader
 
 from shardlite.apps.demo.text import read_corpus
+from shardlite.integrations.lightning import ShardLiteStrategy
 
 
 class Momentum(lightning_fit.Writer):
@@ -243,7 +243,7 @@ class Momentum(lightning_fit.Writer):
 
 def other_uses(stage):
     text = read_corpus(None, context=64, limit=1 << 20)
-    data = DataLoader(lightning_fit.Windows(text.train, 64), 8)
+    data = DataLoader(lightning_fit.windows(text.train, 64), 8)
     torch.manual_seed(0)
     module = Momentum()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -285,7 +285,7 @@ def test_lightning_trains_by_its_strategy_and_goes_on_from_its_checkpoint(tmp_pa
     assert losses[-1] < losses[0] < 5.5
 
     text = read_corpus(None, context=example.CONFIG.context, limit=1 << 20)
-    data = example.Windows(text.train, 640)
+    data = example.windows(text.train, 640)
     torch.manual_seed(0)
     plain = PlainTraining(example.Writer(), adamw(lr=2e-3))
     schedule = LambdaLR(plain.optimizer, lambda step: min(1.0, (step + 1) / 10))
@@ -351,7 +351,7 @@ def test_the_list_of_examples_is_complete_and_its_commands_exist():
     documented = text + "".join((EXAMPLES / script).read_text() for script in scripts)
     start = r"(?:torchrun --nproc-per-node 2|python) examples/"
     commands = re.findall(start + r"(\w+\.py)((?: --?\S+(?: [^-\s]\S*)?)*)", documented)
-    assert {script for script, _ in commands} == scripts - {"lightning_strategy.py", "largest_systems.py"}
+    assert {script for script, _ in commands} == scripts - {"largest_systems.py"}
     for script, options in commands:
         text = (EXAMPLES / script).read_text()
         for option in re.findall(r"--[a-z_]+", options):
