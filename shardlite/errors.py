@@ -36,8 +36,8 @@ SAME_PASSES = (
 
 
 EVERY_RANK = (
-    "Every rank must call the model, and full_state_dict(), gathered(), clip_grad_norm_(), save(), load(): do not put "
-    "these calls under `if rank == 0:`, only what prints or writes their results"
+    "Every rank must call the model, its methods (full_state_dict(), gathered(), clip_grad_norm_(), ...), and save() "
+    "and load(): do not put these calls under `if rank == 0:`, only what prints or writes their results"
 )
 """The remedy if ranks wait for each other in different calls, or a rank has not come."""
 

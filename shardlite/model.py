@@ -411,7 +411,7 @@ class ShardLite(nn.Module):
             optimizer: an elementwise optimizer, or a wrapper with such an optimizer as its attribute `optimizer`.
 
         Raises:
-            TypeError: `optimizer` is not an optimizer. Raised on every rank, on others as `LayoutError`.
+            TypeError: `optimizer` is not an optimizer. Ranks with an optimizer raise `LayoutError` instead.
             LayoutError: the optimizer holds no parameter of this model, is not elementwise, or has other parameters or
                 states than on another rank. Raised on every rank; nothing was changed.
 
@@ -814,7 +814,7 @@ class ShardLite(nn.Module):
             CommError: another rank failed, or did not start the loop.
 
         Example:
-            >>> llm.load_weights(model.full_parameters(dtype=torch.bfloat16))
+            >>> inference_model.load_weights(model.full_parameters(dtype=torch.bfloat16))
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"full_parameters(dtype=...) must be a floating-point dtype, got {dtype!r}")
@@ -851,8 +851,9 @@ class ShardLite(nn.Module):
     def full_grad(self, name: str) -> Tensor | None:
         """Return a copy of the whole gradient of one parameter, as `.grad` has it in a plain model. Collective.
 
-        Call this between the backward and `zero_grad()`. The gradient is averaged over the ranks. If it was clipped or
-        multiplied by the scale of a gradient scaler, so is the copy.
+        Call this between the backward and `zero_grad()`. The gradient is the one that the optimizer sees: averaged over
+        ranks, divided by counts, or summed. If it was clipped or multiplied by the scale of a gradient scaler, so is
+        the copy.
 
         Args:
             name: original name of the parameter.

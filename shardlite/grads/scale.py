@@ -141,7 +141,7 @@ class Scale:
         self._backwards = self._counted = 0
 
     def before_step(self) -> None:
-        """Check that gradients are divided. Several ranks keep gradients that are not divided in their buckets."""
+        """Do nothing: several ranks keep undivided gradients in their buckets, not in `.grad`."""
 
     def after_step(self) -> None:
         """Forget the counts of gradients that a step has used."""
