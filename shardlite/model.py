@@ -543,11 +543,11 @@ class ShardLite(nn.Module):
 
         Args:
             reduction: `"mean"` divides the sum of gradients by the number of ranks, or by the counts of `count_items`.
-                `"sum"` does not divide.
+                `"sum"` does not divide. With `Route(order="tree")`, the parts of the global batch take the place of
+                ranks.
 
         Raises:
             ValueError: `reduction` is neither `"mean"` nor `"sum"`.
-            LayoutError: `reduction` is `"sum"`, and the model was wrapped with `Route(order="tree")`.
             PhaseError: gradients are accumulated, and not reduced. If ranks make different choices, the next backward
                 raises `PhaseError` on every rank, or on a GPU a later backward does.
 
@@ -556,8 +556,6 @@ class ShardLite(nn.Module):
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"set_gradient_reduction() takes 'mean' or 'sum', got {reduction!r}")
-        if reduction == "sum":
-            self._refuse_with_parts("set_gradient_reduction('sum')")
         self._recover()
         if self._reducer.accumulates:
             raise PhaseError(

@@ -20,7 +20,7 @@ from shardlite.params import as_they_are
 from tests.support.internals import context
 from tests.support.models.residual import WIDTH, net
 from tests.support.models.small import Branches, Branching
-from tests.support.twins.sharded import Turn, accumulating, local_parts, same_states, some_stages
+from tests.support.twins.sharded import Turn, accumulating, local_parts, same_bits, same_states, some_stages
 
 MODES = [("step",), ("local", "step"), ("sharded", "sharded", "step"), ("sharded", "local", "step")]
 
@@ -156,6 +156,25 @@ def test_a_tree_gives_the_same_bits_at_any_number_of_ranks(group: Any) -> None:
         expected = trained_in_parts(group, optimizer)
         same_states("two ranks", trained_in_parts(pairs[rank // 2], optimizer), expected)
         same_states("one rank", trained_in_parts(ones[rank], optimizer), expected)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_tree_sums_parts(group: Any) -> None:
+    """The mean of four parts is exactly a quarter of their sum."""
+    found = []
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(0)
+        model = ShardLite(net(), group=group, route=Route(order="tree", parts=4))
+        model.set_gradient_reduction(reduction)
+        for part in model.parts(0):
+            loss(model, Turn(0, part, 0)).backward()
+        found.append(gradients(model))
+    mean, total = found
+    assert mean.keys() == total.keys()
+    assert mean
+    for name, grad in mean.items():
+        assert not grad.numel() or grad.any()
+        same_bits(name, total[name], 4 * grad)
 
 
 @pytest.mark.ranks(2, 3)
@@ -304,9 +323,6 @@ def test_what_cannot_be_counted_is_refused(group: Any) -> None:
     half = ShardLite(net(), group=group, precision=Precision(compute=torch.bfloat16, reduce=torch.float16))
     with pytest.raises(LayoutError, match="overflow"):
         half.count_items(1)
-    tree = ShardLite(net(), group=group, route=Route(order="tree", parts=2))
-    with pytest.raises(LayoutError, match="adds by parts"):
-        tree.set_gradient_reduction("sum")
     model = ShardLite(net(), group=group)
     with model.no_sync():
         loss(model, Turn(0, 1, 0)).backward()

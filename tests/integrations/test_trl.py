@@ -11,7 +11,6 @@ from tests.support.trainers import SIZES, Maker, history, on_both, weights
 pytest.importorskip("trl", reason="needs trl")
 pytest.importorskip("datasets", reason="needs datasets")
 
-pytestmark = pytest.mark.slow
 STAGES = pytest.mark.parametrize("stage", [3, 2])
 
 WORDS = ["red", "blue", "one", "two", "cat", "dog", "sun", "sea", "up", "down"]
@@ -202,12 +201,18 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @STAGES
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_is_equal_to_ddp(cluster, tmp_path, stage, case):
     cluster.check(same_as_ddp, 2, tmp_path, stage, case)
 
 
+def test_sft_is_equal_to_ddp(cluster, tmp_path):
+    cluster.check(same_as_ddp, 2, tmp_path, 3, sft)
+
+
+@pytest.mark.slow
 def test_the_script_of_sft_runs_with_two_changed_lines(cluster, tmp_path):
     """TRL's own program, with the change that the page lists."""
     import json
