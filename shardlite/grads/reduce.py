@@ -58,7 +58,7 @@ from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import SentNumbers, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
-from shardlite.grads.scale import NUMBERS, Scale, Share, divide
+from shardlite.grads.scale import SHARE_NUMEL, Scale, Share, divide
 from shardlite.params import Flat, Unit, storage_key
 
 
@@ -362,7 +362,7 @@ class ReduceQueue:
             if transport is not None:
                 operation = given.operation._replace(tally=self._context.traffic.tally("used", given.unit))
                 all_reduce(users, transport, operation=operation)
-        users, sums = users[:-NUMBERS], users[-NUMBERS:]
+        users, sums = users[:-SHARE_NUMEL], users[-SHARE_NUMEL:]
         users = users * ~share.disagree(sums, self._context.world_size, self._sent)
         return users, share.total(sums) if share.counted else None
 
@@ -523,7 +523,7 @@ class GradientShards:
             all_reduce(flags, transport, operation=operation)
 
     def _check(self, sums: Tensor, ranks: int) -> Tensor | None:
-        """Check that all `ranks` divide by the same number, given the sums [`NUMBERS`] of their shares.
+        """Check that all `ranks` divide by the same number, given the sums [`SHARE_NUMEL`] of their shares.
 
         Return a boolean tensor [], whether they do not. If it is `sums.any()`, return `None`.
         """

@@ -1,6 +1,6 @@
 """Divide sums of gradients by the number of items (such as tokens) of all ranks instead of the number of ranks.
 
-Each rank counts the items of each of its backwards. The counts travel with the flags of gradients, in `NUMBERS`
+Each rank counts the items of each of its backwards. The counts travel with the flags of gradients, in `SHARE_NUMEL`
 integers that every reduction sends, also without counts:
 
     3 integers   how this rank divides: by counts, not at all, or by counts of only some of its backwards
@@ -30,8 +30,8 @@ from shardlite.telemetry import LaggedNumbers
 
 _BASE = 4096
 _PLACES = tuple(float(_BASE) ** power for power in (1, 0, -1, -2, -3))
-_STATES = 3
-NUMBERS = _STATES + len(_PLACES)
+_STATE_NUMEL = 3
+SHARE_NUMEL = _STATE_NUMEL + len(_PLACES)
 """Number of integers that a rank sends."""
 
 _BAD = -(2.0**36)
@@ -59,23 +59,23 @@ class Share(NamedTuple):
         return self.digits is not None
 
     def message(self, numbers: Sequence[int], sent: SentNumbers) -> Tensor:
-        """Return `numbers` and this share as one int32 tensor [n + `NUMBERS`]. The caller must not write to it."""
+        """Return `numbers` and this share as one int32 tensor [n + `SHARE_NUMEL`]. The caller must not write to it."""
         if self.digits is None:
             return sent((*numbers, *self.state, *_NOTHING))
         return torch.cat([sent((*numbers, *self.state)), self.digits])
 
     def disagree(self, sums: Tensor, ranks: int, sent: SentNumbers) -> Tensor:
-        """Return a boolean tensor [], given the sums [`NUMBERS`] of all shares: whether ranks divide differently."""
+        """Return a boolean tensor [], whether ranks divide differently, given the sums [`SHARE_NUMEL`] of shares."""
         expected = [-1] if self.state == _MIXED else [ranks * each for each in self.state]
-        wrong = (sums[:_STATES] != sent(expected)).any()
-        return wrong | (sums[_STATES] < 0) if self.counted else wrong  # a bad count on some rank
+        wrong = (sums[:_STATE_NUMEL] != sent(expected)).any()
+        return wrong | (sums[_STATE_NUMEL] < 0) if self.counted else wrong  # a bad count on some rank
 
     def total(self, sums: Tensor) -> Tensor:
-        """Return the total of all counts [] in fp64, given the sums [`NUMBERS`] of all shares.
+        """Return the total of all counts [] in fp64, given the sums [`SHARE_NUMEL`] of all shares.
 
         A total of 0 gives 1, and a bad count on a GPU gives NaN.
         """
-        total = (sums[_STATES:] * _places(sums.device)).sum()
+        total = (sums[_STATE_NUMEL:] * _places(sums.device)).sum()
         return torch.where(total > 0, total, torch.where(total < 0, torch.nan, 1.0))
 
 
@@ -147,7 +147,7 @@ class Scale:
         """Forget the counts of gradients that a step has used."""
 
     def check(self, share: Share, sums: Tensor, ranks: int, disagree: Tensor | None) -> None:
-        """Raise if ranks divide by different numbers, given the sums [`NUMBERS`] of the shares of all `ranks`.
+        """Raise if ranks divide by different numbers, given the sums [`SHARE_NUMEL`] of the shares of all `ranks`.
 
         On a GPU, raise some backwards later, because the host does not wait. The steps in between are skipped.
 
@@ -156,7 +156,7 @@ class Scale:
         """
         self._reductions += 1
         if is_here(sums):
-            counted, summed, mixed = sums[:_STATES].tolist()
+            counted, summed, mixed = sums[:_STATE_NUMEL].tolist()
             if mixed or (counted, summed, mixed) != tuple(ranks * each for each in share.state):
                 raise PhaseError(self._explain(share, counted, summed, mixed, ranks))
             return
@@ -276,7 +276,7 @@ class SoloScale(Scale):
             return
         share, self._ended = self.share(), True
         assert share.digits is not None, "the backward was counted"
-        self._total = share.total(torch.cat([torch.zeros_like(share.digits[:_STATES]), share.digits]))
+        self._total = share.total(torch.cat([torch.zeros_like(share.digits[:_STATE_NUMEL]), share.digits]))
         if self._backwards > 1:
             for shard in self._shards:
                 if shard.grad is not None:

@@ -117,7 +117,7 @@ class ShardLiteMixin:
 
     def __init__(self: Any, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.sharding = dict(self.sharding if sharding is None else sharding)
-        check_options("sharding", self.sharding)
+        check_options(f"{type(self).__name__}(sharding=...)", self.sharding)
         super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):  # of TRL's trainers that generate
             self._dist.summon_full_params = self._summon_full_params

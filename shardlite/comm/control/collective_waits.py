@@ -8,17 +8,19 @@ ranks of a model, and was the same a second ago, it publishes the wait. So a ste
 no message. A rank that computes, reads data or writes a file is in no collective, so it is waited for.
 """
 
+import atexit
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Lock, Thread
 from types import FrameType
-from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardlite.comm.control.interrupts import LIBRARIES
+from shardlite.errors import ShardLiteError
 
 PERIOD = 1.0
 """Seconds between two looks."""
@@ -27,15 +29,9 @@ _ENDS_TOGETHER = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "r
 """First words of the collectives that end on no rank before all ranks have called them."""
 
 
-class Publisher(Protocol):
-    """What `publish_collective` is called on. (`FailureReports` cannot be imported here: its file imports this one.)"""
+_looks: "list[weakref.WeakMethod[Callable[[], None]]]" = []
+"""The methods that are called once per `PERIOD`."""
 
-    def publish_collective(self) -> None:
-        """Publish the collective that the program waits in."""
-        ...
-
-
-_publishers: "weakref.WeakSet[Publisher]" = weakref.WeakSet()
 _starting, _end = Lock(), Event()
 _thread: Thread | None = None
 
@@ -58,11 +54,11 @@ def _line_of_program(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
-def watch_collectives(publisher: Publisher) -> None:
-    """Call `publish_collective` of `publisher` once per `PERIOD`, on another thread, while the publisher exists."""
+def watch_collectives(look: Callable[[], None]) -> None:
+    """Call the bound method `look` once per `PERIOD`, on another thread, while its object exists."""
     global _thread
-    _publishers.add(publisher)
     with _starting:
+        _looks.append(weakref.WeakMethod(look))
         if _thread is None or not _thread.is_alive():
             # A daemon thread, because the process must not wait for a store that never answers.
             _thread = Thread(target=_watch, name="shardlite-collectives", daemon=True)
@@ -75,12 +71,14 @@ def _watch() -> None:
 
 
 def _look() -> None:
-    """Look once. No reference to a publisher is kept afterwards, so that a deleted model's memory is freed."""
+    """Look once. No reference to an object is kept afterwards, so that a deleted model's memory is freed."""
     with _starting:
-        publishers = list(_publishers)
-    for each in publishers:
-        with suppress(Exception):  # the store may have ended
-            each.publish_collective()
+        _looks[:] = [each for each in _looks if each() is not None]
+        methods = [each() for each in _looks]
+    for look in methods:
+        if look is not None:
+            with suppress(RuntimeError, OSError, ShardLiteError):  # the store may have ended
+                look()
 
 
-weakref.finalize(Publisher, _end.set)  # at exit
+atexit.register(_end.set)

@@ -133,7 +133,7 @@ class FailureReports:
         self._collective = ("", "")  # the latest look: name of the program's collective, and line of the program
         self._looks = 0  # number of looks that have found this collective
         if waits is not None and self._members:
-            watch_collectives(self)
+            watch_collectives(self.publish_collective)
         self._comparing = Lock()  # several queues may fail at the same time
         self._since: float | None = None  # time of the current report, which several queues read
 
