@@ -37,8 +37,9 @@ try:
     from accelerate.utils import DynamoBackend, load
     from accelerate.utils.other import compile_regions_fsdp2
 except ImportError as error:
-    raise ImportError(
-        "shardlite.integrations.accelerate requires accelerate >= 1.15: pip install 'shardlite[accelerate]'"
+    raise ModuleNotFoundError(
+        "shardlite.integrations.accelerate requires accelerate >= 1.15: pip install 'shardlite[accelerate]'",
+        name=error.name,
     ) from error
 
 _Original = Callable[..., Any]

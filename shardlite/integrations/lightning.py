@@ -48,9 +48,10 @@ try:
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.grads import grad_norm
 except ImportError as error:
-    raise ImportError(
+    raise ModuleNotFoundError(
         "shardlite.integrations.lightning requires lightning >= 2.6: pip install 'shardlite[lightning]' "
-        "(pytorch_lightning and lightning_fabric are other packages, which it does not work with)"
+        "(pytorch_lightning and lightning_fabric are other packages, which it does not work with)",
+        name=error.name,
     ) from error
 
 __all__ = ["ShardLiteFabricStrategy", "ShardLiteStrategy"]

@@ -13,6 +13,9 @@ from torch import nn
 from shardlite import AdamW, ShardLite
 from tests.support.twins.sharded import same_bits, same_states
 
+pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("peft", reason="needs peft")
+
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 

@@ -9,6 +9,7 @@ no message. A rank that computes, reads data or writes a file is in no collectiv
 """
 
 import atexit
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torch.distributed import distributed_c10d
 
 from shardlite.comm.control.interrupts import LIBRARIES
 from shardlite.errors import ShardLiteError
+
+log = logging.getLogger("shardlite")
 
 PERIOD = 1.0
 """Seconds between two looks."""
@@ -77,8 +80,12 @@ def _look() -> None:
         methods = [each() for each in _looks]
     for look in methods:
         if look is not None:
-            with suppress(RuntimeError, OSError, ShardLiteError):  # the store may have ended
+            try:
                 look()
+            except (RuntimeError, OSError, ShardLiteError) as error:  # the store may have ended
+                log.debug("the program's collective is not published: %s", error)
+            except Exception:
+                log.exception("the program's collective is not published")
 
 
 atexit.register(_end.set)
