@@ -246,15 +246,14 @@ def give_shards(optimizer: Optimizer, model: OptimizerBridge, part: Callable[[Te
     if isinstance(optimizer, AdamW):
         adopt(shards, part)
     else:
-        held = [param for param in params_of(optimizer) if param in shards]
-        states: dict[Tensor, Any] = {
-            shards[param]: {
-                key: _cut(f"{type(optimizer).__name__}: state {key!r}", key, param, value, part)
-                for key, value in optimizer.state[param].items()
-            }
-            for param in held
-            if param in optimizer.state
-        }
+        held: list[Tensor] = []
+        states: dict[Tensor, Any] = {}
+        for group in optimizer.param_groups:
+            for param in (each for each in group["params"] if each in shards):
+                held.append(param)
+                if param in optimizer.state:
+                    cut = partial(_cut, type(optimizer).__name__, group, param, shards[param], part)
+                    states[shards[param]] = {key: cut(key, value) for key, value in optimizer.state[param].items()}
         for group in optimizer.param_groups:
             group["params"][:] = [shards.get(param, param) for param in group["params"]]
         for param in held:
@@ -289,16 +288,27 @@ def _shapes(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     return sorted((key, str(getattr(value, "shape", ""))) for key, value in state.items())
 
 
-def _cut(what: str, key: str, param: Tensor, value: Any, part: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Return the part of a state of a whole parameter that belongs to its shard. Numbers are kept."""
-    if not isinstance(value, Tensor) or key in NUMBERS:
+def _cut(
+    owner: str,
+    group: dict[str, Any],
+    param: Tensor,
+    shard: Tensor,
+    part: Callable[[Tensor, Tensor], Tensor],
+    key: str,
+    value: Any,
+) -> Any:
+    """Return the part of a state of a whole parameter that belongs to its shard, on the shard's device.
+
+    The model may have moved since the optimizer was built. Numbers move as in `Optimizer.load_state_dict`.
+    """
+    if not isinstance(value, Tensor):
         return value
-    if value.shape == param.shape:
-        return part(param, value).clone()  # a copy, so that the whole state can be freed
+    if value.shape == param.shape and key not in NUMBERS:
+        return part(param, value).to(shard.device, copy=True)  # a copy, so that the whole state can be freed
     if value.ndim == 0:
-        return value
+        return value.to(shard.device) if group.get("capturable") or group.get("fused") else value
     raise LayoutError(
-        f"{what} of shape {tuple(value.shape)} cannot be cut to the shard of a parameter of shape "
+        f"{owner}: state {key!r} of shape {tuple(value.shape)} cannot be cut to the shard of a parameter of shape "
         f"{tuple(param.shape)}: use shardlite.WholeParameters, or stage=0"
     )
 

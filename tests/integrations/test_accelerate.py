@@ -48,10 +48,13 @@ PAGE = ROOT / "docs" / "accelerate.md"
 
 
 @contextlib.contextmanager
-def program(ranks: Any, /, **options: Any) -> Iterator[Callable[..., Accelerator]]:
-    """Give a function that builds accelerators, as a program that a launcher has started would; undo everything."""
-    names = {"RANK": ranks.rank(), "WORLD_SIZE": ranks.size(), "LOCAL_RANK": ranks.rank()}
-    names |= {"LOCAL_WORLD_SIZE": ranks.size(), "OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": "true"}
+def program(ranks: Any, /, *, on_gpu: bool = False, **options: Any) -> Iterator[Callable[..., Accelerator]]:
+    """Give a function that builds accelerators, as a program that a launcher has started would; undo everything.
+
+    If `on_gpu`, all ranks use the first GPU.
+    """
+    names = {"RANK": ranks.rank(), "WORLD_SIZE": ranks.size(), "LOCAL_RANK": 0 if on_gpu else ranks.rank()}
+    names |= {"LOCAL_WORLD_SIZE": ranks.size(), "OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": str(not on_gpu)}
     environment, default = dict(os.environ), dist.group.WORLD
     os.environ.update({name: str(value) for name, value in names.items()})
     dist.group.WORLD = ranks
@@ -109,16 +112,18 @@ def train(accelerator: Accelerator, *, clip: bool = False, folder: Path | None =
         epoch()
         assert torch.equal(torch.stack(first), torch.stack(losses))
     weights = model.full_state_dict() if isinstance(model, ShardLite) else model.module.state_dict()
-    return losses, {name: value.clone() for name, value in weights.items()}
+    return losses, {name: value.to("cpu", copy=True) for name, value in weights.items()}
 
 
-def assert_as_ddp(group: Any, options: Any, folder: Path | None = None, **settings: Any) -> None:
+def assert_as_ddp(
+    group: Any, options: Any, folder: Path | None = None, *, on_gpu: bool = False, **settings: Any
+) -> None:
     """Assert that a training has the losses and weights of the same program without `install`."""
     clip = settings.pop("clip", False)
     exact = not clip and group.size() == 2  # norms, and sums of more gradients, are added in another order
     results = []
     for own in ({}, options):
-        with program(group, **own) as make:
+        with program(group, on_gpu=on_gpu, **own) as make:
             at = folder / str(len(results)) if folder else None
             results.append(train(make(gradient_accumulation_steps=2, **settings), clip=clip, folder=at))
     (losses, weights), (sharded_losses, sharded_weights) = results

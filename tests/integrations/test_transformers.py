@@ -366,13 +366,13 @@ def in_fp16(make: Maker) -> Any:
     return [weights(trainer), norms(trainer)]
 
 
-def close_to_ddp(group: Any, folder: Path, stage: int, case: Any, unit: float) -> None:
+def close_to_ddp(group: Any, folder: Path, stage: int, case: Any, unit: float, *, on_gpu: bool = False) -> None:
     """Body of a rank. `unit` is the relative rounding of one operation on gradients; a step has about 100 of them."""
-    (plain, plain_norms), (sharded, sharded_norms) = on_both(group, folder, stage, case)
+    (plain, plain_norms), (sharded, sharded_norms) = on_both(group, folder, stage, case, on_gpu=on_gpu)
     assert plain_norms == pytest.approx(sharded_norms, rel=100 * unit)
     start = llama().state_dict()
     for name, value in plain.items():
-        moved = (value - start[name]).abs().max()
+        moved = (value.cpu() - start[name]).abs().max()
         assert moved > 0, name
         torch.testing.assert_close(sharded[name], value, rtol=1e-6, atol=float(100 * unit * moved))
 

@@ -19,14 +19,16 @@ from tests.support.ranks.scripts import launched
 
 
 @contextmanager
-def session(group: dist.ProcessGroup, folder: Path) -> Iterator[None]:
+def session(group: dist.ProcessGroup, folder: Path, *, on_gpu: bool = False) -> Iterator[None]:
     """Be a process that torchrun has started, in which warnings of Lightning are no errors."""
-    with launched(group, [str(folder / "run.py")], folder, "ignore"), warnings.catch_warnings():
+    with launched(group, [str(folder / "run.py")], folder, "ignore", on_gpu=on_gpu), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lightning.pytorch  # noqa: F401
         from lightning_utilities.core.rank_zero import rank_zero_only
 
         before = vars(rank_zero_only).get("rank")
+        if on_gpu:
+            dist.init_process_group("gloo")
         try:
             yield
         finally:
@@ -64,7 +66,7 @@ def whole(trainer: Any) -> dict[str, Tensor]:
 
     model = trainer.strategy.model
     state = model.full_state_dict() if isinstance(model, ShardLite) else trainer.lightning_module.state_dict()
-    return {name: value.clone() for name, value in state.items()}
+    return {name: value.to("cpu", copy=True) for name, value in state.items()}
 
 
 UNUSED = "_find_unused_parameters_true"
@@ -100,14 +102,22 @@ def fabric_maker(folder: Path, ranks: int, strategy: Callable[[], Any] | str) ->
 
 def _hardware(ranks: int, strategy: Callable[[], Any] | str) -> dict[str, Any]:
     chosen = strategy if isinstance(strategy, str) else strategy()
+    if torch.cuda.is_available():
+        return {"accelerator": "gpu", "devices": [0], "num_nodes": ranks, "strategy": chosen}
     return {"accelerator": "cpu", "devices": ranks, "strategy": chosen}
 
 
 def on_both(
-    group: dist.ProcessGroup, folder: Path, stage: int, case: Callable[[Maker], Any], *, fabric: bool = False
+    group: dist.ProcessGroup,
+    folder: Path,
+    stage: int,
+    case: Callable[[Maker], Any],
+    *,
+    fabric: bool = False,
+    on_gpu: bool = False,
 ) -> tuple[Any, Any]:
     """Return the results of a case with DDP and with ShardLite."""
-    with session(group, folder):
+    with session(group, folder, on_gpu=on_gpu):
         from shardlite.integrations.lightning import ShardLiteFabricStrategy, ShardLiteStrategy
 
         of = fabric_maker if fabric else maker

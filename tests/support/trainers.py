@@ -5,10 +5,11 @@ Transformers is imported inside functions, since that takes seconds.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,27 @@ SIZES = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_to
 
 
 @contextmanager
-def session(group: dist.ProcessGroup, folder: Path) -> Iterator[None]:
-    """Be a process that torchrun has started, with no state of accelerate before and after."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+def session(group: dist.ProcessGroup, folder: Path, *, on_gpu: bool = False) -> Iterator[None]:
+    """Be a process that torchrun has started, with no state of accelerate before and after.
+
+    If `on_gpu`, all ranks use the first GPU, over a process group that the program has initialized with gloo.
+    """
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+    chosen = mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU))
 
     def reset() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         PartialState._reset_state()
 
-    with launched(group, [str(folder / "run.py")], folder, "ignore"):
+    with (
+        launched(group, [str(folder / "run.py")], folder, "ignore", on_gpu=on_gpu),
+        chosen if on_gpu else nullcontext(),
+    ):
         reset()
+        if on_gpu:
+            dist.init_process_group("gloo")
         try:
             yield
         finally:
@@ -84,7 +95,6 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 ARGUMENTS = {
-    "use_cpu": True,
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 3,
     "max_steps": 4,
@@ -123,7 +133,12 @@ def maker(folder: Path, stage: int | None) -> Maker:
             trainer = type(f"Sharded{trainer.__name__}", (ShardLiteMixin, trainer), {})
         else:
             options.pop("sharding", None)
-        return trainer(args=arguments(**{"output_dir": str(folder), **ARGUMENTS, **args}), **options)
+        return trainer(
+            args=arguments(
+                **{"output_dir": str(folder), "use_cpu": not torch.cuda.is_available(), **ARGUMENTS, **args}
+            ),
+            **options,
+        )
 
     return make
 
@@ -134,7 +149,7 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
     wrapped = trainer.model_wrapped
     state = wrapped.full_state_dict() if isinstance(wrapped, ShardLite) else trainer.model.state_dict()
-    return {name: value.clone() for name, value in state.items()}
+    return {name: value.to("cpu", copy=True) for name, value in state.items()}
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:
@@ -149,9 +164,15 @@ def norms(trainer: Any) -> list[float]:
 
 
 def on_both(
-    group: dist.ProcessGroup, folder: Path, stage: int, case: Callable[[Maker], Any], args: tuple[Any, ...] = ()
+    group: dist.ProcessGroup,
+    folder: Path,
+    stage: int,
+    case: Callable[[Maker], Any],
+    args: tuple[Any, ...] = (),
+    *,
+    on_gpu: bool = False,
 ) -> tuple[Any, Any]:
     """Return the results of a case with DDP and with ShardLite."""
-    with session(group, folder), warnings.catch_warnings():
+    with session(group, folder, on_gpu=on_gpu), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return tuple(case(maker(folder / name, each), *args) for name, each in (("ddp", None), ("sharded", stage)))  # type: ignore[return-value]

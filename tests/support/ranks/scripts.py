@@ -120,9 +120,11 @@ def _as_command(group: Any, main: Callable[[list[str]], int], arguments: list[st
 
 @contextlib.contextmanager
 def launched(
-    group: dist.ProcessGroup, argv: list[str], folder: Path, action: str
+    group: dist.ProcessGroup, argv: list[str], folder: Path, action: str, *, on_gpu: bool = False
 ) -> Iterator[Callable[[], tuple[str, str]]]:
-    """Make this rank of the cluster look like a process that `torchrun` has started on a machine without GPUs.
+    """Make this rank of the cluster look like a process that `torchrun` has started.
+
+    The machine seems to have no GPUs. If `on_gpu`, each rank seems to be on a node of its own with one GPU.
 
     Yields a function that returns what was written to stdout and stderr.
     """
@@ -131,11 +133,10 @@ def launched(
     freeze()  # a `Meter` counts what the script makes
     with contextlib.ExitStack() as stack:
         for context in (
-            mock.patch.dict(os.environ, _environment(group)),
+            mock.patch.dict(os.environ, _environment(group, on_gpu)),
             mock.patch.object(sys, "argv", list(argv)),
             mock.patch.object(sys, "path", search),
-            mock.patch.object(torch.cuda, "is_available", return_value=False),
-            mock.patch.object(torch.cuda, "device_count", return_value=0),
+            contextlib.nullcontext() if on_gpu else _no_gpu(),
             _folder(folder),
             _random_state(),
             _loggers(),
@@ -155,14 +156,21 @@ def launched(
         gc.collect()  # what a finaliser raises belongs to this script
 
 
-def _environment(group: dist.ProcessGroup) -> dict[str, str]:
+@contextlib.contextmanager
+def _no_gpu() -> Iterator[None]:
+    none = mock.patch.object(torch.cuda, "is_available", return_value=False)
+    with none, mock.patch.object(torch.cuda, "device_count", return_value=0):
+        yield
+
+
+def _environment(group: dist.ProcessGroup, on_gpu: bool) -> dict[str, str]:
     rank, ranks = str(group.rank()), str(group.size())
     return {
         "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": "0",
+        "LOCAL_RANK": "0" if on_gpu else rank,
+        "GROUP_RANK": rank if on_gpu else "0",
         "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": "1" if on_gpu else ranks,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",  # nothing listens there: `init_process_group` does not connect
     }
