@@ -1,7 +1,8 @@
 """What all bridges do: check the options of `ShardLite`, find the optimizers of a model, and read files on one rank."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
@@ -45,6 +46,22 @@ def adopt(model: ShardLite, optimizer: Optimizer) -> None:
     params = set(model.module.parameters())
     if any(param in params for group in optimizer.param_groups for param in group["params"]):
         model.adopt(optimizer)
+
+
+@contextmanager
+def replaced(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside the context."""
+    held = {name: vars(target)[name] for name in values if name in vars(target)}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in held:
+                setattr(target, name, held[name])
+            else:
+                delattr(target, name)
 
 
 def read_on_first(model: ShardLite, what: str, read: Callable[[], _T]) -> _T | None:

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -28,14 +28,22 @@ from torch.optim import Optimizer
 from shardlite import checkpoint
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
-from shardlite.integrations._wrapping import adopt, bare, check_options, holds, read_on_first
+from shardlite.integrations._wrapping import adopt, bare, check_options, holds, read_on_first, replaced
 from shardlite.model import ModelState, ShardLite
 
 try:
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
-    from accelerate.utils import DynamoBackend, load
-    from accelerate.utils.other import compile_regions_fsdp2
+
+    from shardlite.integrations._accelerator import (
+        load_whole_optimizer,
+        place,
+        read_weights,
+        sharded,
+        whole_weights,
+        wrap,
+        wrapper_of,
+    )
 except ImportError as error:
     raise ModuleNotFoundError(
         "shardlite.integrations.accelerate requires accelerate >= 1.15: pip install 'shardlite[accelerate]'",
@@ -99,7 +107,7 @@ def _prepare_model(
     evaluation_mode: bool = False,
 ) -> Any:
     """`DistributedDataParallel` would wrap the model."""
-    known = _wrapper(accelerator, model)
+    known = wrapper_of(accelerator, model)
     if known is not None:
         return known
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -108,18 +116,13 @@ def _prepare_model(
     _check(accelerator)
     if not any(param.requires_grad for param in model.parameters()):
         return original(accelerator, model, device_placement, True)  # nothing to average: it stays whole on each rank
-    plugin = accelerator.state.dynamo_plugin
-    compiles, backend = plugin.to_kwargs(), plugin.backend
-    with _replaced(plugin, backend=DynamoBackend.NO):
-        original(accelerator, model, False, True)  # mixed precision only
-    accelerator._models.pop()
-    vars(model).pop("_is_accelerate_prepared")  # `original` takes the module for a prepared one
-    wrapped = model if isinstance(model, ShardLite) else _wrap(accelerator, model)
-    if backend != DynamoBackend.NO:
-        compile_in_place = compile_regions_fsdp2 if plugin.use_regional_compilation else nn.Module.compile
-        compile_in_place(wrapped.module, **compiles)
-    vars(wrapped)["_is_accelerate_prepared"] = True
-    accelerator._models.append(wrapped)
+    try:
+        wrapped = wrap(accelerator, model, partial(original, accelerator), _options)
+    except CommError as error:
+        raise CommError(
+            f"{error}. Every rank must call shardlite.integrations.accelerate.install(), with the same options, before "
+            "it prepares the model"
+        ) from error
     for optimizer in accelerator._optimizers:
         adopt(wrapped, bare(optimizer))
     return wrapped
@@ -131,23 +134,7 @@ def _prepare_optimizer(
     """An optimizer that was built before `prepare` would hold parameters that have no gradients."""
     if getattr(optimizer, "_is_accelerate_prepared", False):
         return original(accelerator, optimizer, device_placement)
-    for model in _sharded(accelerator._models):
-        adopt(model, optimizer)
-        if holds(optimizer, model):
-            device_placement = False  # shards are on their device already
-    return original(accelerator, optimizer, device_placement)
-
-
-def _wrap(accelerator: Any, model: nn.Module) -> ShardLite:
-    ddp = accelerator.ddp_handler
-    buffers = "own" if ddp is not None and not ddp.broadcast_buffers else "rank0"
-    try:
-        return ShardLite(model, **{"buffers": buffers, "device": accelerator.device, **_options})
-    except CommError as error:
-        raise CommError(
-            f"{error}. Every rank must call shardlite.integrations.accelerate.install(), with the same options, before "
-            "it prepares the model"
-        ) from error
+    return original(accelerator, optimizer, place(accelerator, optimizer, device_placement))
 
 
 def _check(accelerator: Any) -> None:
@@ -187,7 +174,7 @@ def _join_uneven_inputs(
     original: _Original, accelerator: Any, joinables: Sequence[Any], even_batches: bool | None = None
 ) -> AbstractContextManager[Any]:
     """Ranks with more batches would wait for the other ranks."""
-    if not _sharded(joinables):
+    if not sharded(joinables):
         context: AbstractContextManager[Any] = original(accelerator, joinables, even_batches)
         return context
     if accelerator.even_batches if even_batches is None else even_batches:
@@ -217,10 +204,8 @@ class _Weights(dict[str, Any]):
 
 def _get_state_dict(original: _Original, accelerator: Any, model: nn.Module, unwrap: bool = True) -> Any:
     """The state dict would have shards instead of weights. Collective; the weights are on rank 0."""
-    wrapped = _wrapper(accelerator, model)
-    if wrapped is None:
-        return original(accelerator, model, unwrap)
-    return wrapped.full_state_dict(rank=None if accelerator.project_configuration.save_on_each_node else 0)
+    wrapped = model if isinstance(model, ShardLite) else wrapper_of(accelerator, model)
+    return original(accelerator, model, unwrap) if wrapped is None else whole_weights(accelerator, wrapped)
 
 
 def _save_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +224,7 @@ def _save_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any
             checkpoint.save(path, model, optimizer, keep=1)
 
     handle = accelerator.register_save_state_pre_hook(save)  # the last hook: those of the program have run
-    with _replaced(accelerator, _optimizers=_unsharded(accelerator._models, optimizers), get_state_dict=weights_of):
+    with replaced(accelerator, _optimizers=_unsharded(accelerator._models, optimizers), get_state_dict=weights_of):
         try:
             return original(accelerator, *args, **kwargs)
         finally:
@@ -270,7 +255,7 @@ def _load_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any
     first = accelerator.register_load_state_pre_hook(load_first)
     accelerator._load_model_state_pre_hook.move_to_end(first.id, last=False)  # hooks of the program may overwrite it
     last = accelerator.register_load_state_pre_hook(drop)
-    with _replaced(accelerator, _optimizers=_unsharded(accelerator._models, optimizers)):
+    with replaced(accelerator, _optimizers=_unsharded(accelerator._models, optimizers)):
         try:
             return original(accelerator, *args, **kwargs)
         finally:
@@ -302,42 +287,19 @@ def _load_whole(
     """Load the files that `save_state` writes without ShardLite. Collective."""
     number = accelerator._models.index(model)
     ending = f"_{number}" if number else ""
-    weights, pickled = folder / f"model{ending}.safetensors", folder / f"pytorch_model{ending}.bin"
-    if not weights.exists() and not pickled.exists():
-        raise LayoutError(
-            f"load_state: {folder} has neither {_path('', number)}, nor {weights.name}, nor {pickled.name}"
-        )
-
-    def read_weights() -> Any:
-        from safetensors.torch import load_file
-
-        return load_file(weights) if weights.exists() else load(pickled, map_location="cpu")
-
-    model.load_full_state_dict(read_on_first(model, f"load {folder}", read_weights))
+    names = [f"model{ending}.safetensors", f"pytorch_model{ending}.bin"]
+    model.load_full_state_dict(read_on_first(model, f"load {folder}", lambda: read_weights(folder, names)))
     if optimizer is not None:
         place = [bare(each) for each in optimizers].index(optimizer)
-        file = folder / f"optimizer{f'_{place}' if place else ''}.bin"
-        state = read_on_first(model, f"load {file}", lambda: load(file, map_location="cpu"))
-        checkpoint.load_optimizer_state(model, optimizer, state)
+        load_whole_optimizer(model, optimizer, folder / f"optimizer{f'_{place}' if place else ''}.bin")
 
 
 # ---- models and optimizers of an accelerator ------------------------------------------------------------------------
 
 
-def _sharded(models: Sequence[Any]) -> list[ShardLite]:
-    return [model for model in models if isinstance(model, ShardLite)]
-
-
-def _wrapper(accelerator: Any, model: nn.Module) -> ShardLite | None:
-    """Return the wrapped model that `model` is, or is the module of."""
-    if isinstance(model, ShardLite):
-        return model if getattr(model, "_is_accelerate_prepared", False) else None
-    return next((each for each in _sharded(accelerator._models) if each.module is model), None)
-
-
 def _unsharded(models: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
     """Return the optimizers that hold no shard of any model."""
-    return [each for each in optimizers if not any(holds(each, model) for model in _sharded(models))]
+    return [each for each in optimizers if not any(holds(each, model) for model in sharded(models))]
 
 
 # ---- patches --------------------------------------------------------------------------------------------------------
@@ -380,22 +342,6 @@ def _replace(patch: Patch) -> None:
 
     setattr(patch.owner, patch.name, staticmethod(method) if isinstance(held, staticmethod) else method)
     _originals[patch.owner, patch.name] = held
-
-
-@contextmanager
-def _replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the context."""
-    held = {name: vars(target)[name] for name in values if name in vars(target)}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in held:
-                setattr(target, name, held[name])
-            else:
-                delattr(target, name)
 
 
 _ORIGINAL = "_shardlite_original"

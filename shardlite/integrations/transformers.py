@@ -11,10 +11,9 @@ without a launcher nothing is wrapped.
 Tried with transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
 """
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -35,17 +34,17 @@ from shardlite import (
     save,
 )
 from shardlite.comm import ranks_of
-from shardlite.integrations._wrapping import bare, check_options, read_on_first
+from shardlite.integrations._wrapping import bare, check_options, read_on_first, replaced
 from shardlite.optim import probe_shards
 
 try:
     import transformers.trainer
     from accelerate import Accelerator
-    from accelerate.utils import DynamoBackend
-    from safetensors.torch import load_file
     from transformers import PreTrainedModel, Trainer, TrainerCallback
     from transformers.trainer_pt_utils import get_model_param_count
     from transformers.training_args import OptimizerNames, ParallelMode
+
+    from shardlite.integrations._accelerator import place, read_file, read_weights, whole_weights, wrap, wrapper_of
 except ImportError as error:
     raise ModuleNotFoundError(
         "shardlite.integrations.transformers requires transformers >= 5.23 and accelerate >= 1.15: "
@@ -367,20 +366,18 @@ class _Unwrapping:
 
     def get_state_dict(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
         """Return whole weights on rank 0. Collective."""
-        known = (each for each in self._models if isinstance(each, ShardLite))
-        wrapped = next((each for each in known if model is each or model is each.module), None)
+        wrapped = wrapper_of(self, model)
         if wrapped is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        return wrapped.full_state_dict(rank=0)
+        return whole_weights(self, wrapped)
 
     def backward(self: Any, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of a loss of the trainer."""
         super().backward(self.before_backward(loss), **kwargs)  # type: ignore[misc]
 
     def prepare_optimizer(self: Any, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Leave the state of an optimizer of shards where it is."""
-        sharded = any(isinstance(each, ShardLite) for each in self._models)
-        return super().prepare_optimizer(optimizer, False if sharded else device_placement)  # type: ignore[misc]
+        """Give shards to an optimizer, and leave their state where it is."""
+        return super().prepare_optimizer(optimizer, place(self, optimizer, device_placement))  # type: ignore[misc]
 
 
 class _Gathering(TrainerCallback):  # type: ignore[misc]
@@ -397,14 +394,9 @@ class _Gathering(TrainerCallback):  # type: ignore[misc]
             return self.callback.on_step_end(args, state, control, **kwargs)
 
 
-@contextmanager
-def _own_items(args: Any) -> Iterator[None]:
+def _own_items(args: Any) -> AbstractContextManager[None]:
     """Let a trainer neither gather counts of items, nor multiply losses by the number of ranks."""
-    averages, args.average_tokens_across_devices = args.average_tokens_across_devices, False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = averages
+    return replaced(args, average_tokens_across_devices=False)
 
 
 def _refuse(args: Any) -> None:
@@ -420,33 +412,18 @@ _NAME = "shardlite.integrations.transformers"
 
 
 def _wrap(model: nn.Module, accelerator: Accelerator, sharding: Mapping[str, Any]) -> ShardLite:
-    """Add mixed precision as accelerate does, wrap the model, and compile it if the arguments say so."""
-    plugin = accelerator.state.dynamo_plugin
-    backend, plugin.backend = plugin.backend, DynamoBackend.NO  # it would compile the unsharded model
-    try:
-        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    finally:
-        plugin.backend = backend
-    accelerator._models.remove(model)
-    ddp = accelerator.ddp_handler
-    options = {
-        "precision": Precision(compute=_COMPUTE.get(accelerator.mixed_precision)),
-        "buffers": "own" if ddp is not None and not ddp.broadcast_buffers else "rank0",
-        **sharding,
-    }
-    sizes = [accelerator.num_processes if each is None else each.size() for each in ranks_of(options.get("group")).all]
+    sizes = [accelerator.num_processes if each is None else each.size() for each in ranks_of(sharding.get("group")).all]
     if prod(sizes) != accelerator.num_processes:
         raise ValueError(
             f"sharding: group has {prod(sizes)} of {accelerator.num_processes} ranks, and others would train models "
             "of their own: pass a mesh (replicate, shard) of all ranks"
         )
-    wrapped = ShardLite(model, device=accelerator.device, **options)
+    options = {"precision": Precision(compute=_COMPUTE.get(accelerator.mixed_precision)), **sharding}
+    wrapped = wrap(accelerator, model, accelerator.prepare_model, options)
     if wrapped.stage == 3:
-        for module in model.modules():
+        for module in wrapped.module.modules():
             if isinstance(module, PreTrainedModel):
                 module._is_fsdp_managed_module = True  # `generate` runs equally often on all ranks
-    if backend != DynamoBackend.NO:
-        model.compile(**plugin.to_kwargs())
     return wrapped
 
 
@@ -454,19 +431,12 @@ def _read(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that `save_pretrained` has written, by the names in the model."""
     if (folder / ADAPTER).exists():
         return _read_adapter(folder, model)
-    for name, read in (("model.safetensors", load_file), ("pytorch_model.bin", _unpickle)):
-        index = folder / f"{name}.index.json"
-        if (folder / name).exists():
-            return dict(read(folder / name))
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return {key: value for file in files for key, value in read(folder / file).items()}
-    raise LayoutError(f"{folder} has no weights: neither model.safetensors, nor {ADAPTER}, nor pytorch_model.bin")
+    return read_weights(folder)
 
 
 def _read_state(file: Path, shards: Path) -> Any:
     """Return the whole state of an optimizer in a file, which is empty if the state is in `shards`."""
-    state = _unpickle(file)
+    state = read_file(file)
     if shards.exists() and state["state"]:
         raise LayoutError(
             f"{file} and {shards} both have the state of the optimizer, from different runs: delete the older one"
@@ -474,14 +444,10 @@ def _read_state(file: Path, shards: Path) -> Any:
     return state
 
 
-def _unpickle(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
 def _read_adapter(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of an adapter. PEFT saves them without the adapter's name."""
     adapter = getattr(model, "active_adapter", "default")
-    saved = load_file(folder / ADAPTER)
+    saved = read_file(folder / ADAPTER)
     names = {
         name.replace(f".modules_to_save.{adapter}", "").replace(f".{adapter}", ""): name
         for name, _ in model.named_parameters()
