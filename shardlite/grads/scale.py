@@ -206,7 +206,7 @@ class SoloScale(Scale):
         self._shards = [shard for flat in flats for shard in flat.shards]
         self._accumulates = accumulates
         self._hooked: set[Tensor] = set()
-        self._task = -1  # the graph task of the latest gradient
+        self._task = -1  # the latest graph task
         self._total: Tensor | None = None  # the divisor of gradients that arrive now
         self._ended = False  # whether the latest backward has divided its gradients
 
@@ -257,15 +257,17 @@ class SoloScale(Scale):
         Raises:
             PhaseError: earlier backwards of the accumulation were counted, but not this one.
         """
+        # A reentrant backward has several tasks. Their numbers grow, and the outer task has the lowest number.
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task > self._task:
             self._task = task
-            self._begin()
+            if self.is_next_counted or not _recomputes():
+                self._begin()
         return grad if self._total is None else quotient(grad, self._total)
 
     def _begin(self) -> None:
         if self._next is None:
-            if self.counted and not _recomputes():
+            if self.counted:
                 raise PhaseError(
                     "count_items() was called before an earlier backward whose gradients are not used yet, but not "
                     "before this one. Call it before every backward whose gradients are added"

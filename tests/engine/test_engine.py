@@ -94,7 +94,8 @@ def test_sparse_adam(group: Any, stage: int) -> None:
     model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
     optimizer = optim.SparseAdam([next(model.parameters())])
     model(torch.arange(4)).sum().backward()
-    with pytest.raises(LayoutError, match=r"SparseAdam cannot step shards, because .*does not support dense gradients"):
+    # At stage 0 shards are whole parameters, so PyTorch's own error is raised.
+    with pytest.raises(LayoutError if stage else RuntimeError, match="SparseAdam .*does not support dense gradients"):
         optimizer.step()
     model.zero_grad()
     optimizer = AdamW(model.parameters())
