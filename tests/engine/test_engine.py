@@ -95,7 +95,7 @@ def test_sparse_adam(group: Any, stage: int) -> None:
     optimizer = optim.SparseAdam([next(model.parameters())])
     model(torch.arange(4)).sum().backward()
     # At stage 0 shards are whole parameters, so PyTorch's own error is raised.
-    with pytest.raises(LayoutError if stage else RuntimeError, match="SparseAdam .*does not support dense gradients"):
+    with pytest.raises(LayoutError if stage else RuntimeError, match=r"SparseAdam .*does not support dense gradients"):
         optimizer.step()
     model.zero_grad()
     optimizer = AdamW(model.parameters())
