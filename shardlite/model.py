@@ -337,7 +337,7 @@ class ShardLite(nn.Module):
         self._recover()
         super().zero_grad(set_to_none)
         self._reducer.discard()
-        self._bridge.scale.reset()
+        self._bridge.forget_counts()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped module. A method of the module may use weights."""
@@ -510,9 +510,10 @@ class ShardLite(nn.Module):
         """Divide gradients by the number of items of all ranks, for example tokens, instead of averaging over ranks.
 
         Call this before each backward, with the number of this rank's items in that backward. The loss must be the sum
-        over these items. The counts of accumulated backwards are added, and the reduction divides the sum of all
-        gradients by the total count of all ranks. A second call before the same backward replaces the count. If the
-        total is 0, the sum is not divided.
+        over these items. The counts of all backwards before a step are added, inside and outside of `no_sync()`, and
+        the sum of their gradients is divided by the total count of all ranks. A step or `zero_grad()` of an optimizer,
+        or `zero_grad()` of the model, starts a new total. A second call before the same backward replaces the count. If
+        the total is 0, the sum is not divided.
 
         Args:
             items: the number of items, or a tensor with this number. The host does not wait for a tensor on a GPU. The
@@ -548,8 +549,9 @@ class ShardLite(nn.Module):
 
         Raises:
             ValueError: `reduction` is neither `"mean"` nor `"sum"`.
-            PhaseError: gradients are accumulated, and not reduced. If ranks make different choices, the next backward
-                raises `PhaseError` on every rank, or on a GPU a later backward does.
+            PhaseError: gradients are accumulated, and not reduced, or `count_items` was called for the next backward.
+                If ranks make different choices, the next backward raises `PhaseError` on every rank, or on a GPU a
+                later backward does.
 
         Example:
             >>> model.set_gradient_reduction("sum")
@@ -557,12 +559,18 @@ class ShardLite(nn.Module):
         if reduction not in ("mean", "sum"):
             raise ValueError(f"set_gradient_reduction() takes 'mean' or 'sum', got {reduction!r}")
         self._recover()
-        if self._reducer.accumulates:
+        scale, divides = self._bridge.scale, reduction == "mean"
+        if not divides and scale.is_next_counted:
+            raise PhaseError(
+                "set_gradient_reduction('sum'): count_items() was called for the next backward, whose gradients it "
+                "divides: run that backward first"
+            )
+        if self._reducer.accumulates or (scale.accumulates and divides != scale.divides):
             raise PhaseError(
                 "set_gradient_reduction(): gradients are accumulated, and not reduced: call it after a step, or call "
                 "zero_grad() of the model first"
             )
-        self._bridge.scale.divides = reduction == "mean"
+        scale.divides = divides
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -223,6 +223,11 @@ class Backward:
         """Return whether backwards currently keep gradients, which a later backward adds to or reduces."""
         return self._mode is not Mode.STEP
 
+    @property
+    def holds_unreduced(self) -> bool:
+        """Whether there are gradients that are not reduced yet."""
+        return self._reducer.accumulates
+
     def died(self) -> bool:
         """Return whether the latest backward ended in an exception. Autograd runs no callback after an exception."""
         return self._run is not None and not in_backward()

@@ -177,10 +177,14 @@ class OptimizerBridge:
         """Record that a step has changed the shards in `stepped`."""
         self.context.version.number += 1
         self.skips.after_step()
-        self.scale.after_step()
+        self.forget_counts()
         self.clipper.gradients_written()  # fused optimizers divide gradients by the scale of a gradient scaler
         self.shards.after_step(stepped)
         self.gatherer.expire()
+
+    def forget_counts(self) -> None:
+        """Forget the counts of gradients that a step has used, or that `zero_grad()` has dropped."""
+        self.scale.forget(accumulates=self.backward.holds_unreduced)
 
     def mark_changed(self) -> None:
         """Record that all shards were changed on every rank, but not by a step."""

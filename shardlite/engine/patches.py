@@ -228,6 +228,13 @@ def _latest_step(state_dict: Mapping[str, Any]) -> int:
     return max((int(getattr(step, "value", step)) for step in steps), default=0)
 
 
+def _zero_grad(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Drop gradients, and the counts of their items."""
+    original(optimizer, *args, **kwargs)
+    for model in models_with(params_of(optimizer)):
+        model.forget_counts()
+
+
 # ---- gradient scalers and norms -------------------------------------------------------------------------------------
 
 _Tensors = Tensor | Iterable[Tensor]
@@ -345,6 +352,12 @@ def _() -> None:
 def _() -> None:
     """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
     _replace_method(Optimizer, "load_state_dict", _load_state_dict)
+
+
+@_patch("`torch.optim.Optimizer.zero_grad`", "none")
+def _() -> None:
+    """A model would not know that gradients which `count_items` has divided were dropped."""
+    _replace_method(Optimizer, "zero_grad", torch._disable_dynamo(_zero_grad))
 
 
 @_patch("classes that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`")

@@ -58,7 +58,7 @@ from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import SentNumbers, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
-from shardlite.grads.scale import SHARE_NUMEL, Scale, Share, divide
+from shardlite.grads.scale import SHARE_NUMEL, Scale, Share, divide, divisor_of
 from shardlite.params import Flat, Unit, storage_key
 
 
@@ -260,7 +260,7 @@ class ReduceQueue:
         mean = given.mean or self._place(given.flat, given.full)
         self._average(given, mean)
         if total is not None:
-            divide(mean.whole, total)
+            divide(mean.whole, divisor_of(total))
         if given.step is not None:
             given.step.update(0, None, mean.whole, 1, 0)
 
@@ -414,6 +414,7 @@ class GradientShards:
             by_blocks: whether to keep the sums of squares of blocks.
             diagnose: whether to report the names of gradients that are not finite.
         """
+        self._units = units
         self._shards = [shard for unit in units for flat in unit.flats for shard in flat.shards]
         self._context = context
         self._scale = scale
@@ -427,11 +428,13 @@ class GradientShards:
         The reduction has computed the statistics of new means. Sums with accumulated gradients, and gradients that this
         backward has not changed, have no statistics. A pass over their memory checks them for NaNs and infinities.
 
-        If items are counted, the means are still sums. They are divided and stored when the total has arrived.
+        If items are counted, the means are still sums. They are divided and stored when the total has arrived. If no
+        step has used the gradients of an earlier reduction, all are divided by the total of both reductions.
 
         Raises:
             CommError: a peer failed, timed out or called a different operation.
-            PhaseError: ranks divide by different numbers. Raised on every rank.
+            PhaseError: ranks divide by different numbers, or only some of the backwards were counted. Raised on every
+                rank.
         """
         parts = [part for reduction in reductions for part in reduction.parts()]
         if not parts:
@@ -443,18 +446,35 @@ class GradientShards:
         bad = torch.stack([mean.total for mean in means])[:, 1]
         flags = [*bad.unbind(), any_bad(sums, self._context.device).double()]
         users, self._nonfinite, total = self._exchange([used for _, _, used in parts], flags)
-        if total is not None:
-            for mean in means:
-                divide(mean.whole, total)
+        divisor = None if total is None else self._divide(means, [grad for _, grad in before], total)
+        if total is None:
+            self._scale.check_uncounted(version=self._version(), graded=bool(before))
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and (counted or not used):
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
         graded = self._graded()
-        squares = {mean.flat: self._squares(mean, total) for mean in means}
+        squares = {mean.flat: self._squares(mean, divisor) for mean in means}
         self._reduced_norm = None if before else ReducedNorm(squares, graded)
         self._judged = [weakref.ref(grad) for _, grad in graded]
         if self._diagnose and self._nonfinite.item():
             self._name_bad(reductions)
+
+    def _divide(self, means: Sequence[Mean], earlier: Sequence[Tensor], total: Tensor) -> Tensor:
+        """Divide the sums of a reduction, and the `earlier` gradients that no step has used. Return the divisor [].
+
+        `total` is the total of the counts of the reduction.
+        """
+        divisor, again = self._scale.divisors(total, version=self._version(), graded=bool(earlier))
+        for mean in means:
+            divide(mean.whole, divisor)
+        if again is not None:
+            for grad in earlier:
+                divide(grad, again)
+        return divisor
+
+    def _version(self) -> int:
+        """Return a number that grows with every change of the weights."""
+        return sum(unit.version() for unit in self._units)
 
     def keep(self, reductions: Sequence[Reduction]) -> None:
         """Keep sums in their buckets, for the reduction that ends the accumulation.
@@ -483,12 +503,12 @@ class GradientShards:
                 shard.grad = grad
         return sums
 
-    def _squares(self, mean: Mean, total: Tensor | None) -> Squares:
-        """Return the sums of squares of a mean. The sum was divided by `total`, if it is not `None`."""
+    def _squares(self, mean: Mean, divisor: Tensor | None) -> Squares:
+        """Return the sums of squares of a mean. The sum was divided by `divisor`, if it is not `None`."""
         whole, blocks = mean.total[0], mean.stats[:, 0] if self._by_blocks else None
-        if total is None:
+        if divisor is None:
             return Squares(whole, blocks)
-        square = total.square()
+        square = divisor.square()
         return Squares(whole / square, None if blocks is None else blocks / square)
 
     def after_steps(self, reductions: Sequence[Reduction], *, check: bool = True) -> Tensor:

@@ -73,10 +73,10 @@ class Share(NamedTuple):
     def total(self, sums: Tensor) -> Tensor:
         """Return the total of all counts [] in fp64, given the sums [`SHARE_NUMEL`] of all shares.
 
-        A total of 0 gives 1, and a bad count on a GPU gives NaN.
+        A bad count on a GPU gives NaN.
         """
         total = (sums[_STATE_NUMEL:] * _places(sums.device)).sum()
-        return torch.where(total > 0, total, torch.where(total < 0, torch.nan, 1.0))
+        return torch.where(total < 0, torch.nan, total)
 
 
 class Scale:
@@ -92,6 +92,8 @@ class Scale:
         self._next: Tensor | None = None  # the digits of the count of the next backward
         self._digits: Tensor | None = None  # the digits of the counts since the latest reduction
         self._backwards = self._counted = 0  # the numbers of backwards since the latest reduction
+        self._earlier: Tensor | None = None  # the total by which the gradients in `.grad` are divided
+        self._version = 0  # the version of the weights when these gradients were divided
         self._reductions = 0
         self._wrong: LaggedNumbers | None = None  # on a device, [1]: the first reduction in which ranks disagreed, or 0
 
@@ -135,16 +137,58 @@ class Scale:
             return Share(_MEAN if self.divides else _SUM, None)
         return Share(_COUNTED if self._counted == self._backwards else _MIXED, self._digits)
 
+    @property
+    def is_next_counted(self) -> bool:
+        """Whether the next backward has a count."""
+        return self._next is not None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether there were backwards since the latest reduction."""
+        return self._backwards > 0
+
+    def divisors(self, total: Tensor, *, version: int, graded: bool) -> tuple[Tensor, Tensor | None]:
+        """Add a total to that of the gradients in `.grad`, if no step has used them.
+
+        Args:
+            total: the total of the counts of a reduction.
+            version: number that grows with every change of the weights.
+            graded: whether any shard has a gradient.
+
+        Returns:
+            The divisor of the sums of the reduction, [] in fp64, and the divisor of the gradients in `.grad`. The
+            latter is `None` if these gradients stay as they are.
+        """
+        earlier = self._earlier if graded and self._version == version else None
+        self._earlier, self._version = total if earlier is None else earlier + total, version
+        own = divisor_of(self._earlier)
+        return own, None if earlier is None else own / divisor_of(earlier)
+
+    def check_uncounted(self, *, version: int, graded: bool) -> None:
+        """Check that a reduction without counts is not added to gradients with counts.
+
+        Raises:
+            PhaseError: an earlier backward was counted, and no step has used its gradients.
+        """
+        if graded and self._earlier is not None and self._version == version:
+            raise PhaseError(_UNCOUNTED)
+
     def reset(self) -> None:
-        """Forget the counts of gradients that were reduced or dropped."""
+        """Forget the counts since the latest reduction, whose gradients were reduced or dropped."""
         self._digits = None
         self._backwards = self._counted = 0
 
     def before_step(self) -> None:
         """Do nothing: several ranks keep undivided gradients in their buckets, not in `.grad`."""
 
-    def after_step(self) -> None:
-        """Forget the counts of gradients that a step has used."""
+    def forget(self, *, accumulates: bool) -> None:
+        """Forget the counts of gradients in `.grad` that were used or dropped.
+
+        `accumulates` says whether other gradients are not reduced yet, so that their counts are still needed.
+        """
+        self._earlier = None
+        if not accumulates:
+            self.reset()
 
     def check(self, share: Share, sums: Tensor, ranks: int, disagree: Tensor | None) -> None:
         """Raise if ranks divide by different numbers, given the sums [`SHARE_NUMEL`] of the shares of all `ranks`.
@@ -196,8 +240,8 @@ class Scale:
 class SoloScale(Scale):
     """Divides the gradients of a single rank by counts. Autograd adds these gradients up in `.grad` of the shards.
 
-    Each gradient is divided before it is added. The sums of accumulated backwards are divided when the backward begins
-    that ends the accumulation.
+    Each gradient is divided before it is added. When a backward begins, the gradients of earlier backwards are divided
+    by the total that now includes its count. Inside `no_sync()`, they are multiplied by their total.
     """
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, accumulates: Callable[[], bool]) -> None:
@@ -207,23 +251,11 @@ class SoloScale(Scale):
         self._accumulates = accumulates
         self._hooked: set[Tensor] = set()
         self._task = -1  # the latest graph task
-        self._total: Tensor | None = None  # the divisor of gradients that arrive now
-        self._ended = False  # whether the latest backward has divided its gradients
+        self._divisor: Tensor | None = None  # the divisor of gradients. `None`: they are not divided yet
 
     def count(self, items: float | Tensor) -> None:
-        """Set the number of items in the next backward, as `Scale.count` does.
-
-        Raises:
-            PhaseError: an accumulation begins, but the gradients of the previous one were neither used nor dropped.
-        """
+        """Set the number of items in the next backward, as `Scale.count` does."""
         super().count(items)
-        if self._ended and self._accumulates() and any(shard.grad is not None for shard in self._shards):
-            raise PhaseError(
-                "count_items(): on a single rank, gradients cannot be accumulated beside gradients that were divided "
-                "already: call step() of the optimizer and zero_grad() of the model first"
-            )
-        if self._ended:
-            self.reset()
         for shard in self._shards:
             if shard.requires_grad and shard not in self._hooked:
                 self._hooked.add(shard)
@@ -236,20 +268,21 @@ class SoloScale(Scale):
         Raises:
             PhaseError: gradients were counted, but the accumulation has not ended.
         """
-        if self.counted and not self._ended:
+        if self.counted and self._divisor is None:
             raise PhaseError(
                 "gradients were accumulated with counts, but not divided: run the last backward before a step outside "
                 "of no_sync(), or drop the gradients with zero_grad() of the model"
             )
 
-    def after_step(self) -> None:
-        """Forget the counts of gradients that a step has used."""
+    def forget(self, *, accumulates: bool) -> None:
+        """Forget the counts of gradients that were used or dropped."""
+        del accumulates  # there are no gradients other than those in `.grad`
         self.reset()
 
     def reset(self) -> None:
         """Forget the counts of gradients that were used or dropped."""
         super().reset()
-        self._total, self._ended = None, False
+        self._divisor = None
 
     def divided(self, grad: Tensor) -> Tensor:
         """Return a gradient that autograd is about to add to `.grad`, divided if the accumulation ends.
@@ -263,26 +296,35 @@ class SoloScale(Scale):
             self._task = task
             if self.is_next_counted or not _recomputes():
                 self._begin()
-        return grad if self._total is None else quotient(grad, self._total)
+        return grad if self._divisor is None else quotient(grad, self._divisor)
 
     def _begin(self) -> None:
+        version, graded = sum(shard._version for shard in self._shards), self._graded()
+        if not graded or (self._divisor is not None and version != self._version):  # the gradients were dropped or used
+            self.reset()
         if self._next is None:
             if self.counted:
-                raise PhaseError(
-                    "count_items() was called before an earlier backward whose gradients are not used yet, but not "
-                    "before this one. Call it before every backward whose gradients are added"
-                )
+                raise PhaseError(_UNCOUNTED)
             return
         self.begin_backward(counts=True)
-        if self._accumulates():
-            return
-        share, self._ended = self.share(), True
+        before, self._divisor, self._version = self._divisor, None, version
+        share = self.share()
         assert share.digits is not None, "the backward was counted"
-        self._total = share.total(torch.cat([torch.zeros_like(share.digits[:_STATE_NUMEL]), share.digits]))
-        if self._backwards > 1:
-            for shard in self._shards:
-                if shard.grad is not None:
-                    divide(shard.grad, self._total)
+        if not self._accumulates():
+            total = share.total(torch.cat([torch.zeros_like(share.digits[:_STATE_NUMEL]), share.digits]))
+            self._divisor = divisor_of(total)
+        if self._backwards > 1 and before is not self._divisor:
+            one = torch.ones((), dtype=torch.float64, device=self._device)
+            for grad in graded:
+                divide(grad, (one if self._divisor is None else self._divisor) / (one if before is None else before))
+
+    def _graded(self) -> list[Tensor]:
+        return [shard.grad for shard in self._shards if shard.grad is not None]
+
+
+def divisor_of(total: Tensor) -> Tensor:
+    """Return the divisor for a total of counts []. It is 1 for a total of 0."""
+    return torch.where(total == 0, 1.0, total)
 
 
 def divide(sums: Tensor, total: Tensor) -> None:
@@ -310,6 +352,11 @@ def _recomputes() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
+
+_UNCOUNTED = (
+    "count_items() was called before an earlier backward whose gradients are not used yet, but not before this one. "
+    "Call it before every backward whose gradients are added"
+)
 
 _REMEDY = (
     "Call count_items() on every rank before every backward whose gradients are added, also with a count of 0, and "

@@ -78,6 +78,58 @@ def test_sums_are_divided_once_by_the_total(group: Any) -> None:
                 model.zero_grad()
 
 
+REDUCED = [("step", "step"), ("step", "local", "step"), ("step", "sharded", "step", "step")]
+
+
+@pytest.mark.parametrize("modes", REDUCED)
+@pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
+def test_reductions_before_a_step_are_divided_by_one_total(group: Any, modes: tuple[str, ...]) -> None:
+    for stage in (0, 3):
+        model = ShardLite(net(), group=group, stage=stage)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(2):  # the second total does not have the counts of the first
+            items = run(model, modes, step=step)
+            got = {name: grad.clone() for name, grad in gradients(model).items()}
+            model.zero_grad()
+            model.set_gradient_reduction("sum")
+            run(model, modes, step=step, counts=False)
+            for name, grad in gradients(model).items():
+                torch.testing.assert_close(got[name], grad / items, msg=lambda text, n=name: f"{n}: {text}")
+            optimizer.step()
+            optimizer.zero_grad()
+            model.set_gradient_reduction("mean")
+
+
+@pytest.mark.parametrize("way", ["step", "by hand", "to zero", "to none", "model"])
+@pytest.mark.parametrize("group", [1, 2], indirect=True)
+def test_used_and_dropped_gradients_do_not_count(group: Any, way: str) -> None:
+    model = ShardLite(net(), group=group)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    run(model, ("step",))
+    if way == "step":
+        optimizer.step()
+    if way == "by hand":
+        with torch.no_grad():
+            for shard in model.parameters():
+                shard.sub_(shard.grad, alpha=0.0)
+                shard.grad = None if shard.grad.numel() % 2 else shard.grad.zero_()
+    (model if way == "model" else optimizer).zero_grad(set_to_none=way != "to zero")
+    run(model, ("step",))
+    again = ShardLite(net(), group=group)
+    again.load_full_state_dict(model.full_state_dict())
+    run(again, ("step",))
+    for got, expected in zip(gradients(model).values(), gradients(again).values(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("group", [1, 2], indirect=True)
+def test_backwards_without_a_count_do_not_join_a_total(group: Any) -> None:
+    model = ShardLite(net(), group=group)
+    run(model, ("step",))
+    with pytest.raises(PhaseError, match="but not before this one"):
+        run(model, ("step",), counts=False)
+
+
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
 def test_gradients_are_those_of_one_batch_with_all_items(group: Any, modes: tuple[str, ...]) -> None:
@@ -198,15 +250,17 @@ def test_steps_in_the_backward_have_the_bits_of_steps_after_it(group: Any) -> No
 def test_a_single_rank_divides_too(group: Any, in_backward: bool) -> None:
     """With reentrant checkpointing, whose gradients arrive in several graph tasks, and steps."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     plain = copy.deepcopy(module)
     model = ShardLite(module, group=group)
     pair = [AdamW(model.parameters(), in_backward=in_backward), AdamW(plain.parameters())]
 
     def forward(x: Tensor) -> Tensor:
-        for layer in model.module:
+        first, *layers, last = model.module
+        x = first(x)
+        for layer in layers:
             x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
-        return x
+        return last(x)
 
     for step in range(3):
         for micro, mode in enumerate(("local", "step")):
@@ -328,6 +382,27 @@ def test_what_cannot_be_counted_is_refused(group: Any) -> None:
         loss(model, Turn(0, 1, 0)).backward()
     with pytest.raises(PhaseError, match="accumulated, and not reduced"):
         model.set_gradient_reduction("sum")
+    model.zero_grad()
+    model.count_items(1)
+    with pytest.raises(PhaseError, match="was called for the next backward"):
+        model.set_gradient_reduction("sum")
+    with model.no_sync(sharded=True):
+        loss(model, Turn(0, 1, 0)).backward()
+    with pytest.raises(PhaseError, match="accumulated, and not reduced"):
+        model.set_gradient_reduction("sum")
+
+
+@pytest.mark.ranks(2)
+def test_a_step_ends_an_accumulation_in_shards(group: Any) -> None:
+    model = ShardLite(net(), group=group)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for ends in (optimizer.step, optimizer.zero_grad, model.zero_grad):
+        run(model, ("sharded",), counts=False)
+        ends()
+        optimizer.zero_grad()
+        run(model, ("step",))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def forget_on_one_rank(model: ShardLite, rank: int) -> None:
@@ -401,10 +476,6 @@ def test_a_single_rank_refuses_what_it_cannot_divide(cluster: Any) -> None:
 
 def refuses_alone(group: Any) -> None:
     model = ShardLite(net(), group=group)
-    run(model, ("step",))
-    with model.no_sync(), pytest.raises(PhaseError, match="cannot be accumulated beside"):
-        model.count_items(1)
-    model.zero_grad()
     with model.no_sync():
         model.count_items(5)
         loss(model, Turn(0, 1, 0)).backward()
