@@ -30,7 +30,7 @@ from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.checkpoint.saving import wait_for_save
 from shardlite.checkpoint.snapshot import SavedSnapshot
-from shardlite.engine import NUMBERS
+from shardlite.engine import numbers_among
 from shardlite.errors import CheckpointError, lacking, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW, check_loaded
@@ -201,6 +201,8 @@ class _StateOnDisk:
         """Names of entries, by the parameter's name and by the keys in the parameter's state, which may be nested."""
         self._wholes: set[str] = set()
         """Parameters whose state is that of the whole parameter."""
+        self._numbers: set[str] = set()
+        """Values that the optimizer keeps once per parameter."""
         self.groups: list[dict[str, Any]] = []
         if optimizer is not None:
             names = names_of(model, optimizer)
@@ -208,6 +210,7 @@ class _StateOnDisk:
             if isinstance(optimizer, WholeParameters):
                 self._find_wholes(optimizer)
             self._check_optimizer(optimizer, names)
+            self._find_numbers()
         manifest = checkpoint.manifest or {}
         self.step: int | None = manifest.get("step")
         self.loops: int = manifest.get(files.LOOPS, 0)
@@ -277,6 +280,16 @@ class _StateOnDisk:
         for name in others:
             del self._moments[name]
 
+    def _find_numbers(self) -> None:
+        """Find the values that the optimizer keeps once per parameter."""
+        entries = [(name, key, entry) for name, each in self._moments.items() for key, entry in each.items()]
+        sizes = [(name, _name(key), self._checkpoint.size_of(entry)) for name, key, entry in entries]
+        self._numbers = numbers_among(
+            (key, self._targets[self._prefix + name].numel(), size.numel())
+            for name, key, size in sizes
+            if size is not None
+        )
+
     def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
         """Check that the saved groups belong to an optimizer of this kind, with the same parameters."""
         kind, folder = kind_of(optimizer), self._checkpoint.folder
@@ -329,7 +342,7 @@ class _StateOnDisk:
     def _is_like(self, name: str, key: tuple[str | int, ...], entry: str) -> bool:
         """Return whether a rank reads only its part of an entry, which has the shape of the parameter."""
         return (
-            key[-1] not in NUMBERS
+            _name(key) not in self._numbers
             and name not in self._wholes
             and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
         )
@@ -363,3 +376,8 @@ class _StateOnDisk:
         local = torch.empty(param.shape, dtype=dtype, device=param.device)
         self._checkpoint.read(entry, self._target(name, local))
         return local
+
+
+def _name(key: tuple[str | int, ...]) -> str:
+    """Return the name of a value in a state: keys and indices, joined by dots."""
+    return ".".join(map(str, key))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_map_with_path
 
 from shardlite.checkpoint.contents import pickled, unpickled
 from shardlite.comm import Context, agree
 from shardlite.comm import broadcast as broadcast_tensor
-from shardlite.engine import NUMBERS
+from shardlite.engine import name_of_value, numbers_among
 from shardlite.errors import CheckpointError, LayoutError, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW
@@ -238,21 +238,28 @@ def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParam
             return value
         name, key = _entry_of(path, shards)
         mine = ours.get(name)
-        if not isinstance(mine, ShardTensor) or name in stay or key in NUMBERS or value.shape != mine.shape:
+        if not isinstance(mine, ShardTensor) or name in stay or key in numbers or value.shape != mine.shape:
             return value.clone()  # optimizers keep and change the tensors that they load
         local = value.detach().reshape(-1)[mine.start : mine.stop].to(mine.device, copy=True)
         return ShardTensor(local.view(shards[name].shape), mine.shape, mine.start)
 
     form = _form(state, state_dict) if broadcast else state_dict
+    numbers = _numbers(form, ours)
     own = state_dict if state.context.rank == 0 else form
     parts: _State = tree_map_with_path(part, form, own)
     return parts
 
 
+def _numbers(state_dict: _State, shards: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the values that the optimizer of a whole state keeps once per parameter."""
+    tensors = [(path, value) for path, value in tree_flatten_with_path(state_dict)[0] if isinstance(value, Tensor)]
+    entries = [(*_entry_of(path, shards), value.numel()) for path, value in tensors]
+    return numbers_among((key, shards[name].numel(), numel) for name, key, numel in entries if name in shards)
+
+
 def _entry_of(path: Sequence[Any], names: Container[str]) -> tuple[str, str]:
     """Return the parameter's name and the key of a leaf whose path is `state.NAME.KEY`, nested or flattened."""
-    steps = [str(getattr(step, "key", getattr(step, "idx", ""))) for step in path]
-    name, key = ".".join(steps).removeprefix("state."), ""
+    name, key = name_of_value(path).removeprefix("state."), ""
     while name and name not in names:
         name, _, last = name.rpartition(".")
         key = f"{last}.{key}" if key else last

@@ -12,12 +12,13 @@ from shardlite.engine.local_shards import Shards, gather_param
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_hooks import (
-    NUMBERS,
     InBackwardOptimizer,
     OptimizerBridge,
     check_adoptable,
     give_shards,
     models_with,
+    name_of_value,
+    numbers_among,
     optimizer_tensors,
     params_of,
     register_model,

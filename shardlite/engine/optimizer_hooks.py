@@ -7,7 +7,7 @@ step that changes the model, and can skip the step.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.comm import Context, Ranks
@@ -38,7 +38,7 @@ from shardlite.optim import (
 from shardlite.params import Flat
 from shardlite.weights import Gathering
 
-NUMBERS = {"step", "mu_product", "eta", "mu"}
+_NUMBERS = {"step", "mu_product", "eta", "mu"}
 """Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------
@@ -235,6 +235,38 @@ def optimizer_tensors(model: OptimizerBridge) -> Iterator[Tensor]:
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
+def numbers_among(values: Iterable[tuple[str, int, int]]) -> set[str]:
+    """Return the names of the values that an optimizer keeps once per parameter, not once per element.
+
+    The state of a parameter with one element does not tell, but the states of larger parameters do.
+
+    Args:
+        values: for each value of a state its name, the number of elements of its parameter, and its number of elements.
+    """
+    return _NUMBERS | {name for name, of_param, of_value in values if of_param != 1 and of_value == 1}
+
+
+def numbers_of(states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> set[str]:
+    """Return `numbers_among` the values of an optimizer, given parameters and their states."""
+    return numbers_among(
+        (name_of_value(path), param.numel(), value.numel())
+        for param, entry in states
+        for path, value in tree_flatten_with_path(dict(entry))[0]
+        if isinstance(value, Tensor)
+    )
+
+
+def name_of_value(path: Sequence[Any]) -> str:
+    """Return the name of a value in a state: keys and indices, joined by dots."""
+    return ".".join(str(getattr(step, "key", getattr(step, "idx", ""))) for step in path)
+
+
+def map_state(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the state of a parameter with `change(name, value)` for each value, also for values inside lists."""
+    changed: dict[str, Any] = tree_map_with_path(lambda path, value: change(name_of_value(path), value), dict(entry))
+    return changed
+
+
 def give_shards(optimizer: Optimizer, model: OptimizerBridge, part: Callable[[Tensor, Tensor], Tensor]) -> None:
     """In an optimizer, replace the module's own parameters by their shards, and cut their states.
 
@@ -252,12 +284,13 @@ def give_shards(optimizer: Optimizer, model: OptimizerBridge, part: Callable[[Te
     else:
         held: list[Tensor] = []
         states: dict[Tensor, Any] = {}
+        numbers = numbers_of(optimizer.state.items())
         for group in optimizer.param_groups:
             for param in (each for each in group["params"] if each in shards):
                 held.append(param)
                 if param in optimizer.state:
-                    cut = partial(_cut, type(optimizer).__name__, group, param, shards[param], part)
-                    states[shards[param]] = {key: cut(key, value) for key, value in optimizer.state[param].items()}
+                    cut = partial(_cut, type(optimizer).__name__, group, param, shards[param], part, numbers)
+                    states[shards[param]] = map_state(optimizer.state[param], cut)
         for group in optimizer.param_groups:
             group["params"][:] = [shards.get(param, param) for param in group["params"]]
         for param in held:
@@ -298,6 +331,7 @@ def _cut(
     param: Tensor,
     shard: Tensor,
     part: Callable[[Tensor, Tensor], Tensor],
+    numbers: Collection[str],
     key: str,
     value: Any,
 ) -> Any:
@@ -307,9 +341,9 @@ def _cut(
     """
     if not isinstance(value, Tensor):
         return value
-    if value.shape == param.shape and key not in NUMBERS:
+    if value.shape == param.shape and key not in numbers:
         return part(param, value).to(shard.device, copy=True)  # a copy, so that the whole state can be freed
-    if value.ndim == 0:
+    if value.numel() == 1:
         return value.to(shard.device) if group.get("capturable") or group.get("fused") else value
     raise LayoutError(
         f"{owner}: state {key!r} of shape {tuple(value.shape)} cannot be cut to the shard of a parameter of shape "

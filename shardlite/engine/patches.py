@@ -9,7 +9,7 @@ Each replacement is called with the original function and with the arguments of 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from importlib import import_module
@@ -25,17 +25,20 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten_with_path
 
 from shardlite.engine.conversions import refuse_if_wrapped
 from shardlite.engine.local_shards import ShardRange
 from shardlite.engine.optimizer_hooks import (
-    NUMBERS,
     OptimizerBridge,
     after_step,
     before_step,
+    map_state,
     model_of_gradients,
     models_of,
     models_with,
+    name_of_value,
+    numbers_of,
     params_of,
 )
 from shardlite.engine.watch import SeenShard
@@ -114,29 +117,39 @@ def _as_shards(
     # Optimizers may create states in memory order, which differs between ranks. Gathers need one order on all ranks.
     state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
     state |= state_dict["state"]
-    for param, index in zip(params_of(optimizer), positions, strict=True):
+    pairs = list(zip(params_of(optimizer), positions, strict=True))
+    numbers = numbers_of((param, state.get(index, {})) for param, index in pairs)
+    for param, index in pairs:
         if (
             param in makers
             and state.get(index)
             and not (isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param))
         ):
-            state[index] = _entry(optimizer, param, state[index], makers[param])
+            state[index] = _entry(optimizer, param, state[index], makers[param], numbers)
     return {**state_dict, "state": state}
 
 
-def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the state of one shard, with results of `make` in place of the elementwise tensors."""
+def _entry(
+    optimizer: Optimizer,
+    param: Tensor,
+    entry: Mapping[str, Any],
+    make: Callable[..., Any],
+    numbers: Collection[str],
+) -> dict[str, Any]:
+    """Return the state of one shard, with results of `make` in place of the elementwise tensors.
+
+    `numbers` are the names of values that are not elementwise, although they may have as many elements as the shard.
+    """
     if isinstance(optimizer, AdamW | WholeStateOptimizer) and (decoders := AdamW.decoders(entry)):
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
         moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
         return {"step": entry["step"], **moments}
-    return {key: make(value) if _is_elementwise(key, value, param) else value for key, value in entry.items()}
 
+    def part(name: str, value: Any) -> Any:
+        is_like = isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
+        return make(value) if is_like and name not in numbers else value
 
-def _is_elementwise(key: str, value: object, param: Tensor) -> bool:
-    """Return whether a value of a state has one element for each element of its parameter."""
-    is_like = isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
-    return is_like and key not in NUMBERS
+    return map_state(entry, part)
 
 
 def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
@@ -146,19 +159,26 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
     state, because DCP gives rank 0's description to all ranks.
     """
     positions = _positions(state_dict)
-    state, found = dict(state_dict["state"]), False
-    for index, (name, start, stop, _) in zip(positions, own["parts"], strict=False):
-        for key, given in state.get(index, {}).items():
-            value = getattr(given, "value", given)
-            if not isinstance(value, ShardTensor):
-                continue
-            if (value.start, value.stop) != (start, stop):
-                return state_dict, (
-                    f"{key!r} of {name!r} is elements {value.start} to {value.stop}, here it must be {start} to {stop}"
-                )
-            local = value.to_local().detach()
-            state[index] = {**state[index], key: local if value is given else replace(given, value=local)}
-            found = True
+    state, found, wrong = dict(state_dict["state"]), False, list[str]()
+
+    def local(part: ShardRange, key: str, given: Any) -> Any:
+        nonlocal found
+        (name, start, stop, _), value = part, getattr(given, "value", given)
+        if not isinstance(value, ShardTensor):
+            return given
+        found = True
+        if (value.start, value.stop) != (start, stop):
+            wrong.append(
+                f"{key!r} of {name!r} is elements {value.start} to {value.stop}, here it must be {start} to {stop}"
+            )
+        own_part = value.to_local().detach()
+        return own_part if value is given else replace(given, value=own_part)
+
+    for index, part in zip(positions, own["parts"], strict=False):
+        if index in state:
+            state[index] = map_state(state[index], partial(local, part))
+    if wrong:
+        return state_dict, wrong[0]
     fits = found and len(positions) == len(own["parts"])
     return {**state_dict, "state": state, **({KEY: own} if fits else {})}, None
 
@@ -189,7 +209,8 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
         name, start, stop, numel = parts[index]
         if isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param):
             continue
-        if value.numel() == numel != stop - start and value.ndim == param.ndim:
+        # One element may also be a number, which each rank keeps.
+        if value.numel() == numel != stop - start and numel > 1 and value.ndim == param.ndim:
             return (
                 f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "
                 f"{list(value.shape)}, and its shard here {list(param.shape)}"
@@ -216,10 +237,10 @@ def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | Non
 def _tensors(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any, str, Tensor]]:
     """For each tensor of a state, yield the parameter, the parameter's key, the tensor's name, and the tensor."""
     for param, index in zip(params_of(optimizer), _positions(state_dict), strict=False):
-        for key, given in state_dict["state"].get(index, {}).items():
+        for path, given in tree_flatten_with_path(dict(state_dict["state"].get(index, {})))[0]:
             value = getattr(given, "value", given)  # `AdamW` wraps values so that PyTorch does not convert them
             if isinstance(value, Tensor):
-                yield param, index, key, value
+                yield param, index, name_of_value(path), value
 
 
 def _latest_step(state_dict: Mapping[str, Any]) -> int:

@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from shardlite import AdamW, LayoutError, ShardLite, WholeParameters, full_optimizer_state, load_optimizer_state
+from shardlite import (
+    AdamW,
+    LayoutError,
+    ShardLite,
+    WholeParameters,
+    full_optimizer_state,
+    load,
+    load_optimizer_state,
+    save,
+)
+from tests.support.optim_cases import ByHand
 from tests.support.twins.sharded import same_bits, some_stages, take_step
 
 
@@ -144,6 +154,53 @@ def test_what_is_loaded_comes_out(group: Any, kind: str) -> None:
         assert [group["params"] for group in got["param_groups"]] == [
             group["params"] for group in expected["param_groups"]
         ]
+
+
+class Small(nn.Sequential):
+    """Shards of one element, one-element parameters, and a scalar."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(7, 3), nn.Linear(3, 1))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)) * self.scale
+
+
+def train_small(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        take_step(optimizer, model(torch.randn(4, 7, generator=torch.Generator().manual_seed(step))).square().mean())
+
+
+def numbers_body(group: Any, folder: Any, count: tuple[int, ...]) -> None:
+    make = lambda params: ByHand(params, count=count)  # noqa: E731
+    module = Small()
+    optimizer = make(module.parameters())
+    train_small(module, optimizer, range(2))
+    expected = optimizer.state_dict()
+
+    model = ShardLite(Small(), group=group)
+    model.load_full_state_dict(module.state_dict())
+    sharded = make(model.parameters())
+    load_optimizer_state(model, sharded, expected)
+    assert all(entry["t"].shape == count for entry in sharded.state.values())
+    torch.testing.assert_close(full_optimizer_state(model, sharded)["state"], expected["state"], rtol=0, atol=0)
+    save(folder, model, sharded, step=2)
+    again = ShardLite(Small(), group=group)
+    resumed = make(again.parameters())
+    load(folder, again, resumed)
+    assert all(entry["t"].shape == count for entry in resumed.state.values())
+    train_small(again, resumed, range(2, 4))
+    train_small(module, optimizer, range(2, 4))
+    torch.testing.assert_close(again.full_state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize("count", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_numbers_of_any_name_and_lists_of_moments(cluster: Any, tmp_path: Any, ranks: int, count: Any) -> None:
+    """A number has as many elements and dimensions as some parameter, or as its shard on some rank."""
+    cluster.run(numbers_body, ranks, tmp_path, count)
 
 
 def renamed(state: dict[str, Any]) -> dict[str, Any]:

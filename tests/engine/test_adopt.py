@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardlite import LayoutError, ShardLite
+from tests.support.optim_cases import ByHand
 from tests.support.twins.sharded import same_bits
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -19,6 +20,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "adam": lambda params: optim.Adam(params, lr=0.01),
     "adamw": lambda params: optim.AdamW(params, lr=torch.tensor(0.01), fused=False),
     "rmsprop": lambda params: optim.RMSprop(params, lr=0.01),
+    "by hand": ByHand,
 }
 
 

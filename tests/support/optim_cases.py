@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from shardlite_kernels import CpuStep, Hyper, adamw_cpu, adamw_reference
@@ -13,6 +14,30 @@ from tests.kernels.adamw_cases import one_row, state_of
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 NUMELS = [100, 32, 1, 0, 500, 33]
+
+
+class ByHand(torch.optim.Optimizer):
+    """Adam as programs write it: a count of its own name, as large as a scalar parameter, and moments in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.01, count: tuple[int, ...] = ()) -> None:
+        super().__init__(params, {"lr": lr, "count": count})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param not in self.state:
+                    moments = [torch.zeros_like(param), torch.zeros_like(param)]
+                    self.state[param] = {"t": torch.zeros(group["count"]), "moments": moments}
+                t, (first, second) = self.state[param]["t"], self.state[param]["moments"]
+                t += 1
+                first.lerp_(param.grad, 0.1)
+                second.lerp_(param.grad.square(), 0.01)
+                unbiased = first / (1 - 0.9 ** t.item()), second / (1 - 0.99 ** t.item())
+                param.addcdiv_(unbiased[0], unbiased[1].sqrt() + 1e-8, value=-group["lr"])
 
 
 @dataclass
