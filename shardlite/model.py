@@ -610,13 +610,14 @@ class ShardLite(nn.Module):
             The norm before clipping, [].
 
         Raises:
-            PhaseError: the optimizer steps in the backward.
+            PhaseError: the optimizer steps in the backward, or gradients are accumulated and not reduced.
 
         Example:
             >>> norm = model.clip_grad_norm_(1.0)
             >>> optimizer.step()
         """
         self._in_backward.refuse("clip_grad_norm_")
+        self._bridge.check_reduced("clip_grad_norm_")
         clipper = self._bridge.clipper
         norm = clipper.norm(norm_type)
         clipper.clip(self._bridge.shards, max_norm, norm)
@@ -850,9 +851,8 @@ class ShardLite(nn.Module):
         self._context.trim(keep=0)
         for param in names:
             if param in kept and param in self._ignored:
-                own = param.detach().clone()
-                own = own if dtype is None else cast_floats(own, dtype)
-                yield from ((name, own) for name in names[param])
+                own = param.detach() if dtype is None else cast_floats(param.detach(), dtype)
+                yield from ((name, own.clone()) for name in names[param])
 
     def full_grad(self, name: str) -> Tensor | None:
         """Return a copy of the whole gradient of one parameter, as `.grad` has it in a plain model. Collective.
@@ -901,11 +901,7 @@ class ShardLite(nn.Module):
         if not flat.params[index].requires_grad:
             raise LayoutError(f"full_grad(): parameter {name!r} is frozen, so it has no gradient")
         self._in_backward.refuse("full_grad()")
-        if self._reducer.accumulates:
-            raise PhaseError(
-                "full_grad(): gradients are accumulated and not reduced yet: call it after the last backward before a "
-                "step, outside of no_sync() and parts()"
-            )
+        self._bridge.check_reduced("full_grad()", local=self._placement.single_rank and self._backward.accumulates())
         if all(shard.grad is None for shard in self._bridge.shards):
             raise PhaseError("full_grad(): there are no gradients: call it between a backward and zero_grad()")
         return flat, index

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from shardlite.checkpoint.state_dict_patches import uncompiled
 from shardlite.comm import agree
 from shardlite.engine import params_of
 from shardlite.errors import LayoutError, some_of
@@ -70,7 +71,7 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
             rank returns the state, in tensors on the model's device.
 
     Returns:
-        The state in the format of `optimizer.state_dict()`. Moments in 8 bits have the state's own format.
+        The state in the format of `optimizer.state_dict()`. Moments in 8 bits are returned in fp32.
 
     Raises:
         LayoutError: the optimizer holds parameters that are not of the model.
@@ -100,7 +101,7 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
 
 def _names(model: ShardLite, optimizer: Optimizer) -> list[str]:
     """Return the name of each parameter of an optimizer, in the order of its groups."""
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: uncompiled(name) for name, param in model.named_parameters()}
     params = params_of(optimizer)
     if foreign := sum(param not in names for param in params):
         raise LayoutError(

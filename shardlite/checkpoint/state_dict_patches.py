@@ -143,7 +143,8 @@ def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
 def _add_owned(state: _State, model: ShardLite, optimizer: WholeParameters) -> None:
     """Add the states of whole parameters that other ranks own, one parameter after the other. Collective."""
     context = ModelState(model).context
-    for name, param in model.named_parameters():
+    for original, param in model.named_parameters():
+        name = uncompiled(original)
         if not optimizer.holds_whole(param):
             continue
         prefix, owner = f"state.{name}.", optimizer.owner_of(param)
@@ -225,7 +226,9 @@ def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParam
 
     If `broadcast` is set, the model's first rank sends its state, one tensor after the other.
     """
-    ours, shards, state = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)), ModelState(model)
+    ours = {uncompiled(name): value for name, value in model.state_dict().items()}
+    shards = {uncompiled(name): shard for name, shard in model.named_parameters(remove_duplicate=False)}
+    state = ModelState(model)
 
     stay = {name for name, shard in shards.items() if any(each.holds_whole(shard) for each in wholes)}
 
@@ -248,6 +251,11 @@ def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParam
     own = state_dict if state.context.rank == 0 else form
     parts: _State = tree_map_with_path(part, form, own)
     return parts
+
+
+def uncompiled(name: str) -> str:
+    """Return the name that PyTorch's function gives to a parameter inside a module compiled by `torch.compile`."""
+    return name.replace("_orig_mod.", "")
 
 
 def _numbers(state_dict: _State, shards: Mapping[str, Any]) -> set[str]:

@@ -182,6 +182,18 @@ class OptimizerBridge:
         self.shards.after_step(stepped)
         self.gatherer.expire()
 
+    def check_reduced(self, what: str, *, local: bool = False) -> None:
+        """Refuse the call `what` if gradients are accumulated and not reduced. `local`: whether `.grad` has them.
+
+        Raises:
+            PhaseError: gradients are accumulated and not reduced.
+        """
+        if local or self.backward.holds_unreduced:
+            raise PhaseError(
+                f"{what}: gradients are accumulated and not reduced yet: call it after the last backward before a "
+                "step, outside of no_sync() and parts() (with Accelerate: `if accelerator.sync_gradients`)"
+            )
+
     def forget_counts(self) -> None:
         """Forget the counts of gradients that a step has used, or that `zero_grad()` has dropped."""
         self.scale.forget(accumulates=self.backward.holds_unreduced)
@@ -342,7 +354,8 @@ def _cut(
     if not isinstance(value, Tensor):
         return value
     if value.shape == param.shape and key not in numbers:
-        return part(param, value).to(shard.device, copy=True)  # a copy, so that the whole state can be freed
+        dtype = shard.dtype if value.dtype == param.dtype else value.dtype  # a shard may be wider than its parameter
+        return part(param, value).to(shard.device, dtype, copy=True)  # a copy, so that the whole state can be freed
     if value.numel() == 1:
         return value.to(shard.device) if group.get("capturable") or group.get("fused") else value
     raise LayoutError(

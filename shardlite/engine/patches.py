@@ -319,11 +319,26 @@ def _clip(
                 "gradient: pass parameters() of the ShardLite model, not those of a module around or in it"
             )
         model.in_backward.refuse("clip_grad_norm_")
+        model.check_reduced("clip_grad_norm_")
     model_with, shards = model_of_gradients([param.grad for param in params if param.grad is not None])
     if model_with is None:
         original(params, max_norm, total_norm, foreach)
     else:
         model_with.clipper.clip(shards, float(max_norm), total_norm)
+
+
+def _clip_values(original: _Original, parameters: _Tensors, *args: Any, **kwargs: Any) -> None:
+    """Clip each gradient's elements. Do nothing if no shard has a gradient.
+
+    Raises:
+        PhaseError: gradients of a wrapped model are accumulated and not reduced.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    models = models_with(params)
+    for model in models:
+        model.check_reduced("clip_grad_value_")
+    if not models or any(param.grad is not None for param in params):
+        original(params, *args, **kwargs)
 
 
 # ---- the list -------------------------------------------------------------------------------------------------------
@@ -404,6 +419,12 @@ def _() -> None:
 def _() -> None:
     """If the caller passed parameters that have no gradients, clipping would silently have no effect."""
     _replace_inside(clip_grad._clip_grads_with_norm_, _clip)
+
+
+@_patch("`torch.nn.utils.clip_grad_value_`", "`clip_grad._no_grad`")
+def _() -> None:
+    """Gradients that are accumulated and not reduced would not be clipped."""
+    _replace_inside(clip_grad.clip_grad_value_, _clip_values)
 
 
 @_patch("`torch.nn.Module.to` and other conversions", "`torch.nn.Module._apply`")

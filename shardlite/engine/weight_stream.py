@@ -238,18 +238,18 @@ class WeightStream:
         """
         self._open, started, ahead = True, 0, None
         try:
-            for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+            for piece, following in zip(pieces, [*pieces[1:], None][: len(pieces)], strict=True):
                 if ahead is None:
                     ahead, started = self._start(piece), started + 1
                 whole, ahead = ahead.wait(), None
                 if following is not None and _fit(piece, following, max_bytes):
                     ahead, started = self._start(following), started + 1
                 for param, view in piece.views(whole):
-                    # A copy, because other ranks may still read the piece, and the program may write to what it gets.
-                    copy = view.clone()
-                    yield from ((name, copy) for name in names[param])
+                    # Copies, because other ranks may still read the piece, and the program may write to what it gets.
+                    for name in names[param]:
+                        yield name, view.clone()
                 self._last = ahead
-                del whole, view, copy  # frees the piece before the next but one is gathered
+                del whole, view  # frees the piece before the next but one is gathered
         except GeneratorExit:
             if started < len(pieces):  # do not wait, because other ranks may start this round much later
                 self._start(pieces[started], leaves=True)

@@ -203,6 +203,25 @@ def test_numbers_of_any_name_and_lists_of_moments(cluster: Any, tmp_path: Any, r
     cluster.run(numbers_body, ranks, tmp_path, count)
 
 
+@pytest.mark.parametrize("kind", ["adam", "ours", "whole"])
+def test_a_compiled_submodule_does_not_change_names(group: Any, kind: str) -> None:
+    plain, ours = OPTIMIZERS[kind]
+    module = Small()
+    optimizer = plain(module.parameters())
+    train_small(module, optimizer, range(2))
+    expected = optimizer.state_dict()
+    inner = Small()
+    inner[0] = torch.compile(inner[0], backend="eager")
+    model = ShardLite(inner, group=group)
+    sharded = ours(model.parameters())
+    load_optimizer_state(model, sharded, expected)
+    got = full_optimizer_state(model, sharded)
+    assert got["state"].keys() == expected["state"].keys()
+    for index, entry in expected["state"].items():
+        for key, value in entry.items():
+            same_bits(f"{index} {key}", torch.as_tensor(got["state"][index][key]), torch.as_tensor(value))
+
+
 def renamed(state: dict[str, Any]) -> dict[str, Any]:
     groups = [{**group, "params": [f"other.{key}" for key in group["params"]]} for group in state["param_groups"]]
     return {"state": {}, "param_groups": groups}

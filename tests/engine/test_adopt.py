@@ -74,6 +74,23 @@ def test_a_run_goes_on_with_states_and_scheduler(group: Any, kind: str) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_states_follow_the_dtype_of_the_shards(group: Any) -> None:
+    """The parameters are bf16, their shards fp32, and an optimizer needs a state in the dtype of its shard."""
+    module = net().bfloat16()
+    optimizer = optim.AdamW(module.parameters(), lr=0.01)
+    module(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model = ShardLite(module, group=group)
+    model.adopt(optimizer)
+    shards = [shard for shard in model.parameters() if shard in optimizer.state]
+    assert shards
+    assert all(optimizer.state[shard]["exp_avg"].dtype == shard.dtype for shard in shards)
+    model(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.ranks(2)
 def test_other_parameters_and_wrappers_are_accepted(group: Any) -> None:
     """What is not of the model stays. A wrapper's optimizer is adopted."""
     module, other = net(), nn.Parameter(torch.ones(3))

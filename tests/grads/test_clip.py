@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad, clip_grad_norm_
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
-from shardlite import LayoutError, ShardLite
+from shardlite import LayoutError, PhaseError, ShardLite
 from tests.support.models.small import LanguageModel, MixedDtypes, frozen
 from tests.support.twins.sharded import WIDE, Turn, same_bits, same_states, some_stages
 
@@ -237,3 +237,28 @@ def test_other_models_are_clipped_as_ever(group: Any) -> None:
     same_bits("one tensor", nn.utils.get_total_norm(one.grad), one.grad.norm())
     assert clip_grad_norm_([], 1.0).item() == 0
     same_states("state", grads_of(model), before)
+
+
+@pytest.mark.parametrize("group", [1, 2], indirect=True)
+def test_gradients_that_are_not_reduced_cannot_be_clipped(group: Any) -> None:
+    """On a single rank there is no reduction. Without any gradient the norm is 0, as in PyTorch."""
+    for stage in (0, 3):
+        model = ShardLite(tiny(), group=group, stage=stage)
+        clips: list[Callable[[], Any]] = [
+            lambda model=model: model.clip_grad_norm_(0.1),
+            lambda model=model: clip_grad_norm_(model.parameters(), 0.1),
+            lambda model=model: clip_grad_value_(model.parameters(), 0.1),
+        ]
+        assert [clip() for clip in clips] == [0, 0, None]
+        with model.no_sync():
+            loss(model, Turn(0, 0, 0)).backward()
+            if group.size() > 1:
+                for clip in clips:
+                    with pytest.raises(PhaseError, match="accumulated and not reduced yet: call it after the last"):
+                        clip()
+            with pytest.raises(PhaseError, match="accumulated and not reduced yet: call it after the last"):
+                model.full_grad("weight")
+        loss(model, Turn(0, 0, 1)).backward()
+        for clip in clips:
+            clip()
+        assert model.full_grad("weight") is not None

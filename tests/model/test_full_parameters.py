@@ -134,6 +134,23 @@ def test_ignored_parameters_are_each_ranks_own(group: Any) -> None:
     same_bits("ignored", got["5.weight"], module[5].weight.detach().bfloat16())
 
 
+def test_a_tied_parameter_has_a_copy_under_each_name(group: Any) -> None:
+    model = ShardLite(net(), group=group)
+    expected = model.full_state_dict()
+    for name, value in model.full_parameters():
+        same_bits(name, value.cpu(), expected[name])
+        value.zero_()
+
+
+def test_there_may_be_nothing_to_yield(group: Any) -> None:
+    module = net().requires_grad_(False)
+    assert not list(ShardLite(module, group=group).full_parameters(trainable=True))
+    module = net().requires_grad_(False)
+    module[5].requires_grad_(True)
+    model = ShardLite(module, group=group, ignore=[module[5]])
+    assert [name for name, _ in model.full_parameters(trainable=True)] == ["5.weight", "5.bias"]
+
+
 def test_copies_belong_to_the_program(group: Any) -> None:
     """Writes to them change neither the model nor what other ranks receive."""
     model, _ = wrapped(group, stage=0)
