@@ -18,12 +18,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path
 
 from shardlite.checkpoint.state_dict_patches import uncompiled
 from shardlite.comm import agree
-from shardlite.engine import params_of
+from shardlite.engine import name_of_value, params_of
 from shardlite.errors import LayoutError, some_of
 from shardlite.model import ModelState, ShardLite
+from shardlite.params import ShardTensor
+from shardlite.whole import WholeParameters
 
 
 def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -39,8 +42,9 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
             may pass `None`.
 
     Raises:
-        LayoutError: the groups of the state differ from those of the optimizer, or the optimizer holds parameters that
-            are not of the model. Raised on every rank; the optimizer is unchanged.
+        LayoutError: the groups of the state differ from those of the optimizer, a tensor does not have the shape of its
+            parameter, or the optimizer holds parameters that are not of the model. Raised on every rank; the optimizer
+            is unchanged.
 
     Example:
         >>> load_optimizer_state(model, optimizer, torch.load("optimizer.pt") if rank == 0 else None)
@@ -51,6 +55,7 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
         names = _names(model, optimizer)
         if state.context.rank == 0:
             named = _by_name(optimizer, state_dict, names)
+            _check_shapes(model, optimizer, named)
     except Exception as error:  # other ranks wait for this rank
         problem = error
     timeout, watch = state.context.timeout, state.context.reports.watching
@@ -137,3 +142,19 @@ def _by_name(optimizer: Optimizer, state_dict: Mapping[str, Any] | None, names: 
         "state": {name_of[key]: entry for key, entry in state_dict["state"].items()},
         "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
     }
+
+
+def _check_shapes(model: ShardLite, optimizer: Optimizer, named: Mapping[str, Any]) -> None:
+    """Raise if a tensor has neither one element nor the shape of its parameter, so that it cannot be cut to shards."""
+    if isinstance(optimizer, WholeParameters):
+        return
+    shapes = {
+        uncompiled(name): each.shape for name, each in model.state_dict().items() if isinstance(each, ShardTensor)
+    }
+    for path, value in tree_flatten_with_path(named["state"])[0]:
+        name = name_of_value(path[:1])
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shapes.get(name, value.shape):
+            raise LayoutError(
+                f"load_optimizer_state: {name_of_value(path[1:])!r} of {name!r} has shape {list(value.shape)}, but the "
+                f"parameter has {list(shapes[name])}: is the state of another model?"
+            )

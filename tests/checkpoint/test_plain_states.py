@@ -239,6 +239,10 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(group: Any) -> None:
         ({**state, "param_groups": state["param_groups"][::-1]}, "has groups of .* and Adam of"),
         ({**state, "state": {99: {}}}, "has no parameters 99 of the state"),
         (renamed(state), "has no parameters 'other.0', .* of the state"),
+        (
+            {**state, "state": {0: {"exp_avg": torch.ones(3, 9)}}},
+            r"'exp_avg' of 'first.weight' has shape \[3, 9\], but",
+        ),
     ):
         with pytest.raises(LayoutError, match=message):
             load_optimizer_state(model, optimizer, wrong if dist.get_rank() == 0 else None)
