@@ -49,6 +49,10 @@ _EXTREMES = _functions("max min amax amin argmax argmin aminmax median mode", Te
 _ELEMENTS = _functions("__getitem__ item", Tensor)
 """Functions that raise for an empty tensor if they select a single element."""
 
+_PLACED = _functions("__setitem__ index_fill_ index_copy_ index_add_ index_put_ scatter_ scatter_add_", Tensor)
+_PLACED |= _functions("fill_diagonal_ tril_ triu_", Tensor)
+"""Functions that write to elements by their positions, which are other positions in a shard than in its parameter."""
+
 _NORMS = _functions("norm", Tensor, torch, torch.linalg) | _functions("vector_norm", torch.linalg)
 """Functions that raise for an empty tensor if the exponent is infinite."""
 
@@ -156,6 +160,14 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
+    if func in _PLACED:
+        if (part.without or not part.is_whole) and (func is not Tensor.__setitem__ or _selects(args[1])):
+            raise LayoutError(
+                f"{what}: positions in a shard are not those in its parameter, so other elements would be written. "
+                "Write to a gradient in a hook of the module's own parameter (`register_hook`), and to weights inside "
+                "`gathered()`"
+            )
+        return None
     if part.is_whole or look.warned or _flows(args, func):
         return None
     look.warned = True
@@ -224,6 +236,15 @@ def _has_number(indices: Sequence[Any]) -> bool:
     return any(isinstance(each, int) for each in (index if isinstance(index, tuple) else (index,)))
 
 
+def _selects(index: Any) -> bool:
+    """Return whether an index selects elements by their positions. Masks and whole slices do not."""
+    for each in index if isinstance(index, tuple) else (index,):
+        is_whole = each is None or each is Ellipsis or (isinstance(each, slice) and each == slice(None))
+        if not is_whole and not (isinstance(each, Tensor) and each.dtype == torch.bool):
+            return True
+    return False
+
+
 def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     exponent = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord"))
     return exponent in ("inf", float("inf"), "-inf", -float("inf"))
@@ -268,7 +289,7 @@ class _Watched:
             tensor.__class__ = kind
 
 
-_LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _ELEMENTS | _PASSED_ON
+_LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _ELEMENTS | _PLACED | _PASSED_ON
 
 
 class _Seen(_Watched, Tensor):

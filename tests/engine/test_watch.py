@@ -138,6 +138,36 @@ LONELY: dict[str, Callable[[Params], object]] = {
 }
 
 
+def write_row(grad: Tensor) -> None:
+    grad[0] = 0
+
+
+def write_rows(grad: Tensor) -> None:
+    grad[:2, :] = 0
+
+
+PLACED: dict[str, Callable[[Tensor], object]] = {
+    "row": write_row,
+    "rows": write_rows,
+    "index": lambda grad: grad.index_fill_(0, torch.tensor([0]), 0),
+    "of data": lambda grad: write_row(grad.data),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_writes_by_position_are_refused_on_every_rank(group: Any, name: str) -> None:
+    """Both the shard's gradient, and that of the module's parameter. Masks, and whole slices, are elementwise."""
+    model, loss = model_and_loss(group)
+    loss().backward()
+    for param in (dict(model.named_parameters())["0.weight"], model.module[0].weight, model.module[0].bias):
+        with pytest.raises(LayoutError, match=r"of the gradient of the shard of '0\..*': positions in a shard are not"):
+            PLACED[name](param.grad)
+        param.grad[param.grad.isnan()] = 0
+        param.grad[:] = 0
+        param.grad[...] = param.grad.clamp(-1, 1)
+        assert not param.grad.any()
+
+
 @pytest.mark.parametrize("stage", [3, *map(slow, (1, 2))])
 @pytest.mark.parametrize("name", LONELY)
 def test_what_one_rank_cannot_do_no_rank_does(group: Any, name: str, stage: int) -> None:
