@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import (
@@ -213,6 +214,9 @@ def test_a_compiled_submodule_does_not_change_names(group: Any, kind: str) -> No
     inner = Small()
     inner[0] = torch.compile(inner[0], backend="eager")
     model = ShardLite(inner, group=group)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert weights.keys() == module.state_dict().keys()
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     sharded = ours(model.parameters())
     load_optimizer_state(model, sharded, expected)
     got = full_optimizer_state(model, sharded)
