@@ -169,7 +169,7 @@ def _add_owned(state: _State, model: ShardLite, optimizer: WholeParameters) -> N
 def _load_model(_: _Original, model: ShardLite, state_dict: Mapping[str, Tensor], info: Any) -> Any:
     """Load shards or whole tensors. If `broadcast_from_rank0` is set, load the state dict of the model's first rank."""
     names = {uncompiled(name): name for name in model.state_dict()}
-    state_dict = {names.get(name, name): value for name, value in state_dict.items()}
+    state_dict = {names.get(name, name): value for name, value in (state_dict or {}).items()}
     if info.broadcast_from_rank0:
         return model.load_full_state_dict(state_dict, strict=info.strict)
     if not state_dict:  # as in PyTorch, a rank may pass an empty state dict
