@@ -256,8 +256,11 @@ def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParam
 
 
 def uncompiled(name: str) -> str:
-    """Return the name that PyTorch's function gives to a parameter inside a module compiled by `torch.compile`."""
-    return name.replace("_orig_mod.", "")
+    """Return the name that PyTorch's functions give to a parameter inside a submodule compiled by `torch.compile`.
+
+    If the whole module that was wrapped is compiled, they keep the first `_orig_mod.`.
+    """
+    return name.replace("._orig_mod.", ".")
 
 
 def _numbers(state_dict: _State, shards: Mapping[str, Any]) -> set[str]:
