@@ -113,9 +113,10 @@ def _prepare_model(
     evaluation_mode: bool = False,
 ) -> Any:
     """`DistributedDataParallel` would wrap the model."""
-    wrapped = wrapper_of(accelerator, uncompiled(model))
-    if wrapped is None and isinstance(uncompiled(model), ShardLite) and "_is_accelerate_prepared" in vars(model):
-        wrapped = uncompiled(model)  # free_memory() has forgotten it, or another accelerator has prepared it
+    module = uncompiled(model)
+    wrapped = wrapper_of(accelerator, module)
+    if wrapped is None and isinstance(module, ShardLite) and "_is_accelerate_prepared" in vars(module):
+        wrapped = module  # free_memory() has forgotten it, or another accelerator has prepared it
         accelerator._models.append(wrapped)
     if wrapped is not None:
         compile_as(model, wrapped)
@@ -337,8 +338,11 @@ class _Load:
 
     def _load_sharded(self, models: Sequence[nn.Module], folder: str) -> None:
         """Load the models that are in folders of ShardLite, and their optimizers."""
-        names = sorted(path.name for path in Path(folder).glob("shardlite_*"))
-        self._agree([f"{Path(folder).name!r} with {names}"])
+        names = sorted(path.name for path in Path(folder).glob("shardlite_[0-9]*"))
+        try:
+            self._agree([f"{Path(folder).name!r} with {names}"])
+        except LayoutError as error:
+            raise LayoutError(f"load_state: {error}. All ranks must load the same folder") from error
         self._saved = {int(name.split("_")[1]) for name in names}
         for number in self._saved:
             if number < len(self._models) and not isinstance(self._models[number], ShardLite):
@@ -378,17 +382,10 @@ class _Load:
     def _agree(self, facts: Sequence[str], problem: Exception | None = None) -> None:
         """Check that all ranks have the same facts, and that no rank has a problem. Collective."""
         self._arrived = True
-        for model in sharded(self._models)[:1]:
+        for model in sharded(self._models)[:1]:  # all of them have the same ranks
             state = ModelState(model)
-            agree(
-                state.ranks,
-                facts,
-                problem,
-                what="load_state",
-                timeout=state.context.timeout,
-                subject="files",
-                watch=state.context.reports.watching,
-            )
+            timeout, watch = state.context.timeout, state.context.reports.watching
+            agree(state.ranks, facts, problem, what="load_state", timeout=timeout, subject="files", watch=watch)
 
 
 def _check_optimizers(caller: str, accelerator: Any) -> None:
