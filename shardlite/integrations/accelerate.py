@@ -421,7 +421,9 @@ def _load_weights(model: nn.Module, folder: Path, number: int, options: dict[str
     names = [f"model{_ending(number)}.safetensors", f"pytorch_model{_ending(number)}.bin"]
     if isinstance(model, ShardLite):
         weights = read_on_first(model, f"load {folder}", lambda: read_weights(folder, names))
-        model.load_full_state_dict(weights, **options)
+        # `torch.compile` adds a prefix to the names of what it returns.
+        own = {name.removeprefix("_orig_mod."): value for name, value in (weights or {}).items()}
+        model.load_full_state_dict(own, **options)
     elif (folder / names[0]).exists():
         load_model(model, folder / names[0], **options)
     else:
