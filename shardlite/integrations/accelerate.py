@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from shardlite import checkpoint
 from shardlite.comm import agree
 from shardlite.engine import models_with, params_of
-from shardlite.errors import CommError, LayoutError, PhaseError
+from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
 from shardlite.integrations._wrapping import adopt, bare, check_options, holds, read_on_first, replaced
 from shardlite.model import ModelState, ShardLite
@@ -187,18 +187,6 @@ def _trigger_sync_in_backward(original: _Original, model: nn.Module) -> Iterator
     own = ModelState(model).bridge.backward.accumulating(Mode.STEP) if isinstance(model, ShardLite) else None
     with own or original(model):
         yield
-
-
-def _clip_grad_value_(original: _Original, accelerator: Any, parameters: Any, clip_value: float) -> None:
-    """During accumulation it would raise an error that does not say why."""
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if models_with(params) and all(param.grad is None for param in params):
-        raise PhaseError(
-            "clip_grad_value_(): none of these parameters has a gradient, because gradients are not reduced before the "
-            "last backward of an accumulation: call it `if accelerator.sync_gradients:`, with model.parameters() of "
-            "the prepared model"
-        )
-    original(accelerator, params, clip_value)
 
 
 def _join_uneven_inputs(
@@ -456,7 +444,6 @@ PATCHES = [
     Patch(Accelerator, "prepare_model", _prepare_model),
     Patch(Accelerator, "prepare_optimizer", _prepare_optimizer),
     Patch(Accelerator, "trigger_sync_in_backward", _trigger_sync_in_backward),
-    Patch(Accelerator, "clip_grad_value_", _clip_grad_value_),
     Patch(Accelerator, "join_uneven_inputs", _join_uneven_inputs),
     Patch(LocalSGD, "__enter__", _enter_local_sgd),
     Patch(Accelerator, "get_state_dict", _get_state_dict),
