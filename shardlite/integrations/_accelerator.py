@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, is_compiled_module
 from accelerate.utils.other import compile_regions_fsdp2
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,12 +27,14 @@ def wrap(
 
     Args:
         accelerator: the accelerator, which says how to mix precision, how to compile, and whose buffers are used.
-        model: a module, or a `ShardLite` model that the program has wrapped.
+        model: a module, a `ShardLite` model that the program has wrapped, or what `torch.compile` makes of one of them.
+            It is then compiled in place.
         prepare_model: the method of the accelerator.
         options: keywords of `ShardLite`, except `device`.
     """
     plugin = accelerator.state.dynamo_plugin
     compiles, backend = plugin.to_kwargs(), plugin.backend
+    given, model = model, uncompiled(model)
     with replaced(plugin, backend=DynamoBackend.NO):  # it would compile the unsharded model
         prepare_model(model, False, True)  # mixed precision only
     accelerator._models.pop()
@@ -43,12 +45,25 @@ def wrap(
         ddp = accelerator.ddp_handler
         buffers = "own" if ddp is not None and not ddp.broadcast_buffers else "rank0"
         wrapped = ShardLite(model, **{"buffers": buffers, "device": accelerator.device, **options})
-    if backend != DynamoBackend.NO:
+    if given is not model:
+        compile_as(given, wrapped)
+    elif backend != DynamoBackend.NO:
         compile_in_place = compile_regions_fsdp2 if plugin.use_regional_compilation else nn.Module.compile
         compile_in_place(wrapped.module, **compiles)
     vars(wrapped)["_is_accelerate_prepared"] = True
     accelerator._models.append(wrapped)
     return wrapped
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the module that `torch.compile` has compiled, and any other module unchanged."""
+    return model._orig_mod if is_compiled_module(model) else model
+
+
+def compile_as(compiled: Any, model: ShardLite) -> None:
+    """Compile a model in place with the options of `compiled`, if `torch.compile` has made it."""
+    if is_compiled_module(compiled):
+        model.module._compiled_call_impl = compiled.dynamo_ctx(model.module._call_impl)
 
 
 def sharded(models: Iterable[Any]) -> list[ShardLite]:

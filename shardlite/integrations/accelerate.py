@@ -26,6 +26,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardlite import checkpoint
+from shardlite.comm import agree
+from shardlite.engine import models_with, params_of
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
 from shardlite.integrations._wrapping import adopt, bare, check_options, holds, read_on_first, replaced
@@ -34,12 +36,16 @@ from shardlite.model import ModelState, ShardLite
 try:
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
+    from accelerate.utils import load
+    from safetensors.torch import load_model
 
     from shardlite.integrations._accelerator import (
+        compile_as,
         load_whole_optimizer,
         place,
         read_weights,
         sharded,
+        uncompiled,
         whole_weights,
         wrap,
         wrapper_of,
@@ -107,25 +113,38 @@ def _prepare_model(
     evaluation_mode: bool = False,
 ) -> Any:
     """`DistributedDataParallel` would wrap the model."""
-    known = wrapper_of(accelerator, model)
-    if known is not None:
-        return known
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if evaluation_mode or not grouped or getattr(model, "_is_accelerate_prepared", False):
+    module = uncompiled(model)
+    wrapped = wrapper_of(accelerator, module)
+    if wrapped is None and isinstance(module, ShardLite) and "_is_accelerate_prepared" in vars(module):
+        wrapped = module  # free_memory() has forgotten it, or another accelerator has prepared it
+        accelerator._models.append(wrapped)
+    if wrapped is not None:
+        compile_as(model, wrapped)
+    elif evaluation_mode or not _grouped() or getattr(model, "_is_accelerate_prepared", False):
         return original(accelerator, model, device_placement, evaluation_mode)
-    _check(accelerator)
-    if not any(param.requires_grad for param in model.parameters()):
-        return original(accelerator, model, device_placement, True)  # nothing to average: it stays whole on each rank
+    else:
+        _check(accelerator)
+        if not any(param.requires_grad for param in model.parameters()):
+            return original(accelerator, model, device_placement, True)  # nothing to average: stays whole on each rank
+        wrapped = _wrap(original, accelerator, model)
+    for optimizer in accelerator._optimizers:
+        adopt(wrapped, bare(optimizer))
+    return wrapped
+
+
+def _grouped() -> bool:
+    """Return whether there is a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _wrap(original: _Original, accelerator: Any, model: nn.Module) -> ShardLite:
     try:
-        wrapped = wrap(accelerator, model, partial(original, accelerator), _options)
+        return wrap(accelerator, model, partial(original, accelerator), _options)
     except CommError as error:
         raise CommError(
             f"{error}. Every rank must call shardlite.integrations.accelerate.install(), with the same options, before "
             "it prepares the model"
         ) from error
-    for optimizer in accelerator._optimizers:
-        adopt(wrapped, bare(optimizer))
-    return wrapped
 
 
 def _prepare_optimizer(
@@ -198,10 +217,6 @@ def _enter_local_sgd(original: _Original, local: Any) -> Any:
 # ---- weights and checkpoints ----------------------------------------------------------------------------------------
 
 
-class _Weights(dict[str, Any]):
-    """Weights of a sharded model that `save_state` passes to hooks. They are not written to `model.safetensors`."""
-
-
 def _get_state_dict(original: _Original, accelerator: Any, model: nn.Module, unwrap: bool = True) -> Any:
     """The state dict would have shards instead of weights. Collective; the weights are on rank 0."""
     wrapped = model if isinstance(model, ShardLite) else wrapper_of(accelerator, model)
@@ -210,96 +225,202 @@ def _get_state_dict(original: _Original, accelerator: Any, model: nn.Module, unw
 
 def _save_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """Rank 0 would save its shards as if they were whole."""
-    optimizers = accelerator._optimizers
-    hooked = bool(accelerator._save_model_state_pre_hook)
-
-    def weights_of(model: nn.Module, unwrap: bool = True) -> Any:
-        whole = hooked or not isinstance(model, ShardLite)
-        weights = Accelerator.get_state_dict(accelerator, model, unwrap) if whole else {}
-        return _Weights(weights) if isinstance(model, ShardLite) else weights
-
-    def save(models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
-        weights[:] = [each for each in weights if not isinstance(each, _Weights)]
-        for path, model, optimizer in _parts(accelerator._models, optimizers, folder):
-            checkpoint.save(path, model, optimizer, keep=1)
-
-    handle = accelerator.register_save_state_pre_hook(save)  # the last hook: those of the program have run
-    with replaced(accelerator, _optimizers=_unsharded(accelerator._models, optimizers), get_state_dict=weights_of):
-        try:
-            return original(accelerator, *args, **kwargs)
-        finally:
-            handle.remove()
+    return _Save(accelerator).run(original, *args, **kwargs)
 
 
-def _load_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_state(
+    original: _Original,
+    accelerator: Any,
+    input_dir: str | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """Each rank would load the shards of rank 0."""
-    optimizers = accelerator._optimizers
+    return _Load(accelerator, load_kwargs, options).run(original, input_dir)
 
-    def load_first(models: Sequence[nn.Module], folder: str) -> None:
-        for number, model in enumerate(accelerator._models):
-            if not isinstance(model, ShardLite) and _path(folder, number).exists():
+
+class _Save:
+    """A call of `save_state`: saves sharded models, and lets accelerate save the other models and their optimizers.
+
+    Accelerate numbers its files without the sharded models:
+
+        models     sharded        plain                sharded        plain
+        files      shardlite_0    model.safetensors    shardlite_2    model_1.safetensors
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        _check_optimizers("save_state", accelerator)
+        self._accelerator = accelerator
+        self._optimizers: list[Any] = accelerator._optimizers
+        self._get_state_dict = accelerator.get_state_dict
+        self._hooked = bool(accelerator._save_model_state_pre_hook)
+        self._own: list[Any] = []
+
+    def run(self, original: _Original, *args: Any, **kwargs: Any) -> Any:
+        """Call accelerate's method, with weights of sharded models only for hooks of the program."""
+        accelerator = self._accelerator
+        handle = accelerator.register_save_state_pre_hook(self._save_sharded)  # the last hook: others have run
+        plain = [each for each in self._optimizers if not _model_of(accelerator, each)]
+        with replaced(accelerator, _optimizers=plain, get_state_dict=self._weights):
+            try:
+                return original(accelerator, *args, **kwargs)
+            finally:
+                handle.remove()
+
+    def _weights(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the weights that hooks get."""
+        if not isinstance(model, ShardLite):
+            return self._get_state_dict(model, unwrap)
+        self._own.append(self._get_state_dict(model, unwrap) if self._hooked else {})
+        return self._own[-1]
+
+    def _save_sharded(self, models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
+        """Save sharded models, and leave the weights of other models to accelerate."""
+        if len(weights) == len(models):  # a hook may have put other dicts into the list
+            pairs = zip(models, list(weights), strict=True)
+            weights[:] = [each for model, each in pairs if not isinstance(model, ShardLite)]
+        else:
+            weights[:] = [each for each in weights if not any(each is own for own in self._own)]
+        for number, model in enumerate(self._accelerator._models):
+            if isinstance(model, ShardLite):
+                for path, optimizer in _parts(folder, number, model, self._optimizers):
+                    checkpoint.save(path, model, optimizer, keep=1)
+
+
+class _Load:
+    """A call of `load_state`: loads sharded models from folders of `_Save`, or from files of a run without sharding.
+
+    The number of such a file is the position in the list of all models, or optimizers, that are in files. If sharded
+    models are among them, accelerate would not know the list. This class then loads all of the files.
+    """
+
+    def __init__(self, accelerator: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> None:
+        """Prepare a call, given its arguments. `options` are keywords of `load_state_dict`, and `map_location`."""
+        _check_optimizers("load_state", accelerator)
+        self._accelerator = accelerator
+        self._load_kwargs, self._options = load_kwargs or {}, options
+        self._models: list[Any] = list(accelerator._models)
+        self._optimizers: list[Any] = list(accelerator._optimizers)
+        self._saved: set[int] = set()
+        """Numbers of the models that are in folders of ShardLite."""
+
+        self._arrived = False
+        """Whether this rank has told other ranks which folders it sees."""
+
+    def run(self, original: _Original, input_dir: str | None) -> Any:
+        """Call accelerate's method between the two parts of the load. Hooks of the program run after the first part."""
+        accelerator = self._accelerator
+        first = accelerator.register_load_state_pre_hook(self._load_sharded)
+        accelerator._load_model_state_pre_hook.move_to_end(first.id, last=False)
+        last = accelerator.register_load_state_pre_hook(self._load_files)
+        with replaced(accelerator, _optimizers=self._optimizers):
+            try:
+                return original(accelerator, input_dir, self._load_kwargs, **self._options)
+            except Exception as error:
+                if not self._arrived:
+                    self._agree([], error)  # other ranks wait for this rank
+                raise
+            finally:
+                first.remove()
+                last.remove()
+
+    def _load_sharded(self, models: Sequence[nn.Module], folder: str) -> None:
+        """Load the models that are in folders of ShardLite, and their optimizers."""
+        names = sorted(path.name for path in Path(folder).glob("shardlite_[0-9]*"))
+        try:
+            self._agree([f"{Path(folder).name!r} with {names}"])
+        except LayoutError as error:
+            raise LayoutError(f"load_state: {error}. All ranks must load the same folder") from error
+        self._saved = {int(name.split("_")[1]) for name in names}
+        for number in self._saved:
+            if number < len(self._models) and not isinstance(self._models[number], ShardLite):
                 raise LayoutError(
                     f"load_state: {folder} is a checkpoint of a ShardLite model, and this model is not wrapped: call "
                     "install(), and start the program with torchrun. With one process, also call "
                     "torch.distributed.init_process_group('gloo') before Accelerator()"
                 )
-        for path, model, optimizer in _parts(accelerator._models, optimizers, folder):
-            if path.exists():
-                checkpoint.load(path, model, optimizer)
-            else:
-                _load_whole(accelerator, model, optimizer, optimizers, Path(folder))
+        for number, model in enumerate(self._models):
+            if number in self._saved:
+                for path, optimizer in _parts(folder, number, model, self._optimizers):
+                    checkpoint.load(path, model, optimizer)
 
-    def drop(models: list[nn.Module], folder: str) -> None:
-        models[:] = [model for model in models if not isinstance(model, ShardLite)]
+    def _load_files(self, models: list[Any], folder: str) -> None:
+        """Load files if sharded models are in them. `models` are those that no hook has removed."""
+        saved = [model for number, model in enumerate(self._models) if number in self._saved]
+        models[:] = [each for each in models if not any(each is model for model in saved)]
+        optimizers = self._optimizers
+        optimizers[:] = [each for each in optimizers if not any(holds(each, model) for model in saved)]
+        if sharded(models):
+            options = {name: value for name, value in self._options.items() if name != "map_location"}
+            for number, model in enumerate(models):
+                _load_weights(model, Path(folder), number, options)
+            models.clear()
+        if any(_model_of(self._accelerator, each) for each in optimizers):
+            for number, optimizer in enumerate(optimizers):
+                self._load_optimizer(optimizer, Path(folder) / f"optimizer{_ending(number)}.bin")
+            optimizers.clear()
 
-    first = accelerator.register_load_state_pre_hook(load_first)
-    accelerator._load_model_state_pre_hook.move_to_end(first.id, last=False)  # hooks of the program may overwrite it
-    last = accelerator.register_load_state_pre_hook(drop)
-    with replaced(accelerator, _optimizers=_unsharded(accelerator._models, optimizers)):
-        try:
-            return original(accelerator, *args, **kwargs)
-        finally:
-            first.remove()
-            last.remove()
+    def _load_optimizer(self, optimizer: Any, file: Path) -> None:
+        model = _model_of(self._accelerator, optimizer)
+        if model is None:
+            optimizer.load_state_dict(load(file, map_location="cpu", **self._load_kwargs))
+        else:
+            load_whole_optimizer(model, bare(optimizer), file)
+
+    def _agree(self, facts: Sequence[str], problem: Exception | None = None) -> None:
+        """Check that all ranks have the same facts, and that no rank has a problem. Collective."""
+        self._arrived = True
+        for model in sharded(self._models)[:1]:  # all of them have the same ranks
+            state = ModelState(model)
+            timeout, watch = state.context.timeout, state.context.reports.watching
+            agree(state.ranks, facts, problem, what="load_state", timeout=timeout, subject="files", watch=watch)
+
+
+def _check_optimizers(caller: str, accelerator: Any) -> None:
+    """Raise `LayoutError` if an optimizer has shards of a model that the accelerator does not have."""
+    known = {ModelState(model).bridge for model in sharded(accelerator._models)}
+    for optimizer in accelerator._optimizers:
+        if not known.issuperset(models_with(params_of(bare(optimizer)))):
+            raise LayoutError(
+                f"{caller}: a prepared {type(bare(optimizer)).__name__} has parameters of a ShardLite model that this "
+                "accelerator does not have: pass the model to prepare(), also after free_memory()"
+            )
+
+
+def _model_of(accelerator: Any, optimizer: Any) -> ShardLite | None:
+    """Return the first model whose shards an optimizer holds."""
+    return next((model for model in sharded(accelerator._models) if holds(optimizer, model)), None)
 
 
 def _parts(
-    models: Sequence[Any], optimizers: Sequence[Any], folder: str
-) -> Iterator[tuple[Path, ShardLite, Optimizer | None]]:
-    """Yield the folder, the model and the optimizer of each checkpoint in a folder of `save_state`.
+    folder: str, number: int, model: ShardLite, optimizers: Sequence[Any]
+) -> Iterator[tuple[Path, Optimizer | None]]:
+    """Yield the path of each checkpoint of a model in a folder of `save_state`, and the optimizer in this checkpoint.
 
-    Weights are saved once for each optimizer of a model.
+    Weights are saved once for each optimizer of the model.
     """
-    for number, model in enumerate(models):
-        if isinstance(model, ShardLite):
-            own: list[Optimizer | None] = [bare(each) for each in optimizers if holds(each, model)]
-            for place, optimizer in enumerate(own or [None]):
-                yield _path(folder, number, place), model, optimizer
+    own = [bare(each) for each in optimizers if holds(each, model)]
+    for order, optimizer in enumerate(own or [None]):
+        yield Path(folder) / (f"shardlite_{number}" + (f"_optimizer_{order}" if order else "")), optimizer
 
 
-def _path(folder: str, model: int, optimizer: int = 0) -> Path:
-    return Path(folder) / (f"shardlite_{model}" + (f"_optimizer_{optimizer}" if optimizer else ""))
+def _load_weights(model: nn.Module, folder: Path, number: int, options: dict[str, Any]) -> None:
+    """Load weights from a file of accelerate. Collective if the model is sharded."""
+    names = [f"model{_ending(number)}.safetensors", f"pytorch_model{_ending(number)}.bin"]
+    if isinstance(model, ShardLite):
+        weights = read_on_first(model, f"load {folder}", lambda: read_weights(folder, names))
+        # `torch.compile` adds a prefix to the names of what it returns.
+        own = {name.removeprefix("_orig_mod."): value for name, value in (weights or {}).items()}
+        model.load_full_state_dict(own, **options)
+    elif (folder / names[0]).exists():
+        load_model(model, folder / names[0], **options)
+    else:
+        model.load_state_dict(load(folder / names[1], map_location="cpu"), **options)
 
 
-def _load_whole(
-    accelerator: Any, model: ShardLite, optimizer: Optimizer | None, optimizers: Sequence[Any], folder: Path
-) -> None:
-    """Load the files that `save_state` writes without ShardLite. Collective."""
-    number = accelerator._models.index(model)
-    ending = f"_{number}" if number else ""
-    names = [f"model{ending}.safetensors", f"pytorch_model{ending}.bin"]
-    model.load_full_state_dict(read_on_first(model, f"load {folder}", lambda: read_weights(folder, names)))
-    if optimizer is not None:
-        place = [bare(each) for each in optimizers].index(optimizer)
-        load_whole_optimizer(model, optimizer, folder / f"optimizer{f'_{place}' if place else ''}.bin")
-
-
-# ---- models and optimizers of an accelerator ------------------------------------------------------------------------
-
-
-def _unsharded(models: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
-    """Return the optimizers that hold no shard of any model."""
-    return [each for each in optimizers if not any(holds(each, model) for model in sharded(models))]
+def _ending(number: int) -> str:
+    """Return what accelerate appends to the name of a file."""
+    return f"_{number}" if number else ""
 
 
 # ---- patches --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from accelerate.utils import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardlite import AdamW, CheckpointError, LayoutError, Precision, ShardLite
+from shardlite import AdamW, CheckpointError, LayoutError, PhaseError, Precision, ShardLite
 from shardlite.integrations import accelerate as integration
 from shardlite.integrations.accelerate import PATCHES, install, uninstall
 from tests.support.markdown import ROOT, cells
@@ -189,6 +189,7 @@ def test_two_models_with_hooks_and_custom_objects(group, tmp_path):
     def on_save(models: list[Any], weights: list[Any], folder: str) -> None:
         seen.append(([type(each) for each in models], [len(each) for each in weights]))
         if accelerator.is_main_process:
+            torch.save(weights, tmp_path / "weights.pt")
             weights.clear()
 
     def on_load(models: list[Any], folder: str) -> None:
@@ -214,6 +215,7 @@ def test_two_models_with_hooks_and_custom_objects(group, tmp_path):
         for (model, _), weights in zip(pairs, expected, strict=True):
             got = model.full_state_dict()
             assert all(torch.equal(got[name], weights[name]) for name in weights)
+        assert len(torch.load(tmp_path / "weights.pt")) == 2  # of plain classes
         sizes = [6, 6] if group.rank() == 0 else [0, 0]
         assert seen == [([ShardLite] * 2, sizes), [ShardLite] * 2]
         assert {"shardlite_0", "shardlite_1", "custom_checkpoint_0.pkl"} <= set(os.listdir(tmp_path / "state"))
@@ -274,6 +276,109 @@ def test_a_folder_of_ddp_loads(cluster, tmp_path):
     assert cluster.run(save_and_load_body, 2, {"stage": 3}, tmp_path, save=False) == [expected] * 2
 
 
+def three_models(accelerator: Any, seed: int, plain: tuple[int, ...]) -> Callable[[], list[Tensor]]:
+    """Prepare three models and the optimizers of two of them, and between these one of a parameter of no model.
+
+    Models whose numbers are in `plain` are not wrapped. Return a function that steps, and returns all weights.
+    """
+    models: list[Any] = [model_of(seed + number) for number in range(3)]
+    scale = nn.Parameter(torch.zeros(3))
+    groups = models[0].parameters(), [scale], models[2].parameters()
+    optimizers = [torch.optim.SGD(params, lr=1e-2, momentum=0.9) for params in groups]
+    models = [accelerator.prepare_model(model, evaluation_mode=at in plain) for at, model in enumerate(models)]
+    optimizers = accelerator.prepare(*optimizers)
+
+    def advance() -> list[Tensor]:
+        x = torch.ones(4, 10)
+        nn.init.constant_(scale, 0.1)  # no folder has it, only the state of its optimizer
+        accelerator.backward((scale.sum() * (models[0](x) + models[1](x).detach() + models[2](x))).square().mean())
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        states = [each.full_state_dict() if isinstance(each, ShardLite) else each.state_dict() for each in models]
+        return [value.clone() for state in states for value in (*state.values(), scale.detach())]
+
+    return advance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "before", "after"),
+    [({}, (1,), (1,)), ({"stage": 3}, (1,), (1,)), ({"stage": 3}, (1, 2), (1,))],
+)
+def test_unsharded_models_and_optimizers_load_beside_sharded_ones(group, tmp_path, saved, before, after):
+    with program(group, **saved) as make:
+        accelerator = make()
+        advance = three_models(accelerator, 0, before)
+        advance()
+        accelerator.save_state(tmp_path)
+        accelerator.wait_for_everyone()
+        expected = advance()
+    with program(group, stage=2) as make:
+        accelerator = make()
+        advance = three_models(accelerator, 5, after)
+        accelerator.load_state(str(tmp_path))
+        for got, wanted in zip(advance(), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.slow
+def test_names_that_differ_load_if_strict_is_false(group, tmp_path):
+    with program(group) as make:
+        accelerator = make()
+        compiled = torch.compile(model_of().append(nn.Linear(5, 5)), backend="eager")  # its names have a prefix
+        model = accelerator.prepare(compiled)
+        accelerator.save_state(tmp_path)
+        accelerator.wait_for_everyone()
+        expected = compiled._orig_mod[0].weight.detach()
+    with program(group, stage=3) as make:
+        accelerator = make()
+        model = accelerator.prepare(model_of(1))
+        with pytest.raises(LayoutError, match=r"4\.weight"):
+            accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path), strict=False)
+        assert torch.equal(model.full_state_dict()["0.weight"], expected)
+
+
+@pytest.mark.slow
+def test_ranks_that_see_different_folders_are_named(group, tmp_path):
+    own = tmp_path / str(group.rank()) / "state"
+    with program(group, stage=3) as make:
+        accelerator = make()
+        accelerator.prepare(model_of())
+        accelerator.save_state(tmp_path / "0" / "state")
+        accelerator.wait_for_everyone()
+        with pytest.raises((LayoutError, ValueError), match=r"rank 1: Tried to find|^Tried to find"):
+            accelerator.load_state(str(own))
+        own.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(
+            LayoutError, match=r"rank 0 has .*shardlite_0.*rank 1 has 'state' with \[\].*the same folder"
+        ):
+            accelerator.load_state(str(own))
+
+
+@pytest.mark.slow
+def test_a_model_is_prepared_again(group, tmp_path):
+    with program(group, stage=3) as make:
+        accelerator, model = make(), model_of()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.free_memory()
+        accelerator.prepare(optimizer)
+        for call in (accelerator.save_state, accelerator.load_state):
+            with pytest.raises(LayoutError, match="free_memory"):
+                call(str(tmp_path))
+        other, late = make(), torch.optim.SGD(model.module.parameters(), lr=0.1)
+        late, again = other.prepare(late, model)
+        assert again is model
+        assert other._models == [model]
+        step(other, (model, late))
+        expected = model.full_state_dict()
+        other.save_state(tmp_path)
+        step(other, (model, late))
+        other.load_state(str(tmp_path))
+        assert all(torch.equal(value, expected[name]) for name, value in model.full_state_dict().items())
+
+
 @pytest.mark.slow
 def test_what_save_model_writes_is_read_by_from_pretrained(group, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers: `make test-all` installs it")
@@ -291,6 +396,32 @@ def test_what_save_model_writes_is_read_by_from_pretrained(group, tmp_path):
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
         read = transformers.BertForMaskedLM.from_pretrained(tmp_path).state_dict()
         assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_adapters_are_saved_as_the_page_says(group, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: `make test-all` installs it")
+    peft = pytest.importorskip("peft", reason="needs peft: `make test-all` installs it")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    base = transformers.BertForSequenceClassification(config)
+    adapters = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], init_lora_weights=False)
+    code = re.search(r"```text\n(with model\.gathered.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code is not None
+    with program(group, stage=3) as make, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft
+        accelerator = make()
+        model = accelerator.prepare(peft.get_peft_model(base, adapters))
+        weights = model.full_state_dict()
+        exec(code[1], {"model": model, "accelerator": accelerator, "folder": str(tmp_path)})
+        accelerator.wait_for_everyone()
+        assert len(list(tmp_path.iterdir())) >= 2
+        fresh = transformers.BertForSequenceClassification(config)
+        read = peft.PeftModel.from_pretrained(fresh, str(tmp_path)).state_dict()
+        names = [name for name in weights if "lora" in name or "modules_to_save" in name]
+        assert len(names) >= 10
+        assert all(torch.equal(read[name], weights[name]) for name in names)
 
 
 @pytest.mark.slow
@@ -327,6 +458,25 @@ def test_a_dynamo_plugin_compiles_the_module_in_place(group, regional):
         accelerator = make(dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=regional))
         model = accelerator.prepare(model_of())
         accelerator.backward(model(torch.ones(4, 10)).mean())
+        assert model.full_state_dict().keys() == model_of().state_dict().keys()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_compiled_in_place(group):
+    with program(group, stage=3) as make, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler
+        accelerator, module, graphs = make(mixed_precision="bf16"), model_of(), []
+
+        def backend(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        compiled = torch.compile(module, backend=backend)
+        model, optimizer = accelerator.prepare(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
+        step(accelerator, (model, optimizer))
+        assert graphs
+        assert accelerator.prepare(compiled) is make().prepare(torch.compile(model, backend=backend)) is model
+        assert accelerator.unwrap_model(model) is module
         assert model.full_state_dict().keys() == model_of().state_dict().keys()
 
 
@@ -397,6 +547,11 @@ def test_what_cannot_work_is_refused_by_name(group, tmp_path):
         accelerator.backward(model(torch.ones(4, 10)).mean())
         with pytest.raises(LayoutError, match="unsharded parameter"):
             accelerator.clip_grad_norm_(plain.parameters(), 1.0)
+        model.zero_grad()
+        with accelerator.no_sync(model):
+            accelerator.backward(model(torch.ones(4, 10)).mean())
+        with pytest.raises(PhaseError, match=r"if accelerator\.sync_gradients"):
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
         hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
         with pytest.raises(LayoutError, match="comm_hook='fp16'"):
             make(kwargs_handlers=[hook]).prepare(model_of())
