@@ -1,13 +1,17 @@
 """What all bridges do: check the options of `ShardLite`, find the optimizers of a model, and read files on one rank."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
 from shardlite.comm import agree
+from shardlite.config import launched_ranks
+from shardlite.errors import LayoutError, ShardWarning
 from shardlite.model import ModelState, ShardLite
 
 _T = TypeVar("_T")
@@ -28,6 +32,30 @@ def check_options(caller: str, options: Mapping[str, Any], more: frozenset[str] 
     stage = options.get("stage", 3)
     if stage not in range(4):
         raise ValueError(f"{caller} got stage={stage!r}: the stages are 0, 1, 2 and 3")
+
+
+def warn_unsharded(caller: str, on_cpus: str) -> None:
+    """Warn once that a trainer shards nothing, because it uses this process only.
+
+    Args:
+        caller: the trainer.
+        on_cpus: what the trainer needs to use several processes without GPUs.
+
+    Raises:
+        LayoutError: a launcher has started other processes too. Each would train a model of its own.
+    """
+    ranks = launched_ranks()
+    if ranks > 1:
+        raise LayoutError(
+            f"{caller}: {ranks} processes were started, and each would train a model of its own, because the trainer "
+            f"does not use them together. Without GPUs it needs {on_cpus}"
+        )
+    _warn_once(f"{caller} shards nothing in one process: start the program with torchrun --nproc-per-node N")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, ShardWarning, stacklevel=3)
 
 
 def bare(optimizer: Any) -> Any:

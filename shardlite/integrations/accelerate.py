@@ -28,7 +28,15 @@ from torch.optim import Optimizer
 from shardlite import checkpoint
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
-from shardlite.integrations._wrapping import adopt, bare, check_options, holds, read_on_first, replaced
+from shardlite.integrations._wrapping import (
+    adopt,
+    bare,
+    check_options,
+    holds,
+    read_on_first,
+    replaced,
+    warn_unsharded,
+)
 from shardlite.model import ModelState, ShardLite
 
 try:
@@ -111,6 +119,8 @@ def _prepare_model(
     if known is not None:
         return known
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not (evaluation_mode or grouped):
+        warn_unsharded("install()", "Accelerator(cpu=True)")
     if evaluation_mode or not grouped or getattr(model, "_is_accelerate_prepared", False):
         return original(accelerator, model, device_placement, evaluation_mode)
     _check(accelerator)
