@@ -34,23 +34,26 @@ def check_options(caller: str, options: Mapping[str, Any], more: frozenset[str] 
         raise ValueError(f"{caller} got stage={stage!r}: the stages are 0, 1, 2 and 3")
 
 
-def warn_unsharded(caller: str, on_cpus: str) -> None:
-    """Warn once that a trainer shards nothing, because it uses this process only.
+def check_processes(caller: str, used: int, *, on_cpus: str, shards: bool) -> None:
+    """Warn once if a trainer shards nothing, because it uses one process.
 
     Args:
         caller: the trainer.
+        used: the number of processes that the trainer uses together.
         on_cpus: what the trainer needs to use several processes without GPUs.
+        shards: whether the model will be sharded.
 
     Raises:
-        LayoutError: a launcher has started other processes too. Each would train a model of its own.
+        LayoutError: a launcher has started more processes. Each would read all data, as if it were alone.
     """
-    ranks = launched_ranks()
-    if ranks > 1:
+    launched = launched_ranks()
+    if launched > used:
         raise LayoutError(
-            f"{caller}: {ranks} processes were started, and each would train a model of its own, because the trainer "
-            f"does not use them together. Without GPUs it needs {on_cpus}"
+            f"{caller}: {launched} processes were started, and the trainer uses {used}, so each would train as if it "
+            f"were alone. Without GPUs the trainer needs {on_cpus}"
         )
-    _warn_once(f"{caller} shards nothing in one process: start the program with torchrun --nproc-per-node N")
+    if not shards:
+        _warn_once(f"{caller} shards nothing in one process: start the program with torchrun --nproc-per-node N")
 
 
 @cache

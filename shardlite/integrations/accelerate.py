@@ -32,10 +32,10 @@ from shardlite.integrations._wrapping import (
     adopt,
     bare,
     check_options,
+    check_processes,
     holds,
     read_on_first,
     replaced,
-    warn_unsharded,
 )
 from shardlite.model import ModelState, ShardLite
 
@@ -119,8 +119,8 @@ def _prepare_model(
     if known is not None:
         return known
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not (evaluation_mode or grouped):
-        warn_unsharded("install()", "Accelerator(cpu=True)")
+    if not evaluation_mode:
+        check_processes("install()", accelerator.num_processes, on_cpus="Accelerator(cpu=True)", shards=grouped)
     if evaluation_mode or not grouped or getattr(model, "_is_accelerate_prepared", False):
         return original(accelerator, model, device_placement, evaluation_mode)
     _check(accelerator)

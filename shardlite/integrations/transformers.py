@@ -34,7 +34,7 @@ from shardlite import (
     save,
 )
 from shardlite.comm import ranks_of
-from shardlite.integrations._wrapping import bare, check_options, read_on_first, replaced, warn_unsharded
+from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced
 from shardlite.optim import probe_shards
 
 try:
@@ -159,7 +159,7 @@ class ShardLiteMixin:
     def _wrap_model(self: Any, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         """Wrap the model. Evaluation runs the wrapped model too."""
         if not self._shards:
-            warn_unsharded(type(self).__name__, "TrainingArguments(use_cpu=True)")
+            check_processes(type(self).__name__, 1, on_cpus="TrainingArguments(use_cpu=True)", shards=False)
             return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         wrapped = self._sharded_model(model)
         if wrapped is None:

@@ -10,6 +10,7 @@ from shardlite.integrations import _wrapping
 from tests.support.ranks.scripts import ROOT, run_process
 
 EXAMPLE = str(ROOT / "examples" / "trainer.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -61,8 +62,18 @@ def test_one_process_with_transformers_is_warned_once(tmp_path):
 @pytest.mark.slow
 def test_processes_that_transformers_does_not_join_are_refused(tmp_path):
     pytest.importorskip("transformers", "5.23", reason="needs transformers")
-    script = f"import os, runpy, sys; os.environ |= {RANKS}; runpy.run_path(sys.argv[1], run_name='__main__')"
-    done = run_process("-c", script, EXAMPLE, "--max_steps", "1", "--use_cpu", "False", folder=tmp_path)
+    done = run_process(*TORCHRUN, EXAMPLE, "--max_steps", "1", "--use_cpu", "False", folder=tmp_path)
     assert done.status != 0
     assert "LayoutError: ShardLiteTrainer: 2 processes were started" in done.err, done.err
     assert "use_cpu=True" in done.err
+
+
+@pytest.mark.slow
+def test_an_accelerator_that_does_not_join_the_processes_is_refused(tmp_path):
+    """Without GPUs and `cpu=True`, it initializes a process group that it does not use."""
+    pytest.importorskip("accelerate", reason="needs accelerate: `make test-all` installs it")
+    text = (ROOT / "examples" / "accelerate_loop.py").read_text()
+    (tmp_path / "loop.py").write_text(text.replace("cpu=not torch.cuda.is_available()", ""))
+    done = run_process(*TORCHRUN, "loop.py", folder=tmp_path)
+    assert done.status != 0
+    assert "LayoutError: install(): 2 processes were started, and the trainer uses 1" in done.err, done.err
