@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     ("py:class", r"shardlite\.optim\.layout\.OptimizerLayout"),  # what the library alone calls returns it
 ]
 
-autodoc_mock_imports = ["accelerate", "safetensors", "transformers"]  # the site is built without them
+autodoc_mock_imports = ["accelerate", "lightning", "safetensors", "transformers"]  # the site is built without them
 
 html_theme = "furo"
 html_title = f"ShardLite {release}"

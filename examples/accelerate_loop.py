@@ -12,7 +12,7 @@ from shardlite.apps.demo.text import draw_batch, read_corpus
 from shardlite.integrations.accelerate import install
 
 install(stage=3)  # the only line that differs from a program with DistributedDataParallel
-accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=not torch.cuda.is_available())
 torch.manual_seed(0)
 model = GPT(GPTConfig(layers=2, width=64, heads=2, context=64))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -21,11 +21,10 @@ loader = DataLoader(TensorDataset(*draw_batch(text.train, shape=(640, 64), key=(
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(3):
     for x, y in loader:
-        with accelerator.accumulate(model):
-            loss = model(x, y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = model(x, y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
     accelerator.print(f"epoch {epoch + 1}  loss {accelerator.reduce(loss.detach(), 'mean'):.4f}", flush=True)
 accelerator.save_state("runs/accelerate/state")
 accelerator.save_model(model, "runs/accelerate/model")

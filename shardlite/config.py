@@ -363,6 +363,11 @@ def streams_share_a_queue() -> bool:
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
+def launched_ranks() -> int:
+    """Return the number of processes that a launcher has started (`WORLD_SIZE`), or 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 def poison_evicted_buffers() -> bool:
     """Return whether buffers are filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
 

@@ -55,7 +55,7 @@ class NonFiniteWarning(UserWarning):
 
 
 class ShardWarning(UserWarning):
-    """The program computed a value from a shard as if the shard were the whole parameter."""
+    """The program computed a value from a shard as if it were the whole parameter, or a trainer shards nothing."""
 
 
 class NonFiniteError(ShardLiteError, ArithmeticError):

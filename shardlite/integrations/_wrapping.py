@@ -1,13 +1,17 @@
 """What all bridges do: check the options of `ShardLite`, find the optimizers of a model, and read files on one rank."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
 from shardlite.comm import agree
+from shardlite.config import launched_ranks
+from shardlite.errors import LayoutError, ShardWarning
 from shardlite.model import ModelState, ShardLite
 
 _T = TypeVar("_T")
@@ -28,6 +32,33 @@ def check_options(caller: str, options: Mapping[str, Any], more: frozenset[str] 
     stage = options.get("stage", 3)
     if stage not in range(4):
         raise ValueError(f"{caller} got stage={stage!r}: the stages are 0, 1, 2 and 3")
+
+
+def check_processes(caller: str, used: int, *, on_cpus: str, shards: bool) -> None:
+    """Warn once if a trainer shards nothing, because it uses one process.
+
+    Args:
+        caller: the trainer.
+        used: the number of processes that the trainer uses together.
+        on_cpus: what the trainer needs to use several processes without GPUs.
+        shards: whether the model will be sharded.
+
+    Raises:
+        LayoutError: a launcher has started more processes. Each would read all data, as if it were alone.
+    """
+    launched = launched_ranks()
+    if launched > used:
+        raise LayoutError(
+            f"{caller}: {launched} processes were started, and the trainer uses {used}, so each would train as if it "
+            f"were alone. Without GPUs the trainer needs {on_cpus}"
+        )
+    if not shards:
+        _warn_once(f"{caller} shards nothing in one process: start the program with torchrun --nproc-per-node N")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, ShardWarning, stacklevel=3)
 
 
 def bare(optimizer: Any) -> Any:

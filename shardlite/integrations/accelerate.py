@@ -30,7 +30,15 @@ from shardlite.comm import agree
 from shardlite.engine import models_with, params_of
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
-from shardlite.integrations._wrapping import adopt, bare, check_options, holds, read_on_first, replaced
+from shardlite.integrations._wrapping import (
+    adopt,
+    bare,
+    check_options,
+    check_processes,
+    holds,
+    read_on_first,
+    replaced,
+)
 from shardlite.model import ModelState, ShardLite
 
 try:
@@ -120,9 +128,12 @@ def _prepare_model(
         accelerator._models.append(wrapped)
     if wrapped is not None:
         compile_as(model, wrapped)
-    elif evaluation_mode or not _grouped() or getattr(model, "_is_accelerate_prepared", False):
-        return original(accelerator, model, device_placement, evaluation_mode)
     else:
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not evaluation_mode:
+            check_processes("install()", accelerator.num_processes, on_cpus="Accelerator(cpu=True)", shards=grouped)
+        if evaluation_mode or not grouped or getattr(model, "_is_accelerate_prepared", False):
+            return original(accelerator, model, device_placement, evaluation_mode)
         _check(accelerator)
         if not any(param.requires_grad for param in model.parameters()):
             return original(accelerator, model, device_placement, True)  # nothing to average: stays whole on each rank
@@ -130,11 +141,6 @@ def _prepare_model(
     for optimizer in accelerator._optimizers:
         adopt(wrapped, bare(optimizer))
     return wrapped
-
-
-def _grouped() -> bool:
-    """Return whether there is a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _wrap(original: _Original, accelerator: Any, model: nn.Module) -> ShardLite:

@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -343,6 +343,7 @@ def _refuse_precision(plugin: Any) -> None:
 
 
 def _wrap(module: nn.Module, device: torch.device, options: Mapping[str, Any]) -> ShardLite:
+    _patch_lightning()
     if not any(param.is_meta for param in module.parameters()):
         module.to(device)
     wrapped = ShardLite(module, device=device, **options)
@@ -533,11 +534,15 @@ def _code(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
     return _shardlite_grad_norm(module, norm_type, group_separator)  # type: ignore[name-defined]  # noqa: F821
 
 
-_replace(LightningModule, "toggle_optimizer", _toggle_optimizer)
-_replace(LightningModule, "untoggle_optimizer", _untoggle_optimizer)
-_replace(BaseFinetuning, "filter_on_optimizer", _filter_on_optimizer)
-_replace(BaseFinetuning, "_apply_mapping_to_param_groups", _apply_mapping)
-_replace_code(grad_norm, _whole_grad_norm)
+@cache
+def _patch_lightning() -> None:
+    """Change functions of Lightning, once."""
+    _replace(LightningModule, "toggle_optimizer", _toggle_optimizer)
+    _replace(LightningModule, "untoggle_optimizer", _untoggle_optimizer)
+    _replace(BaseFinetuning, "filter_on_optimizer", _filter_on_optimizer)
+    _replace(BaseFinetuning, "_apply_mapping_to_param_groups", _apply_mapping)
+    _replace_code(grad_norm, _whole_grad_norm)
+
 
 for _registry, _strategy in ((StrategyRegistry, ShardLiteStrategy), (STRATEGY_REGISTRY, ShardLiteFabricStrategy)):
     _registry.register("shardlite", _strategy, "ShardLite, stage 3", override=True)

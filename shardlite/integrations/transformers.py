@@ -6,7 +6,7 @@
 
 The model is wrapped where `Trainer` would wrap it with `DistributedDataParallel`: at the first training or evaluation.
 `trainer.model` stays the Transformers model, and `trainer.model_wrapped` becomes the `ShardLite` model. In one process
-without a launcher nothing is wrapped.
+without a launcher nothing is wrapped, and the program is warned.
 
 Tried with transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
 """
@@ -34,7 +34,7 @@ from shardlite import (
     save,
 )
 from shardlite.comm import ranks_of
-from shardlite.integrations._wrapping import bare, check_options, read_on_first, replaced
+from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced
 from shardlite.optim import probe_shards
 
 try:
@@ -159,6 +159,7 @@ class ShardLiteMixin:
     def _wrap_model(self: Any, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         """Wrap the model. Evaluation runs the wrapped model too."""
         if not self._shards:
+            check_processes(type(self).__name__, 1, on_cpus="TrainingArguments(use_cpu=True)", shards=False)
             return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         wrapped = self._sharded_model(model)
         if wrapped is None:

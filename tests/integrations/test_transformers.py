@@ -581,7 +581,7 @@ def test_the_example_runs(cluster, tmp_path):
     given = ["--output_dir", "out", "--use_cpu", "--save_steps", 1, "--per_device_train_batch_size", 2]
     run_script(cluster, EXAMPLE, *given, "--max_steps", 1, folder=tmp_path, warnings="ignore")
     begun = str(tmp_path / "out" / "checkpoint-1")
-    more = ["--max_steps", 2, "--resume_from_checkpoint", begun, "--stage", 2]
+    more = ["--max_steps", 2, "--resume_from_checkpoint", begun]
     run_script(cluster, EXAMPLE, *given, *more, folder=tmp_path, warnings="ignore")
     assert (tmp_path / "out" / "checkpoint-2" / "shardlite").exists()
     assert (tmp_path / "out" / "model.safetensors").exists()
