@@ -1211,7 +1211,7 @@ class ModelState:
 
     def __init__(self, model: ShardLite) -> None:
         self.ranks, self.context, self.units = model._groups, model._context, model._units
-        self.bridge = model._bridge
+        self.bridge, self.full = model._bridge, model._full
         self.ignored = model._ignored
         """Parameters that each rank trains by itself."""
 

@@ -7,7 +7,15 @@ first.
 from shardlite.build import validate
 from shardlite.build.allocate import build_units, flats_of, part_of, placement_of
 from shardlite.build.budget import HELD, Budget, Recipe, UnitBudget, budget_of
-from shardlite.build.init import Init, Values, broadcast_buffers, broadcast_init, broadcast_values, set_values
+from shardlite.build.init import (
+    Init,
+    Values,
+    broadcast_buffers,
+    broadcast_init,
+    broadcast_values,
+    set_values,
+    values_of,
+)
 from shardlite.build.partition import UnitPlan, UnitPolicy, UnitRule, needs, partition_module
 from shardlite.build.plan import Plan, agree_on_plan, plan_flats, plan_units
 from shardlite.build.timeline import ACTIVATIONS, MOST_RANKS, Event, Kind, StepTimeline, check_memory_limit, timeline_of

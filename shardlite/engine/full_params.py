@@ -185,6 +185,20 @@ class FullParameters:
         """Raise an error. The module's hooks hold this object, so `deepcopy` of the module copies this object too."""
         raise LayoutError(NO_COPY)
 
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let the state dicts of sharded modules have names inside the context, with tensors on the meta device."""
+        modules = set(self._module.modules()) - scripts(self._module)
+        self._reading = True
+        for each in modules:
+            vars(each)["_save_to_state_dict"] = partial(_save_names, each)
+        try:
+            yield
+        finally:
+            self._reading = False
+            for each in modules:
+                del vars(each)["_save_to_state_dict"]
+
     def entries(self) -> dict[str, Tensor]:
         """Return the module's own parameters and persistent buffers, each under all of its names."""
         self._reading = True
@@ -299,6 +313,15 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
             continue
         if value.untyped_storage().nbytes() > value.nbytes:
             state_dict[f"{prefix}{name}"] = apart(value)
+
+
+def _save_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: bool) -> None:
+    """Write the module's own entries into a state dict, with parameters on the meta device."""
+    own: dict[str, Any] = {}
+    type(module)._save_to_state_dict(module, own, prefix, True)
+    for name, value in own.items():
+        is_param = isinstance(value, nn.Parameter)
+        state_dict[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_param else value
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,8 @@ class ModuleHooks:
         """Raise if a parameter of the unit was replaced after wrapping."""
         for location in self._locations[unit]:
             there = location.module._parameters.get(location.attribute)
+            if _is_parametrized(location):
+                continue
             if there is not location.param and (
                 not isinstance(there, Tensor) or isinstance(there, nn.Parameter) or _of_shards(there)
             ):
@@ -288,6 +290,12 @@ def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list
                 location = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
                 found[home[param]].append(location)
     return found
+
+
+def _is_parametrized(location: ParamLocation) -> bool:
+    """Return whether the module computes a tensor from the parameter in its place (`torch.nn.utils.parametrize`)."""
+    lists: Any = location.module._modules.get("parametrizations")
+    return lists is not None and location.attribute in lists and lists[location.attribute].original is location.param
 
 
 def _of_shards(tensor: Tensor) -> bool:

@@ -102,10 +102,19 @@ def read_on_first(model: ShardLite, what: str, read: Callable[[], _T]) -> _T | N
         Exception: `read` has raised it. Raised on the first rank.
         LayoutError: the same, on other ranks.
     """
-    state, value, problem = ModelState(model), None, None
+    return together(model, what, lambda: read() if ModelState(model).context.rank == 0 else None)
+
+
+def together(model: ShardLite, what: str, act: Callable[[], _T]) -> _T:
+    """Return what `act` returns. If it raises on a rank, raise on each rank of the model. Collective.
+
+    Raises:
+        Exception: `act` has raised it on this rank.
+        LayoutError: `act` has raised an error on another rank.
+    """
+    state, problem = ModelState(model), None
     try:
-        if state.context.rank == 0:
-            value = read()
+        value = act()
     except Exception as error:  # other ranks wait for this rank
         problem = error
     watch = state.context.reports.watching

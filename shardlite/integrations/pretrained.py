@@ -15,19 +15,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from shardlite.build import set_values
+from shardlite.build import set_values, values_of
 from shardlite.comm import GroupLike, agree, ranks_of
-from shardlite.errors import CheckpointError
+from shardlite.errors import CheckpointError, LayoutError
+from shardlite.integrations._wrapping import replaced
 
 PIECE = 2**22
 """Maximum number of elements that are read at a time, if the elements of a weight follow each other in the file."""
@@ -63,9 +64,10 @@ def from_pretrained(
         dictionary of missing, unexpected and mismatched keys.
 
     Raises:
-        CheckpointError: the weights are not in safetensors files, or an option is not accepted.
-        ImportError: Transformers is missing.
+        CheckpointError: the weights are not in safetensors files, or are quantized.
+        ModuleNotFoundError: Transformers is missing.
         LayoutError: another rank raised an error, or has other files.
+        ValueError: an option is not accepted.
         Exception: errors of `model_class.from_pretrained`, for example if a file is missing or a shape is wrong.
 
     Example:
@@ -90,31 +92,59 @@ def _from_pretrained(
 ) -> Any:
     refused = {name for name in _REFUSED if options.get(name) not in (None, False)}
     if refused:
-        raise CheckpointError(
+        raise ValueError(
             f"from_pretrained: {', '.join(sorted(refused))} cannot be used, because each rank reads its part of the "
             "weights when the model is wrapped: pass the device and the dtypes to ShardLite(device=, precision=)"
         )
     try:
         from transformers import modeling_utils
     except ImportError as error:
-        raise ImportError("from_pretrained needs Transformers: pip install transformers safetensors") from error
+        raise ModuleNotFoundError(
+            "from_pretrained requires transformers: pip install 'shardlite[transformers]'", name=error.name
+        ) from error
 
     def open_lazily(file: str | os.PathLike[str], *_: Any, **__: Any) -> _LazyFile:
         opened = _LazyFile(Path(file))
         headers.append(f"{opened.path.name} {opened.digest}")
         return opened
 
-    with patch.object(modeling_utils, "safe_open", open_lazily):
+    with replaced(modeling_utils, safe_open=open_lazily):
         result = model_class.from_pretrained(path, **{"use_safetensors": True, **options})
     model = result[0] if isinstance(result, tuple) else result
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError(f"{path} has quantized weights, which cannot be sharded: load it with from_pretrained")
-    if not _leave_unread(model):
+    unread = _leave_unread(model)
+    model.register_load_state_dict_pre_hook(_make_room)
+    if not unread:
         raise CheckpointError(
             f"{path}: this version of Transformers has read no weight from safetensors files by safe_open; this "
             "function was tried with 5.23"
         )
     return result
+
+
+def read_converted(model_class: Any, folder: Path, config: Any) -> dict[str, Tensor]:
+    """Return the weights in a folder under the names that Transformers gives them in a model. Not collective.
+
+    Raises:
+        LayoutError: the model lacks some of them, or has other shapes.
+    """
+    options = {"config": deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
+    with torch.random.fork_rng(devices=[]):
+        model, info = _from_pretrained(model_class, folder, [], options)
+    for kind in ("unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(kind):
+            raise LayoutError(f"{folder} does not fit {model_class.__name__}: {kind} {sorted(map(str, info[kind]))}")
+    found: dict[Tensor, str] = {}  # one name of tied weights is enough
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in info["missing_keys"]:
+            found.setdefault(value, name)
+    return {name: _whole(value) for value, name in found.items()}
+
+
+def _whole(value: Tensor) -> Tensor:
+    unread = values_of(value)
+    return unread.whole() if isinstance(unread, Unread) else value.detach()
 
 
 _REFUSED = (
@@ -125,17 +155,17 @@ _REFUSED = (
 
 def _leave_unread(model: nn.Module) -> bool:
     """Put parameters without values in the places of unread ones, and read buffers. Return whether any was unread."""
-    replaced: dict[Tensor, nn.Parameter] = {}  # tied parameters stay one object
+    made: dict[Tensor, nn.Parameter] = {}  # tied parameters stay one object
     for module in model.modules():
         for name, param in module._parameters.items():
             if isinstance(param, Unread):
-                if param not in replaced:
-                    replaced[param] = _meta_parameter(param)
-                module._parameters[name] = replaced[param]
+                if param not in made:
+                    made[param] = _meta_parameter(param)
+                module._parameters[name] = made[param]
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Unread):
                 module._buffers[name] = buffer.whole()
-    return bool(replaced)
+    return bool(made)
 
 
 def _meta_parameter(unread: Unread) -> nn.Parameter:
@@ -143,7 +173,24 @@ def _meta_parameter(unread: Unread) -> nn.Parameter:
     param = nn.Parameter(memory, requires_grad=unread.requires_grad)
     param.__dict__.update({name: value for name, value in unread.__dict__.items() if name not in ("_read", "ranged")})
     set_values(param, unread)
+    # `deepcopy` asks the object. A copy has the values too, such as that of a module that PEFT trains.
+    param.__dict__["__deepcopy__"] = lambda memo: memo.setdefault(id(param), _meta_parameter(unread))
     return param
+
+
+def _make_room(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before a state dict is loaded, give memory to the parameters on the meta device that it has values for.
+
+    PyTorch would ignore these values. PEFT puts an adapter on the device of the weights below it.
+    """
+    made: dict[Tensor, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            value = state_dict.get(f"{prefix}{path}.{name}" if path else f"{prefix}{name}")
+            if param is not None and (param in made or (param.is_meta and value is not None and not value.is_meta)):
+                if param not in made:
+                    made[param] = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+                owner._parameters[name] = made[param]
 
 
 class _LazyFile:
@@ -215,6 +262,9 @@ def read_file(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Tensor
 class Unread(Tensor):
     """A tensor whose values are still in files. Functions of it give further ones, which are computed when read."""
 
+    computed = False
+    """Whether the tensor has memory of its own, with the result of a function."""
+
     ranged: bool
     """Whether a range of elements is read without the other elements."""
 
@@ -254,6 +304,10 @@ class Unread(Tensor):
         kwargs = kwargs or {}
         sources = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Unread)]
         if func._schema.is_mutable:
+            if all(each.computed for each in sources) and func._schema.name.endswith("_"):
+                for each in sources:
+                    each._read = _overwritten
+                return args[0]
             raise CheckpointError(f"{func} would write to weights that have not been read: wrap the model first")
         on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
         if not any("Tensor" in str(each.type) for each in func._schema.returns):
@@ -273,7 +327,15 @@ class Unread(Tensor):
             return read
 
         indices = iter(range(len(tree_leaves(shapes))))
-        return tree_map_only(Tensor, lambda like: Unread(like, compute(next(indices)), ranged=False), shapes)
+        results = tree_map_only(Tensor, lambda like: Unread(like, compute(next(indices)), ranged=False), shapes)
+        for each, returned in zip(tree_leaves(results), func._schema.returns, strict=False):
+            each.computed = returned.alias_info is None
+        return results
+
+
+def _overwritten(start: int, stop: int) -> Tensor:
+    """Raise. Transformers initializes weights that a module computes from others, and never reads them."""
+    raise CheckpointError("the values of this tensor were computed from weights in files, and then overwritten")
 
 
 def _as_meta(value: Any) -> Any:

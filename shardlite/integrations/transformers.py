@@ -15,9 +15,11 @@ import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,11 @@ from shardlite import (
     save,
 )
 from shardlite.comm import ranks_of
-from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced
+from shardlite.errors import some_of
+from shardlite.integrations._adapters import adapter_files, read_adapter, savable
+from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced, together
+from shardlite.integrations.pretrained import read_converted
+from shardlite.model import ModelState
 from shardlite.optim import probe_shards
 
 try:
@@ -42,6 +48,7 @@ try:
     from accelerate import Accelerator
     from transformers import PreTrainedModel, Trainer, TrainerCallback
     from transformers.trainer_pt_utils import get_model_param_count
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from transformers.training_args import OptimizerNames, ParallelMode
 
     from shardlite.integrations._accelerator import place, read_file, read_weights, whole_weights, wrap, wrapper_of
@@ -55,8 +62,8 @@ except ImportError as error:
 FOLDER = "shardlite"
 """The folder inside of a checkpoint that has the shards of the weights and of the optimizer's state."""
 
-ADAPTER = "adapter_model.safetensors"
-"""The file in which PEFT saves an adapter."""
+STATE = "optimizer.pt"
+"""The file inside of a checkpoint with the whole state of the optimizer. It is empty if the checkpoint has shards."""
 
 OPTIMIZERS = frozenset(
     {
@@ -71,6 +78,10 @@ OPTIMIZERS = frozenset(
 """Values of `TrainingArguments(optim=...)` that are accepted. Adafactor steps whole parameters (`WholeParameters`)."""
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_WRAPPED: WeakKeyDictionary[nn.Module, ref[ShardLite]] = WeakKeyDictionary()
+"""Models of trainers, by their modules."""
 
 
 class ShardLiteMixin:
@@ -113,6 +124,7 @@ class ShardLiteMixin:
     _built_by_trainer = False
     _items: Tensor | int | None = None  # this rank's items in the step, until the first backward of the step
     _factor: Tensor | None = None  # the same number, or 1 if it is 0
+    _unloaded: str | None = None  # the folder with the weights that are loaded when the model is wrapped
 
     def __init__(self: Any, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.sharding = dict(self.sharding if sharding is None else sharding)
@@ -163,12 +175,22 @@ class ShardLiteMixin:
             return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         wrapped = self._sharded_model(model)
         if wrapped is None:
+            earlier = _WRAPPED.get(model, lambda: None)()
+            if earlier is not None and not earlier._unwrapped:
+                raise ValueError(
+                    "the model is sharded by an earlier trainer: pass what `trainer.model_wrapped.unwrap()` of that "
+                    "trainer returns, or train again with that trainer"
+                )
             full = self.args.bf16_full_eval or self.args.fp16_full_eval
             if full and not self.is_in_train:  # `Trainer` converts the model for good
                 model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
             timeout = timedelta(seconds=self.args.ddp_timeout)
             wrapped = _wrap(model, self.accelerator, {"timeout": timeout, **self.sharding})
             self.model_wrapped = wrapped
+            _WRAPPED[wrapped.module] = ref(wrapped)
+        if self._unloaded is not None:
+            folder, self._unloaded = self._unloaded, None
+            self._load_weights(wrapped, folder)
         if wrapped not in self.accelerator._models:
             self.accelerator._models.append(wrapped)
         if training and self.optimizer is not None:
@@ -179,7 +201,7 @@ class ShardLiteMixin:
         """Train as `Trainer.train` does.
 
         Raises:
-            ValueError: the arguments have `bf16_full_eval` or `fp16_full_eval`.
+            ValueError: the arguments have `bf16_full_eval`, `fp16_full_eval`, or `sync_each_batch` with `counts_items`.
         """
         for name in ("bf16_full_eval", "fp16_full_eval"):
             if self._shards and getattr(self.args, name):
@@ -187,7 +209,16 @@ class ShardLiteMixin:
                     f"{name}=True would convert the model after training, which is not possible for a sharded model: "
                     f"set {name[:4]}=True, or evaluate with another trainer"
                 )
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        settings = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        if self._shards and self.counts_items and settings.get("sync_each_batch"):
+            raise ValueError(
+                "sync_each_batch=True reduces each batch, but counts_items=True counts the items of a whole step: set "
+                "one of them to False"
+            )
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.is_in_train = False  # also after an error
 
     # ---- counts of items --------------------------------------------------------------------------------------------
 
@@ -272,12 +303,27 @@ class ShardLiteMixin:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
+    def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, in place of one that an earlier run has left in the same folder."""
+        if self._sharded_model() is not None and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            shutil.rmtree(folder / FOLDER, ignore_errors=True)
+            (folder / STATE).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save whole weights in a folder that `from_pretrained` reads. Collective."""
         wrapped = self._sharded_model()
-        if wrapped is not None and state_dict is None:
+        if wrapped is None and self._shards and any(param.is_meta for param in self.model.parameters()):
+            wrapped = self._wrap_model(self.model, training=False)  # which reads the weights
+        if wrapped is None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        if state_dict is None:
             state_dict = wrapped.full_state_dict(rank=None if self.args.save_on_each_node else 0)
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        save_files = super()._save  # type: ignore[misc]
+        with savable(wrapped):
+            together(wrapped, "save the model", lambda: save_files(output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """Save the shards, or the whole state on rank 0."""
@@ -285,28 +331,28 @@ class ShardLiteMixin:
         if wrapped is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        optimizer = bare(self.optimizer)
+        optimizer, folder = bare(self.optimizer), Path(output_dir)
         if self.whole_optimizer_state:
             state = full_optimizer_state(wrapped, optimizer, rank=0)
-            if self.args.should_save:
-                shutil.rmtree(Path(output_dir, FOLDER), ignore_errors=True)  # of an earlier run in this folder
-                torch.save(state, Path(output_dir, "optimizer.pt"))
         else:
-            save(Path(output_dir, FOLDER), wrapped, optimizer)
-            if self.args.should_save:  # without this file, `Trainer` would resume with a new state, and say nothing
-                torch.save({"state": {}, "param_groups": []}, Path(output_dir, "optimizer.pt"))
+            save(folder / FOLDER, wrapped, optimizer)
+            # Without this file, `Trainer` would resume with a new state, and say nothing.
+            state = {"state": {}, "param_groups": [], "weights": _digest(folder) if self.args.should_save else None}
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+            torch.save(state, folder / STATE)
+            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load weights, except those that are loaded with the optimizer's state."""
+        """Load weights, or remember to load them when the model is wrapped."""
         wrapped = self._sharded_model(model)
-        if self._shards and Path(resume_from_checkpoint, FOLDER).exists():
-            return
-        if wrapped is None:
+        if not self._shards:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        elif self.is_in_train and Path(resume_from_checkpoint, FOLDER).exists():
+            return  # they are loaded with the optimizer's state
+        elif wrapped is None:
+            self._unloaded = resume_from_checkpoint
         else:
-            self._load_whole(wrapped, resume_from_checkpoint)
+            self._load_weights(wrapped, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         """Load the shards, at any number of ranks, or the state that `Trainer` has saved."""
@@ -316,35 +362,34 @@ class ShardLiteMixin:
         if checkpoint is None or wrapped is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        shards, whole = Path(checkpoint, FOLDER), Path(checkpoint, "optimizer.pt")
-        optimizer = bare(self.optimizer)
-        if whole.exists():
-            state = read_on_first(wrapped, f"load {whole}", lambda: _read_state(whole, shards))
-        if shards.exists():
-            load(shards, wrapped, optimizer)
-        elif whole.exists():
+        folder, optimizer = Path(checkpoint), bare(self.optimizer)
+        state = read_on_first(wrapped, f"load {folder / STATE}", lambda: _read_state(folder))
+        if (folder / FOLDER).exists():
+            load(folder / FOLDER, wrapped, optimizer)
+        elif (folder / STATE).exists():
             load_optimizer_state(wrapped, optimizer, state)
-        scheduler = Path(checkpoint, "scheduler.pt")
+        scheduler = folder / "scheduler.pt"
         if scheduler.exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_best_model(self: Any) -> None:
         """Load the best weights into the shards."""
-        wrapped, best = self._sharded_model(), self.state.best_model_checkpoint
+        wrapped = self._sharded_model()
         if wrapped is None:
             super()._load_best_model()  # type: ignore[misc]
-        elif Path(best, FOLDER).exists():
-            load(Path(best, FOLDER), wrapped)
         else:
-            self._load_whole(wrapped, best)
+            self._load_weights(wrapped, self.state.best_model_checkpoint)
 
-    def _load_whole(self: Any, wrapped: ShardLite, folder: str) -> None:
-        """Load the weights or the adapter that `save_pretrained` has written. Collective."""
-        state = read_on_first(wrapped, f"load {folder}", lambda: _read(Path(folder), wrapped.module))
+    def _load_weights(self: Any, wrapped: ShardLite, folder: str) -> None:
+        """Load the weights of a checkpoint: its shards, or what `save_pretrained` has written. Collective."""
+        shards = Path(folder, FOLDER)
+        if shards.exists():
+            read_on_first(wrapped, f"load {folder}", lambda: _read_state(Path(folder)))
+            load(shards, wrapped)
+            return
+        state = read_on_first(wrapped, f"load {folder}", lambda: _read(Path(folder), wrapped))
         result = wrapped.load_full_state_dict(state, strict=False)
-        if result.unexpected_keys:
-            raise LayoutError(f"{folder} has weights that this model lacks: {result.unexpected_keys}")
-        if not Path(folder, ADAPTER).exists():
+        if not adapter_files(wrapped, Path(folder)):
             self._issue_warnings_after_load(result)
 
 
@@ -428,37 +473,56 @@ def _wrap(model: nn.Module, accelerator: Accelerator, sharding: Mapping[str, Any
     return wrapped
 
 
-def _read(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that `save_pretrained` has written, by the names in the model."""
-    if (folder / ADAPTER).exists():
-        return _read_adapter(folder, model)
-    return read_weights(folder)
+def _read(folder: Path, model: ShardLite) -> dict[str, Tensor]:
+    """Return the tensors that `save_pretrained` has written, by the names in the model.
+
+    Raises:
+        LayoutError: the model lacks some of them.
+    """
+    files = adapter_files(model, folder)
+    if files:
+        found = [read_adapter(model, adapter, read_file(file), file) for adapter, file in files.items()]
+        return {name: value for each in found for name, value in each.items()}
+    saved = read_weights(folder)
+    known = ModelState(model).full.entries().keys()
+    if saved.keys() - known and isinstance(model.module, PreTrainedModel):  # such as the experts of Mixtral
+        saved = read_converted(type(model.module), folder, model.module.config)
+    if unknown := sorted(saved.keys() - known):
+        raise LayoutError(f"{folder} has weights that this model lacks: {some_of(unknown)}")
+    return saved
 
 
-def _read_state(file: Path, shards: Path) -> Any:
-    """Return the whole state of an optimizer in a file, which is empty if the state is in `shards`."""
-    state = read_file(file)
+def _read_state(folder: Path) -> Any:
+    """Return the whole state of the optimizer in a checkpoint, which is empty if the checkpoint has shards.
+
+    Raises:
+        LayoutError: different runs have written the shards and other files of the checkpoint.
+    """
+    shards, file = folder / FOLDER, folder / STATE
+    state = read_file(file) if file.exists() else {"state": {}}
     if shards.exists() and state["state"]:
         raise LayoutError(
             f"{file} and {shards} both have the state of the optimizer, from different runs: delete the older one"
         )
+    if shards.exists() and "weights" in state and state["weights"] != _digest(folder):
+        raise LayoutError(
+            f"{shards} has other weights than the files beside it, which were written later: delete {shards} and "
+            f"{file} to load the files, or the files to load the shards"
+        )
     return state
 
 
-def _read_adapter(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of an adapter. PEFT saves them without the adapter's name."""
-    adapter = getattr(model, "active_adapter", "default")
-    saved = read_file(folder / ADAPTER)
-    names = {
-        name.replace(f".modules_to_save.{adapter}", "").replace(f".{adapter}", ""): name
-        for name, _ in model.named_parameters()
-        if f".{adapter}" in name
-    }
-    if foreign := saved.keys() - names.keys():
-        raise LayoutError(f"{folder / ADAPTER} has tensors that this model lacks: {sorted(foreign)}")
-    if lacking := names.keys() - saved.keys():
-        raise LayoutError(f"{folder / ADAPTER} lacks tensors of this model's adapter: {sorted(lacking)}")
-    return {names[key]: value for key, value in saved.items()}
+def _digest(folder: Path) -> str:
+    """Return a digest of the names, the sizes and a sample of the bytes of the weights that a folder has in files."""
+    digest = sha256()
+    for path in sorted({*folder.rglob("*model*.safetensors"), *folder.rglob("*model*.bin")}):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)} {size}".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(size // 256, 2**14)):
+                file.seek(start)
+                digest.update(file.read(2**14))
+    return digest.hexdigest()
 
 
 def _whole_param_count(model: nn.Module, trainable_only: bool = False) -> int:
@@ -468,3 +532,18 @@ def _whole_param_count(model: nn.Module, trainable_only: bool = False) -> int:
 
 
 transformers.trainer.get_model_param_count = _whole_param_count  # imported there by name; plain models count as before
+
+
+HOOKS = (
+    *("create_accelerator_and_postprocess", "_move_model_to_device", "_update_auto_batch_size", "_wrap_model"),
+    *("get_batch_samples", "compute_loss", "create_optimizer", "add_callback", "_save_checkpoint", "_save"),
+    *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+    *("_get_output_dir", "_issue_warnings_after_load"),
+)
+"""Methods of `Trainer` that the mixin overrides or calls."""
+
+if _lacking := [name for name in HOOKS if not hasattr(Trainer, name)]:
+    raise ImportError(
+        f"shardlite.integrations.transformers: Trainer of transformers {transformers.__version__} lacks {_lacking}, so "
+        "models would not be sharded: install a version that was tried, such as 5.23"
+    )

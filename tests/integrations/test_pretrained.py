@@ -240,9 +240,48 @@ def test_adapters_on_top_are_initialized(group, tmp_path):
             same_bits(name, value, plain.get_parameter(own).detach())
 
 
+@pytest.mark.slow
+def test_values_that_are_loaded_into_an_adapter_are_kept(group, tmp_path):
+    """With a module that PEFT trains, which is a copy of one that is read when the model is wrapped."""
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    model_class = saved(ARCHITECTURES["llama"].make, tmp_path / "base", group)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    with warnings.catch_warnings(action="ignore"):  # among these packages
+        torch.manual_seed(5)
+        plain = peft.get_peft_model(model_class.from_pretrained(tmp_path / "base"), config)
+        if dist.get_rank(group) == 0:
+            plain.save_pretrained(tmp_path / "adapter")
+        dist.barrier(group)
+        late = from_pretrained(model_class, tmp_path / "base", group=group)
+        model = ShardLite(peft.PeftModel.from_pretrained(late, tmp_path / "adapter"), group=group)
+        fresh = peft.get_peft_model(from_pretrained(model_class, tmp_path / "base", group=group), config)
+    same_states("state", model.full_state_dict(), plain.state_dict())
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+
+    state = ShardLite(fresh, init=init, group=group).full_state_dict()
+    head = plain.base_model.model.lm_head.original_module.weight.detach()
+    same_bits("copy", state["base_model.model.lm_head.modules_to_save.default.weight"], head)
+    assert all(bool((value == 1).all()) for name, value in state.items() if "lora" in name)
+
+
+def test_a_model_with_computed_weights_is_read(group, tmp_path):
+    """Transformers initializes the weight that weight_norm computes, in vain."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    layers = {"num_feat_extract_layers": 1, "conv_dim": (8,), "conv_stride": (2,), "conv_kernel": (3,)}
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    groups = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    saved(lambda: Wav2Vec2Model(Wav2Vec2Config(**layers, **shape, **groups)), tmp_path, group)
+    model = ShardLite(from_pretrained(Wav2Vec2Model, tmp_path, group=group), group=group)
+    same_states("state", model.full_state_dict(), Wav2Vec2Model.from_pretrained(tmp_path).state_dict())
+
+
 @pytest.mark.parametrize("options", [{"device_map": "cpu"}, {"state_dict": {}}, {"disable_mmap": True}])
 def test_options_that_would_read_all_are_refused(tmp_path, options):
-    with pytest.raises(CheckpointError, match=next(iter(options))):
+    with pytest.raises(ValueError, match=next(iter(options))):
         from_pretrained(None, tmp_path, **options)
 
 
@@ -289,3 +328,10 @@ def test_weights_that_were_not_read_are_not_written():
     with pytest.raises(CheckpointError, match="would write to weights that have not been read"):
         unread.zero_()
     assert torch.equal(unread, lazily(torch.zeros(3)))
+    computed = unread + 1
+    with pytest.raises(CheckpointError, match="would write to weights that have not been read"):
+        computed.view(-1).zero_()
+    assert torch.equal(computed.whole(), torch.ones(3))
+    computed.zero_()
+    with pytest.raises(CheckpointError, match="and then overwritten"):
+        computed.whole()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks.scripts import ROOT, run_script
-from tests.support.trainers import Maker, Rows, gpt2, history, llama, norms, on_both, session, t5, weights
+from tests.support.trainers import SIZES, Maker, Rows, gpt2, history, llama, norms, on_both, session, t5, weights
 
 pytest.importorskip("transformers", "5.23", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -396,6 +396,176 @@ def test_is_close_to_ddp(cluster, tmp_path, stage, case, unit, ranks):
     cluster.check(close_to_ddp, ranks, tmp_path, stage, case, unit)
 
 
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def adapter(kind: str) -> Any:
+    """Return a small model with an adapter of PEFT."""
+    import peft
+
+    torch.manual_seed(5)
+    task = {"task_type": "CAUSAL_LM"}
+    layers = {"target_modules": ["q_proj", "v_proj"], "r": 2, **task}
+    name, model = "default", gpt2() if kind == "bias" else llama()
+    config = {
+        "modules": lambda: peft.LoraConfig(modules_to_save=["embed_tokens", "lm_head"], **layers),
+        "dora": lambda: peft.LoraConfig(use_dora=True, **layers),
+        "named": lambda: peft.LoraConfig(**layers),
+        "embedding": lambda: peft.LoraConfig(**layers | {"target_modules": ["embed_tokens", "q_proj"]}),
+        "bias": lambda: peft.LoraConfig(bias="all", fan_in_fan_out=True, **layers | {"target_modules": ["c_attn"]}),
+        "vera": lambda: peft.VeraConfig(**layers),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **task),
+        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **task),
+    }[kind]()
+    return peft.get_peft_model(model, config, adapter_name="mine" if kind == "named" else name)
+
+
+def adapted(make: Maker, kind: str) -> Any:
+    """Save an adapter in each step, load the best one, and save it."""
+    from safetensors.torch import load_file
+
+    more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    by_ddp = kind not in ("named", "prompt", "prefix")  # DDP cannot load these
+    best = {"load_best_model_at_end": by_ddp, "save_only_model": True, "learning_rate": 1.0}
+    trainer = make(model=adapter(kind), args=more | best)
+    found = trained(trainer)
+    trainer.save_model()
+    torch.distributed.barrier()
+    files = sorted(Path(trainer.args.output_dir).glob("**/adapter_model.safetensors"))
+    assert len(files) == 4, files
+    saved = [load_file(file) for file in files]
+    if hasattr(trainer, "sharding"):
+        before = Path(trainer.args.output_dir)
+        trainer._load_from_checkpoint(str(before / "checkpoint-2"))
+        trainer.save_model(str(before / "again"))
+        torch.distributed.barrier()
+        (again,) = (before / "again").glob("**/adapter_model.safetensors")
+        relative = again.relative_to(before / "again")
+        assert_same(load_file(before / "checkpoint-2" / relative), load_file(again))
+    return [found, saved]
+
+
+KINDS = ["modules", "dora", "named", "embedding", "bias", "vera", "prompt", "prefix"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_saved_and_loaded_as_with_ddp(cluster, tmp_path, kind):
+    pytest.importorskip("peft", reason="needs peft")
+    cluster.check(same_as_ddp, 2, tmp_path, 3, adapted, kind)
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, num_local_experts=4, **SIZES | shape))
+
+
+def experts(make: Maker) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    given = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"], "r": 2}
+    model = get_peft_model(mixtral(), LoraConfig(task_type="CAUSAL_LM", **given))
+    return trained(make(model=model, args={"gradient_checkpointing": True, "learning_rate": 0.1}))
+
+
+@pytest.mark.slow
+def test_parameters_that_peft_adapts_are_recomputed(cluster, tmp_path):
+    pytest.importorskip("peft", reason="needs peft")
+    cluster.check(same_as_ddp, 2, tmp_path, 3, experts)
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def read_late(group: Any, folder: Path) -> None:
+    """Body of a rank: a checkpoint of DDP is resumed with a model whose weights are read when it is wrapped."""
+    from shardlite.integrations.pretrained import from_pretrained
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        plain, sharded = maker(folder / "ddp", None), maker(folder / "sharded", 3)
+        if group.rank() == 0:
+            llama().save_pretrained(folder / "base")
+        whole = plain(args=SAVING)
+        whole.train()
+        torch.distributed.barrier()
+
+        def late() -> Any:
+            return from_pretrained(type(whole.model), folder / "base", dtype=torch.float32)
+
+        again = sharded(model=late, args=SAVING)
+        again.train(resume_from_checkpoint=str(folder / "ddp" / "checkpoint-2"))
+        assert_same(weights(whole), weights(again))
+        before = sharded(model=late)
+        before.save_model(str(folder / "saved"))  # nothing was trained
+        assert_same(dict(llama().state_dict()), weights(before))
+        torch.distributed.barrier()
+        assert_same(dict(llama().state_dict()), dict(type(whole.model).from_pretrained(folder / "saved").state_dict()))
+
+
+@pytest.mark.slow
+def test_weights_of_a_checkpoint_replace_those_that_are_read_late(cluster, tmp_path):
+    cluster.check(read_late, 2, tmp_path)
+
+
+def used_again(group: Any, folder: Path) -> None:
+    """Body of a rank: folders of earlier runs."""
+    from shardlite.errors import LayoutError
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        make = maker(folder, 3)
+        make(args=SAVING).train()
+        best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_only_model": True}
+        second = make(args={**SAVING, **best, "learning_rate": 0.1})
+        second.train()
+        losses = [each["eval_loss"] for each in second.state.log_history if "eval_loss" in each]
+        assert second.evaluate()["eval_loss"] == min(losses)
+        third = make(args={**SAVING, "learning_rate": 0.01})
+        third.train()
+        end = third.evaluate()["eval_loss"]
+        torch.distributed.barrier()
+        loaded = make()
+        loaded._load_from_checkpoint(str(folder / "checkpoint-4"))
+        assert loaded.evaluate()["eval_loss"] == end
+        if group.rank() == 0:
+            llama().save_pretrained(folder / "checkpoint-4")  # another run writes weights into the folder
+        torch.distributed.barrier()
+        with pytest.raises(LayoutError, match="has other weights than the files beside it"):
+            make(args=SAVING).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+        with pytest.raises(LayoutError, match="has other weights than the files beside it"):
+            third._load_from_checkpoint(str(folder / "checkpoint-4"))
+
+
+@pytest.mark.slow
+def test_weights_of_an_earlier_run_in_the_same_folder_are_not_loaded(cluster, tmp_path):
+    cluster.check(used_again, 2, tmp_path)
+
+
+def renamed(group: Any, folder: Path) -> None:
+    """Body of a rank: `save_pretrained` writes each expert of Mixtral by itself."""
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        make = maker(folder, 3)
+        first = make(model=mixtral, args={**SAVING, "save_only_model": True})
+        first.train()
+        torch.distributed.barrier()
+        second = make(model=lambda: mixtral().apply(torch.nn.Module.zero_grad), args={"learning_rate": 0.0})
+        second._load_from_checkpoint(str(folder / "checkpoint-4"))
+        second.evaluate()
+        assert_same(weights(first), weights(second))
+
+
+@pytest.mark.slow
+def test_weights_that_transformers_renames_are_loaded(cluster, tmp_path):
+    cluster.check(renamed, 2, tmp_path)
+
+
 # ---- changes in the middle of a run ---------------------------------------------------------------------------------
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4, "learning_rate": 1e-3}
@@ -446,23 +616,32 @@ def ended(group: Any, folder: Path) -> dict[str, Tensor]:
     from tests.support.trainers import maker
 
     with session(group, folder):
-        trainer = maker(folder / "other", 3)(args=SAVING)
-        trainer.train(resume_from_checkpoint=str(folder / "sharded" / "checkpoint-4"))
+        make, checkpoint = maker(folder / "other", 3), str(folder / "sharded" / "checkpoint-4")
+        trainer = make(args=SAVING)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        further = make(args={**SAVING, "max_steps": 6})
+        further.train(resume_from_checkpoint=checkpoint)
+        assert further.state.global_step == 6
+        assert any(not torch.equal(value, weights(trainer)[name]) for name, value in weights(further).items())
         return weights(trainer)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_loads_at_another_number_of_ranks(cluster, tmp_path):
     before, after = cluster.run(begun, 2, tmp_path)[0], cluster.run(ended, 3, tmp_path)[0]
-    assert_same(before, after)  # the run was complete, so nothing is trained
+    assert_same(before, after)  # the run was complete, so nothing was trained
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
+def by_launcher(trainer: Any) -> None:
+    trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = True, False
+
+
 def refusals(group: Any, folder: Path) -> None:
     """Body of a rank."""
-    from transformers import Adafactor
+    from transformers import Adafactor, Trainer
     from transformers.training_args import OptimizerNames
 
     from shardlite.errors import LayoutError
@@ -473,11 +652,30 @@ def refusals(group: Any, folder: Path) -> None:
         make = maker(folder, 3)
         with pytest.raises(TypeError, match=r"unknown options \['stages'\]"):
             make(sharding={"stages": 3})
-        for name in ("fsdp", "deepspeed"):
+        for name in ("fsdp", "deepspeed", "parallelism_config"):
             trainer_args = make().args
             setattr(trainer_args, name, "given")
             with pytest.raises(ValueError, match=f"{name} would shard the model too"):
                 ShardLiteTrainer(model=llama(), args=trainer_args)
+        several = make().args
+        several._n_gpu = 2
+        with pytest.raises(ValueError, match="one process uses 2 GPUs"):
+            ShardLiteTrainer(model=llama(), args=several)
+        with (
+            mock.patch.object(Trainer, "create_accelerator_and_postprocess", by_launcher),
+            pytest.raises(ValueError, match="the launcher enables FSDP"),
+        ):
+            make()
+        first = make()
+        first.train()
+        with pytest.raises(ValueError, match="sharded by an earlier trainer"):
+            make(model=first.model).train()
+        make(model=first.model_wrapped.unwrap()).train()
+        each = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+        counting = make(args={"gradient_accumulation_steps": 2, **each})
+        counting.counts_items = True
+        with pytest.raises(ValueError, match="sync_each_batch=True reduces each batch"):
+            counting.train()
         for name in sorted(set(OptimizerNames) - OPTIMIZERS):
             trainer = make()
             trainer.args.optim = name
@@ -496,6 +694,18 @@ def refusals(group: Any, folder: Path) -> None:
         pair = (Adafactor(model.parameters(), scale_parameter=False, relative_step=False, lr=0.1), None)
         with pytest.raises(LayoutError, match=r"pass optimizer_cls_and_kwargs=\(Adafactor"):
             make(model=model, optimizers=pair).train()
+
+
+def test_trainer_has_the_methods_that_the_mixin_overrides():
+    from transformers import Trainer
+
+    from shardlite.integrations.transformers import HOOKS, ShardLiteMixin
+
+    own = {"_shards", "_sharded_model", "_before_backward", "_hand_shards", "_summon_full_params", "_load_weights"}
+    methods = {name for name, value in vars(ShardLiteMixin).items() if callable(value) or isinstance(value, property)}
+    overridden = {name for name in methods - own if not name.startswith("__")}
+    assert overridden <= {*HOOKS, "train"}
+    assert all(hasattr(Trainer, name) for name in HOOKS)
 
 
 def prints_a_weight(group: Any, folder: str) -> None:

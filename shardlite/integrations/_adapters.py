@@ -1,0 +1,95 @@
+"""Adapters of PEFT on a sharded model: what is needed to save them, and how their files are read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlite.errors import LayoutError
+from shardlite.integrations._wrapping import replaced
+from shardlite.model import ModelState, ShardLite
+
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+"""The files in which PEFT saves an adapter."""
+
+
+def adapter_files(model: ShardLite, folder: Path) -> dict[str, Path]:
+    """Return the files of the model's adapters in a folder, by the names of the adapters."""
+    found: dict[str, Path] = {}
+    for adapter in getattr(model.module, "peft_config", ()):
+        place = folder / adapter if adapter != "default" and _is_peft_model(model) else folder
+        found.update([(adapter, place / name) for name in reversed(FILES) if (place / name).exists()])
+    return found
+
+
+def names_in_file(model: ShardLite, adapter: str) -> dict[str, str]:
+    """Return the names of an adapter's tensors in the model, by their names in PEFT's files. Not collective.
+
+    Raises:
+        LayoutError: PEFT saves a tensor that is computed from parameters.
+    """
+    from peft import get_peft_model_state_dict
+
+    inner: Any = model.module
+    config = inner.peft_config[adapter]
+    named = {name: torch.empty(each.shape, device="meta") for name, each in ModelState(model).full.entries().items()}
+    owners = {id(each): name for name, each in [*inner.named_parameters(), *named.items()]}
+    # At inference, PEFT saves the parameter of a prompt encoder. While it trains, PEFT saves what the encoder computes.
+    with ModelState(model).full.naming(), replaced(config, inference_mode=True):
+        saved = get_peft_model_state_dict(inner, state_dict=named, adapter_name=adapter)
+    owned = {key: owners.get(id(value)) for key, value in saved.items()}
+    computed = [key for key, name in owned.items() if name is None]
+    if config.is_prompt_learning and len(list(inner.prompt_encoder[adapter].parameters())) > 1:
+        computed.append("prompt_embeddings")
+    if computed:
+        raise LayoutError(
+            f"adapter {adapter!r} ({config.peft_type.value}): PEFT computes {computed} from parameters when it saves, "
+            "so its files cannot be loaded into them: load a checkpoint that has shards (save_only_model=False)"
+        )
+    prefix = "" if _is_peft_model(model) else "base_model.model."  # of adapters that Transformers has added
+    return {f"{prefix}{key}": name for key, name in owned.items() if name is not None}
+
+
+@contextmanager
+def savable(model: ShardLite) -> Iterator[None]:
+    """Let PEFT save adapters on one rank inside the context. Collective.
+
+    PEFT reads the names of parts of the model. It also runs prompt encoders, which is done here on every rank.
+    """
+    inner: Any = model.module
+    configs = getattr(inner, "peft_config", {})
+    if not configs:
+        yield
+        return
+    with torch.no_grad():
+        prompts = {
+            name: inner.get_prompt_embedding_to_save(name)
+            for name, config in configs.items()
+            if config.is_prompt_learning
+        }
+    known = {"get_prompt_embedding_to_save": prompts.__getitem__} if prompts else {}
+    with replaced(inner, **known), ModelState(model).full.naming():
+        yield
+
+
+def read_adapter(model: ShardLite, adapter: str, saved: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter's file by their names in the model. Not collective.
+
+    Raises:
+        LayoutError: the file has other tensors than the adapter.
+    """
+    names = names_in_file(model, adapter)
+    if foreign := saved.keys() - names.keys():
+        raise LayoutError(f"{file} has tensors that this model lacks: {sorted(foreign)}")
+    if lacking := names.keys() - saved.keys():
+        raise LayoutError(f"{file} lacks tensors of this model's adapter {adapter!r}: {sorted(lacking)}")
+    return {names[key]: value for key, value in saved.items()}
+
+
+def _is_peft_model(model: ShardLite) -> bool:
+    from peft import PeftModel
+
+    return isinstance(model.module, PeftModel)
