@@ -53,6 +53,25 @@ def names_in_file(model: ShardLite, adapter: str) -> dict[str, str]:
     return {f"{prefix}{key}": name for key, name in owned.items() if name is not None}
 
 
+def adapter_weights(model: ShardLite, rank: int | None) -> dict[str, Tensor] | None:
+    """Return the whole weights of all adapters on `rank`, on every rank if `None`, and an empty dict on others.
+
+    Return `None` if the module is not a model of PEFT, or if PEFT saves frozen weights too. Collective.
+    """
+    inner: Any = model.module
+    if not hasattr(inner, "peft_config") or not _is_peft_model(model):
+        return None
+    trainable = {name for name, param in inner.named_parameters(remove_duplicate=False) if param.requires_grad}
+    try:
+        saved = {name for adapter in inner.peft_config for name in names_in_file(model, adapter).values()}
+    except LayoutError:
+        return None
+    if not saved <= trainable:
+        return None
+    keeps = rank in (None, ModelState(model).context.rank)
+    return {name: weight.cpu() for name, weight in model.full_parameters(trainable=True) if keeps}
+
+
 @contextmanager
 def savable(model: ShardLite) -> Iterator[None]:
     """Let PEFT save adapters on one rank inside the context. Collective.

@@ -37,7 +37,7 @@ from shardlite import (
 )
 from shardlite.comm import ranks_of
 from shardlite.errors import some_of
-from shardlite.integrations._adapters import adapter_files, read_adapter, savable
+from shardlite.integrations._adapters import adapter_files, adapter_weights, read_adapter, savable
 from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced, together
 from shardlite.integrations.pretrained import read_converted
 from shardlite.model import ModelState
@@ -320,7 +320,10 @@ class ShardLiteMixin:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
         if state_dict is None:
-            state_dict = wrapped.full_state_dict(rank=None if self.args.save_on_each_node else 0)
+            rank = None if self.args.save_on_each_node else 0
+            state_dict = adapter_weights(wrapped, rank)  # without the frozen base
+            if state_dict is None:
+                state_dict = wrapped.full_state_dict(rank=rank)
         save_files = super()._save  # type: ignore[misc]
         with savable(wrapped):
             together(wrapped, "save the model", lambda: save_files(output_dir, state_dict))

@@ -181,7 +181,10 @@ def lora(make: Maker) -> Any:
     model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM"))
     trainer = make(model=model, args={"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1})
     found = trained(trainer)
-    trainer.save_model()
+    from shardlite import ShardLite
+
+    with mock.patch.object(ShardLite, "full_state_dict", None):  # the frozen base is not gathered
+        trainer.save_model()
     torch.distributed.barrier()
     from safetensors.torch import load_file
 
