@@ -217,6 +217,12 @@ def optimizer_names(make: Maker) -> Any:
     return found
 
 
+def optimizer_classes(make: Maker) -> Any:
+    """An elementwise class, and one that steps whole parameters."""
+    classes = [(torch.optim.NAdam, {"lr": 1e-3}), (torch.optim.Adafactor, {"lr": 1e-2})]
+    return [trained(make(optimizer_cls_and_kwargs=each)) for each in classes]
+
+
 def best_model(make: Maker) -> Any:
     more = {
         "eval_strategy": "steps",
@@ -299,6 +305,7 @@ CASES = [
     lora,
     saved_model,
     optimizer_names,
+    optimizer_classes,
     best_model,
     best_model_of_weights,
     resumed,
