@@ -340,7 +340,7 @@ class ShardLiteMixin:
         else:
             save(folder / FOLDER, wrapped, optimizer)
             # Without this file, `Trainer` would resume with a new state, and say nothing.
-            state = {"state": {}, "param_groups": [], "weights": _digest(folder) if self.args.should_save else None}
+            state = {"state": {}, "param_groups": [], "weights": _digests(folder) if self.args.should_save else {}}
         if self.args.should_save:
             torch.save(state, folder / STATE)
             torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
@@ -507,25 +507,28 @@ def _read_state(folder: Path) -> Any:
         raise LayoutError(
             f"{file} and {shards} both have the state of the optimizer, from different runs: delete the older one"
         )
-    if shards.exists() and "weights" in state and state["weights"] != _digest(folder):
+    saved = state.get("weights", {}) if shards.exists() else {}
+    now = _digests(folder)
+    if changed := sorted(name for name, digest in saved.items() if now.get(name, digest) != digest):
         raise LayoutError(
-            f"{shards} has other weights than the files beside it, which were written later: delete {shards} and "
-            f"{file} to load the files, or the files to load the shards"
+            f"{shards} has other weights than {some_of(changed)} beside it, which was written later: delete {shards} "
+            f"and {file} to load the files, or the files to load the shards"
         )
     return state
 
 
-def _digest(folder: Path) -> str:
-    """Return a digest of the names, the sizes and a sample of the bytes of the weights that a folder has in files."""
-    digest = sha256()
-    for path in sorted({*folder.rglob("*model*.safetensors"), *folder.rglob("*model*.bin")}):
+def _digests(folder: Path) -> dict[str, str]:
+    """Return a digest of the size and a sample of the bytes of each file with weights in a folder, by its name."""
+    found = {}
+    for path in {*folder.rglob("*model*.safetensors"), *folder.rglob("*model*.bin")}:
         size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)} {size}".encode())
+        digest = sha256(str(size).encode())
         with path.open("rb") as file:
             for start in range(0, size, max(size // 256, 2**14)):
                 file.seek(start)
                 digest.update(file.read(2**14))
-    return digest.hexdigest()
+        found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found
 
 
 def _whole_param_count(model: nn.Module, trainable_only: bool = False) -> int:
