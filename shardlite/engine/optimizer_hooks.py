@@ -214,6 +214,9 @@ _models: "WeakValueDictionary[int, OptimizerBridge]" = WeakValueDictionary()
 """The model of each shard and of each sharded parameter, by the id of the tensor. A model keeps its parameters alive,
 so their ids are not reused while the entries exist."""
 
+_adopted: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that were built from unsharded parameters, so a group without parameters is no mistake."""
+
 _known: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
 """For each optimizer, the number of its parameters at the latest lookup of its models."""
 
@@ -308,6 +311,7 @@ def give_shards(optimizer: Optimizer, model: OptimizerBridge, part: Callable[[Te
         for param in held:
             optimizer.state.pop(param, None)
         optimizer.state.update(states)
+    _adopted.add(optimizer)
     _known.pop(optimizer, None)
 
 
@@ -467,7 +471,7 @@ def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
     for model in models:
         _check(optimizer, model, params)
     empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
-    if models and empty:
+    if models and empty and optimizer not in _adopted:
         warnings.warn(
             f"group {empty[0]} of {type(optimizer).__name__} has no parameters. Do not choose parameters by identity "
             "(`id(p)`, `p in ...`), because `parameters()` of the ShardLite model are shards, which are other objects: "

@@ -47,6 +47,7 @@ try:
     import transformers.trainer
     from accelerate import Accelerator
     from transformers import PreTrainedModel, Trainer, TrainerCallback
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_pt_utils import get_model_param_count
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from transformers.training_args import OptimizerNames, ParallelMode
@@ -307,8 +308,9 @@ class ShardLiteMixin:
         """Save a checkpoint, in place of one that an earlier run has left in the same folder."""
         if self._sharded_model() is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            shutil.rmtree(folder / FOLDER, ignore_errors=True)
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # without it, an unfinished checkpoint is not resumed
             (folder / STATE).unlink(missing_ok=True)
+            shutil.rmtree(folder / FOLDER, ignore_errors=True)
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:

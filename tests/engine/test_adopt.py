@@ -92,14 +92,17 @@ def test_states_follow_the_dtype_of_the_shards(group: Any) -> None:
 
 @pytest.mark.ranks(2)
 def test_other_parameters_and_wrappers_are_accepted(group: Any) -> None:
-    """What is not of the model stays. A wrapper's optimizer is adopted."""
+    """What is not of the model stays. A wrapper's optimizer is adopted. A group may be empty, without a warning."""
     module, other = net(), nn.Parameter(torch.ones(3))
     optimizer = optim.SGD([other, *module.parameters()], lr=0.1)
+    optimizer.add_param_group({"params": []})
     model = ShardLite(module, group=group)
     model.adopt(SimpleNamespace(optimizer=optimizer))
     held = optimizer.param_groups[0]["params"]
     assert held[0] is other
     assert {id(param) for param in held[1:]} == {id(shard) for shard in model.parameters()}
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer.step()
 
 
 @pytest.mark.ranks(2)
