@@ -70,7 +70,10 @@ class Running(NamedTuple):
         if reports is not None:
             if reports.failed:
                 why = f"not started, because this rank has failed before: {reports.failed}"
-                raise CommError(f"{self}: {why}{reports.compare(str(self), why)}")
+                others = reports.compare(str(self), why)
+                with reports.deciding:  # another thread may still compare the ranks
+                    reports.raise_verdict()
+                raise CommError(f"{self}: {why}{others}")
             reports.begin_operation(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -205,8 +205,9 @@ class Negotiation:
                 f"{here} at step {mine.step}, meets rank {rank} in {self._wish(theirs, 'another pass')}. All ranks "
                 f"must call the same modules, in one mode (train or eval, with or without gradients). {SAME_PASSES}"
             )
-        others = context.reports.compare(f"{doing}, at step {mine.step}", why)
-        context.reports.verdict = DesyncError(f"{why}{others}")
+        with context.reports.deciding:
+            others = context.reports.compare(f"{doing}, at step {mine.step}", why)
+            context.reports.verdict = DesyncError(f"{why}{others}")
         raise context.reports.verdict
 
     def _wish(self, proposal: Proposal, kind: str) -> str:

@@ -1,13 +1,16 @@
 """Failure reports that ranks leave for each other."""
 
 import threading
+import time
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
 from shardlite.comm.control import failure_reports
 from shardlite.comm.control.failure_reports import FailureReports
-from shardlite.errors import CommError
+from shardlite.comm.operation import Operation, Running
+from shardlite.errors import CommError, DesyncError
 from tests.comm.control.boards import SharedBoard
 
 
@@ -152,3 +155,24 @@ def test_two_queues_that_fail_at_once_write_one_error(clock, tmp_path, monkeypat
     own.compare("all-gather at step 3", "rank 1 is gone")
     second.join()
     assert [str(error) for error in written] == ["all-gather at step 3: rank 1 is gone"]
+
+
+def test_an_operation_of_a_rank_that_has_failed_waits_for_the_verdict():
+    board = SharedBoard()
+    own, other = (FailureReports(board, rank, 2) for rank in range(2))
+    other.leave("its forward at step 3")
+    failed, verdict = threading.Event(), DesyncError("ranks have taken different numbers of steps")
+
+    def decide():
+        with own.deciding:
+            own.compare("the end of a pass", "it differs")
+            failed.set()
+            time.sleep(0.2)  # the other thread is in its operation
+            own.verdict = verdict
+
+    queue = threading.Thread(target=decide)
+    queue.start()
+    failed.wait()
+    with pytest.raises(DesyncError, match="different numbers of steps"), Running(Operation(reports=own), torch.ones(1)):
+        pass
+    queue.join()
