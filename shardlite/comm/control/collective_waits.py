@@ -10,7 +10,6 @@ no message. A rank that computes, reads data or writes a file is in no collectiv
 
 import atexit
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardlite.comm.control.frames import frame_of
 from shardlite.comm.control.interrupts import LIBRARIES
 from shardlite.errors import ShardLiteError
 
@@ -41,7 +41,7 @@ _thread: Thread | None = None
 
 def collective_of(thread: int, ranks: frozenset[int]) -> tuple[str, str]:
     """Return the collective of exactly `ranks` that a thread waits in, and the line that called it, or two `""`."""
-    frame = sys._current_frames().get(thread)
+    frame = frame_of(thread)
     if frame is None or frame.f_code.co_filename != distributed_c10d.__file__:
         return "", ""
     name = frame.f_code.co_name

@@ -10,7 +10,6 @@ operation is common to all of them, the ranks are deadlocked. In both cases an e
 
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from shardlite.comm.control.collective_waits import collective_of, watch_collectives
+from shardlite.comm.control.frames import frame_of
 from shardlite.comm.control.interrupts import LIBRARIES, SLOW, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
 from shardlite.errors import EVERY_RANK, SAME_PASSES, CommError
@@ -327,7 +327,7 @@ class FailureReports:
 
     def call_site(self) -> str:
         """Return the line of the program that called this library, or `""`."""
-        frame, found = sys._current_frames().get(self._thread), None
+        frame, found = frame_of(self._thread), None
         while frame is not None:  # from the innermost frame outwards, to find the outermost call of the library
             if frame.f_code.co_filename.startswith(LIBRARIES[0]):
                 outer = frame.f_back

@@ -35,6 +35,8 @@ import shardlite_kernels
 import torch
 from torch.optim import Optimizer
 
+from shardlite.comm.control.frames import frame_of
+
 SLOW = 0.5
 """Seconds after which a wait counts as long, and between two checks in a long wait. The checks end the wait if Ctrl-C
 is pending or another rank has failed, and publish the operations that this rank waits in.
@@ -124,7 +126,7 @@ class _Deferring:
             if signal.getsignal(signal.SIGINT) is not mine:
                 self.is_pending = False
                 signal.pthread_kill(thread, signal.SIGINT)
-            elif not _in_library(sys._current_frames().get(thread)):
+            elif not _in_library(frame_of(thread)):
                 self._is_ours = True
                 signal.pthread_kill(thread, signal.SIGINT)
             time.sleep(_PAUSE)
