@@ -215,7 +215,7 @@ class SnapshotMemory:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
+        weakref.finalize(self, os.close, descriptor).atexit = False
         self._capacity = _capacity()
         found = os.fstat(descriptor).st_size
         if found != _PAGE + 2 * self._capacity or not has_fixed_size(descriptor):

@@ -104,7 +104,7 @@ class Holder:
     def __init__(self, folder: Path, words: list[str]) -> None:
         self.pid = int(folder.name)
         self._process = os.pidfd_open(self.pid)
-        weakref.finalize(self, os.close, self._process)
+        weakref.finalize(self, os.close, self._process).atexit = False
         if folder.stat().st_uid != os.geteuid() or _command_of(folder) != words:
             raise HolderError(f"process {self.pid} is not a holder of this user")
         self._memory = folder / "fd" / words[-1]

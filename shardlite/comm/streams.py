@@ -4,13 +4,14 @@ On the CPU a queue is a thread. On a GPU a queue is a stream, plus a thread if m
 and reductions have separate queues, so that they do not wait for each other. Only this file orders streams.
 """
 
+import atexit
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
-from threading import Lock, Thread, current_thread, main_thread
+from threading import Lock, Thread, current_thread
 from time import monotonic, sleep
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ from shardlite.comm.control.process import Owner
 from shardlite.config import streams_share_a_queue
 
 _FAREWELL = 2.0
-"""Maximum seconds that an ending queue waits for its final operation. The operation may wait for a peer that ended."""
+"""Maximum seconds that the end of the program waits for final operations. They may wait for a peer that has ended."""
 
 _HANG_UP = 1.0
 """Maximum seconds that the end of the program waits for blocked threads after their waits were ended."""
@@ -159,7 +160,7 @@ _Job = tuple[HostWork, tuple[Callable[[], None], ...]]
 
 
 class ThreadQueue:
-    """Runs operations on a separate thread, which ends with the queue.
+    """Runs operations on a separate thread, which ends after the final operation of a deleted queue.
 
     The thread is a daemon, because a process that ends by an error must not wait for a peer that will never answer.
     """
@@ -168,14 +169,16 @@ class ThreadQueue:
     """Whether operations run on a stream of a GPU. The host may then free or reuse their memory in stream order."""
 
     def __init__(self, name: str, reports: FailureReports | None = None, *, farewell: float = _FAREWELL) -> None:
-        """Start the thread. When the queue ends, it waits at most `farewell` seconds for its final operation."""
+        """Start the thread. At the end of the program, its final operation has at most `farewell` seconds to end."""
         self._owner = Owner()
         self._reports = reports
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         # Neither the thread nor the finalizer may reference `self`, which would otherwise never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._queue, thread, reports, farewell)
+        _threads[thread] = self._queue, reports, farewell
+        # The thread is not joined here: a finalizer runs inside any code, which may hold a lock that the thread needs.
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> HostWork:
         """Queue `operations`. They start after earlier operations. If an operation fails, the rest are not run.
@@ -199,27 +202,43 @@ class ThreadQueue:
         return nullcontext()
 
 
-def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, reports: FailureReports | None, farewell: float) -> None:
-    """Stop the thread and join it, because the interpreter must not shut down while the thread runs."""
-    queue.put(None)
-    if thread is current_thread():
-        return
-    if reports is None or not reports.failed:
-        thread.join(farewell)
-    if thread.is_alive() and not main_thread().is_alive():  # the interpreter is shutting down
-        end_waits()
-        thread.join(_FAREWELL)
+_threads: dict[Thread, tuple["SimpleQueue[_Job | None]", FailureReports | None, float]] = {}
+"""The threads of all queues until they end, with their jobs, failure reports and farewells."""
 
 
 def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
-    with torch.no_grad():
-        while (job := queue.get()) is not None:
-            work, operations = job
-            with work:
-                for operation in operations:
-                    operation()
-                del operation, operations, job  # these may hold memory that the caller measures afterwards
-            del work
+    try:
+        with torch.no_grad():
+            while (job := queue.get()) is not None:
+                work, operations = job
+                with work:
+                    for operation in operations:
+                        operation()
+                    del operation, operations, job  # these may hold memory that the caller measures afterwards
+                del work
+    finally:
+        _threads.pop(current_thread(), None)
+
+
+def end_queues() -> None:
+    """Stop and join the threads of all queues, because the interpreter must not shut down while they run."""
+    threads = list(_threads.items())
+    for _, (queue, _, _) in threads:
+        queue.put(None)
+    began = monotonic()
+    for thread, (_, reports, farewell) in threads:
+        if reports is None or not reports.failed:
+            thread.join(max(0.0, began + farewell - monotonic()))
+    end_waits()
+    deadline = monotonic() + _FAREWELL
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - monotonic()))
+
+
+def _after_fork() -> None:
+    """Forget threads that only the parent has."""
+    _threads.clear()
+    _hang_ups.clear()
 
 
 _hang_ups: dict[object, Callable[[], None]] = {}
@@ -251,9 +270,9 @@ def end_waits() -> None:
         sleep(_LEFT)
 
 
-weakref.finalize(ThreadQueue, end_waits)  # at exit, finalizers run in reverse order, so queues end first
+atexit.register(end_queues)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_hang_ups.clear)  # only the parent has the blocked threads
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class ProgramStreams:
@@ -319,6 +338,14 @@ class ProgramStreams:
         if self._home is not None:
             self._home.wait_stream(other)
 
+    def wait_outside_captures(self, other: torch.cuda.Stream) -> None:
+        """Let the home stream wait for another stream, unless a CUDA graph captures only one of the two.
+
+        Finalizers call this, on any thread and in any capture.
+        """
+        if self._home is not None and _is_captured(self._home) == _is_captured(other):
+            self._home.wait_stream(other)
+
     def record_stream(self, tensor: Tensor) -> None:
         """Record that the home stream uses a tensor of another stream. The memory is reused only after both streams."""
         if self._home is not None:
@@ -326,6 +353,11 @@ class ProgramStreams:
 
 
 _IS_HOME = nullcontext()
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class CudaStreamQueue:
@@ -347,7 +379,7 @@ class CudaStreamQueue:
         self._thread = thread
         self._stream = torch.cuda.Stream(device, priority=-int(high_priority))  # type: ignore[no-untyped-call]
         # At the end of the queue, the home stream waits for this stream, before the model's memory is freed.
-        weakref.finalize(self, program.wait_for, self._stream).atexit = False
+        weakref.finalize(self, program.wait_outside_captures, self._stream).atexit = False
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> "_StreamWork":
         """Queue `operations`. They start after earlier operations, and after the work of the current stream.

@@ -10,21 +10,29 @@ forward call of a unit belong to a `Call`:
 
 So a unit is resharded when its last weight has been used. To wait for the unit's gradients would be wrong: if some
 weights are frozen, the gradients are complete before the last use of a weight. To wait for the end of the unit's
-backward would be wrong too, because a unit may be called twice. A compiled function drops its handles before it
-computes with the views. So if a view is still alive when the last handle is dropped, the unit is resharded later:
-before the next unit is unsharded.
+backward would be wrong too, because a unit may be called twice. In two cases the unit is resharded later, before the
+next unit is unsharded:
+
+- A view is still alive, because a compiled function drops its handles before it computes with the views.
+- The garbage collector drops the last handle. It runs on any thread, and inside any code of this library.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from shardlite.params import Unit, is_plain, storage_key
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
+
+_ENGINE = _engine_run_backward.__code__
+_LIBRARY = str(Path(__file__).parents[1])
 
 
 class Call:
@@ -69,14 +77,26 @@ class Call:
             self.calls.gatherer.reshard(self.unit)
 
     def forget_handles(self) -> None:
-        """Reshard the unit, because autograd has dropped the last handle."""
+        """Reshard the unit, because the last handle was dropped: now if autograd has dropped it, else later."""
         unit = self.unit
         self.calls.live[unit].remove(self)
+        if not self.uses:
+            return
         # Defer the release if this is the last use but other tensors than the module's parameters view the weights.
-        if self.uses and unit.users == 1 and unit.escaped():
+        if not _autograd_drops_handle() or (unit.users == 1 and unit.escaped()):
             self.calls.lingering.append(self)
         else:
             self.release()
+
+
+def _autograd_drops_handle() -> bool:
+    """Return whether a backward on this thread has dropped the handle, and not code of this library."""
+    frame = sys._getframe(2).f_back  # of what runs `Handle.__del__`
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code.co_filename.startswith(_LIBRARY):
+            return False
+        frame = frame.f_back
+    return torch._C._current_graph_task_id() != -1
 
 
 class Handle:

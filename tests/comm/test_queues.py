@@ -11,10 +11,11 @@ from torch import nn
 
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
+from shardlite.comm import streams
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, check_connections, make_queue
 from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.nccl import NcclTransport
-from tests.support.patience import seconds
+from tests.support.patience import seconds, until
 from tests.support.simulated_cuda import Simulated
 from tests.support.twins.sharded import WIDE, same_states, take_step
 
@@ -53,6 +54,33 @@ def test_an_operation_that_is_over_holds_nothing():
     gate.set()
     work.wait()
     assert was_over == [False]
+
+
+def test_a_deleted_queue_is_not_waited_for_and_its_thread_ends_by_itself(monkeypatch):
+    """A finalizer must not join: it may run while its thread holds a lock that the queue's thread needs."""
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: pytest.fail("a finalizer waits for a thread"))
+    queue, gate = ThreadQueue("deleted"), threading.Event()
+    work, last = queue.submit(lambda: gate.wait(seconds(10)) and None), queue.submit(lambda: None)
+    thread = next(each for each in streams._threads if each.name == "shardlite-deleted")
+    del queue
+    assert not work.done()
+    gate.set()
+    last.wait()
+    until(lambda: not thread.is_alive())
+    assert thread not in streams._threads
+
+
+def test_the_end_of_the_program_joins_the_threads_of_all_queues(monkeypatch):
+    monkeypatch.setattr(streams, "_threads", {})
+    queues, done = [ThreadQueue(f"test {number}") for number in range(3)], []
+    threads = list(streams._threads)
+    for queue in queues:
+        queue.submit(lambda: done.append(1))
+    del queues[0], queue
+    streams.end_queues()
+    assert done == [1, 1, 1]
+    assert not any(each.is_alive() for each in threads)
+    assert not streams._threads
 
 
 def test_one_queue_for_all_streams_is_warned_of(monkeypatch):
@@ -112,6 +140,17 @@ def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
         ("side 1", "wait 1"),
         ("side 1", "serve"),
     ]
+
+
+@pytest.mark.parametrize("captured", [(), ("compute",), ("side 1",), ("compute", "side 1")])
+def test_the_program_is_behind_a_deleted_queue_unless_one_of_both_is_captured(cuda, captured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.stream_of_thread(None).name in captured)
+    program = ProgramStreams(CUDA)
+    assert program.other() is None
+    queue = make_queue("test", CUDA, program, blocking=False)
+    del queue
+    waits = [("side 1", "record 1"), ("compute", "wait 1")]
+    assert cuda.log == ([] if len(captured) == 1 else waits)
 
 
 def test_only_messages_that_block_take_a_thread(cuda):

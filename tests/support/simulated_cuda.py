@@ -66,6 +66,9 @@ class SimulatedStream:
         event.record(self)
         return event
 
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
     def wait_event(self, event):
         assert event.recorded, "waiting for an event that was not recorded is waiting for nothing"
         self.cuda.log.append((self.name, f"wait {event.number}"))

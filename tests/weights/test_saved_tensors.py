@@ -5,7 +5,10 @@ Every rank computes the same here, so the mean of the gradients is the gradient 
 
 import copy
 import gc
+import threading
 import weakref
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
+from shardlite.weights.saved_tensors import Call, Calls, Handle
 from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, Chain, batch
 from tests.support.twins.sharded import assert_gradients_equal, compare
+
+
+def on_a_thread(drop: Callable[[], None]) -> None:
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join()
 
 
 def chain(kind: type[Block] = Block) -> Chain:
@@ -149,6 +159,21 @@ def test_a_retained_graph_can_be_used_again_until_a_step(group):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ours.backward()
     assert not any(held)
+
+
+@pytest.mark.parametrize("collect", [lambda drop: drop(), on_a_thread], ids=["inside of other code", "on a thread"])
+def test_a_last_handle_that_is_garbage_is_released_later(collect):
+    """The garbage collector runs on any thread, and inside of code that changes buffers."""
+    unit, resharded = mock.Mock(users=1, nbytes=8, gathered_version=0), []
+    unit.escaped.return_value = False
+    calls = Calls(mock.Mock(reshard=resharded.append), [unit], on_use=lambda unit: None)
+    call = Call(unit, calls)
+    handles = [Handle(call, torch.ones(2)), Handle(call, torch.ones(2))]
+    call.uses = True
+    collect(handles.clear)
+    assert (calls.live[unit], calls.lingering, resharded) == ([], [call], [])
+    calls.settle()
+    assert (calls.lingering, resharded) == ([], [unit])
 
 
 def test_looking_into_the_graph_gives_values_and_holds_nothing(group):

@@ -167,14 +167,14 @@ class Heap(Mapping):
         self.descriptor = make_memory(nbytes)
         super().__init__(self.descriptor)
         self.reserved = _rounded_up(reserved)
-        self._lock = threading.RLock()
-        self._changing = False  # whether ranges are being changed; a finalizer may run then, on the same thread
+        self._lock = threading.Lock()  # finalizers never wait for it, because any code may hold it when they run
+        self._trims: deque[int | None] = deque()  # what `trim` was asked to keep, and has not done yet
         self._cold, self._warm = _Spans(), _Spans()  # free ranges
         self._cold.insert(self.reserved, nbytes // _GRAIN * _GRAIN)
         self._used_lately = _Spans()  # free ranges that were freed after the previous `trim`
         self._returns = _Returns(self.memory)
         self._live = self._most = self._most_before = 0
-        weakref.finalize(self, os.close, self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False  # only the end of the process unlocks it
 
     @property
     def live(self) -> int:
@@ -197,8 +197,7 @@ class Heap(Mapping):
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         self._returns.owner.check()
-        with self._change() as possible:
-            assert possible, "finalizers do not allocate"
+        with self._change():
             self._returns.for_good = False
             length = _rounded_up(nbytes)
             start = self._take(length)
@@ -214,39 +213,42 @@ class Heap(Mapping):
     def trim(self, *, keep: int | None = None) -> None:
         """Free pages unused since the previous call. With `keep`, free all unused pages except `keep` bytes.
 
-        `keep=0` also applies to blocks that are freed later, until the next allocation or the next call.
+        `keep=0` also applies to blocks that are freed later, until the next allocation or the next call. If another
+        thread, or this one, is changing the free ranges, the pages are freed directly afterwards. So this never waits,
+        and finalizers may call it.
         """
-        if not self._returns.owner.is_here:  # in a forked child, the lock may be held by a thread of the parent
+        if self._returns.owner.is_here:  # in a forked child, the lock may be held by a thread of the parent
+            self._trims.append(keep)
+            self._trim_all()
+
+    def _trim_all(self) -> None:
+        while self._trims and self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+                self._trim(self._trims.popleft())
+            finally:
+                self._lock.release()
+
+    def _trim(self, keep: int | None) -> None:
+        self._returns.for_good = keep == 0
+        if keep is not None:
+            self._keep_to(keep)
             return
-        with self._change() as possible:
-            self._returns.for_good = keep == 0
-            if not possible:  # called by a finalizer
-                return
-            if keep is not None:
-                self._keep_to(keep)
-                return
-            for span in self._warm:
-                for start, stop in self._used_lately.gaps(*span):
-                    self._cool(start, stop)
-            self._used_lately = _Spans()
-            self._most_before, self._most = self._most, self._live
+        for span in self._warm:
+            for start, stop in self._used_lately.gaps(*span):
+                self._cool(start, stop)
+        self._used_lately = _Spans()
+        self._most_before, self._most = self._most, self._live
 
     @contextmanager
-    def _change(self) -> Iterator[bool]:
-        """Lock the free ranges, and add freed blocks to them. Yield whether the free ranges may be changed.
-
-        A finalizer that runs while this thread changes the free ranges must not change them.
-        """
-        with self._lock:
-            if self._changing:
-                yield False
-                return
-            try:
-                self._changing = True
+    def _change(self) -> Iterator[None]:
+        """Lock the free ranges, and add freed blocks to them. Afterwards do what `trim` could not do meanwhile."""
+        try:
+            with self._lock:
                 self._settle()
-                yield True
-            finally:
-                self._changing = False
+                yield
+        finally:
+            self._trim_all()
 
     def _take(self, length: int) -> int:
         """Take bytes from the shortest warm range that is long enough. If there is none, also take cold pages."""

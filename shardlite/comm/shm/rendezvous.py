@@ -147,7 +147,7 @@ class _Alive:
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}
-        finalize(self, _close, self._descriptors)
+        finalize(self, _close, self._descriptors).atexit = False
 
     def open(self, peer: int, address: _Address) -> int:
         """Open the memory of a rank, and return the descriptor.

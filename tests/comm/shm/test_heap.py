@@ -11,6 +11,7 @@ import torch
 
 from shardlite.comm.shm.heap import Heap
 from shardlite.errors import CommError
+from tests.support.patience import seconds
 
 PAGE = 4096
 
@@ -126,6 +127,21 @@ def test_pieces_that_are_too_short_for_what_comes_give_their_pages_back(small):
             live += kept[-1].numel()
         most = max(most, live)
         assert resident(heap) <= 1.05 * most
+
+
+def test_pages_are_given_back_although_the_free_ranges_are_being_changed(small):
+    """A finalizer asks for it, on this thread or on another one. It must not wait for whoever holds the lock."""
+    heap = small(64)
+    heap.empty(8 * PAGE).fill_(1)
+    assert resident(heap) == 8 * PAGE
+    with heap._change():
+        heap.trim(keep=0)
+        other = threading.Thread(target=heap.trim, kwargs={"keep": 0}, daemon=True)
+        other.start()
+        other.join(seconds(10))
+        assert not other.is_alive()
+        assert resident(heap) == 8 * PAGE
+    assert resident(heap) == 0
 
 
 def test_threads_never_get_the_same_block(small):
