@@ -68,7 +68,7 @@ from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, So
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
-from shardlite.weights import Gatherer, ResidentWeights
+from shardlite.weights import Gatherer, ResidentWeights, outside_transforms
 
 # `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
 _uncompiled = torch._disable_dynamo
@@ -1181,6 +1181,7 @@ class ShardLite(nn.Module):
 
     def _recover(self) -> None:
         """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
+        self._hooks.check_thread()
         self._stream.check_closed()
         if self._forwards == 0:
             self._hooks.reset()
@@ -1189,7 +1190,8 @@ class ShardLite(nn.Module):
     @_uncompiled
     def _share_buffers(self) -> None:
         if self._first_ranks is not None and not in_backward():
-            self._first_ranks.before_forward(trains=torch.is_grad_enabled() and not self._backward.accumulates())
+            with outside_transforms():
+                self._first_ranks.before_forward(trains=torch.is_grad_enabled() and not self._backward.accumulates())
 
     @_uncompiled
     def _ready_for_forward(self) -> None:

@@ -162,6 +162,7 @@ class OptimizerBridge:
             PhaseError: gradients are incomplete, or a step inside the backward has already used the gradients.
         """
         self.optimizers.add(optimizer)
+        self.hooks.check_thread()
         self.hooks.reset()
         graded = any(shard.grad is not None for shard in self.shards)
         self.backward.check_step(graded=graded, inside=self.in_backward.steps() is not None)
@@ -229,6 +230,11 @@ def register_model(model: OptimizerBridge) -> None:
     for param in model.shards.all_params():
         _models[id(param)] = model
     _known.clear()  # an optimizer may hold parameters that have just been sharded
+
+
+def model_with_param(param: object) -> OptimizerBridge | None:
+    """Return the model that `param`, a shard or one of the module's own parameters, belongs to. `None` if none does."""
+    return _models.get(id(param))
 
 
 def unregister_model(model: OptimizerBridge) -> None:

@@ -54,6 +54,7 @@ _harmless: frozenset[Any] = frozenset(
         *(getattr(Tensor, name).__set__ for name in _SETTABLE if hasattr(Tensor, name)),
         *(getattr(Tensor, name) for name in _METHODS),
         *(getattr(torch, name) for name in _FUNCTIONS),
+        torch.autograd.backward,
         torch.autograd.grad,
     ]
 )

@@ -36,9 +36,8 @@ class ResidentWeights:
     def unshard(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `reshard`. Calls may nest."""
         if unit.needs_gather and unit.users == 0:
-            # Views that are created inside a `torch.func` transform would belong to the transform, but outlive it.
             self._take_over(unit)
-            with isolated(self._streams), torch._C._DisableFuncTorch():
+            with isolated(self._streams):
                 if self._is_due(unit):
                     self._queue.gather(unit)
                 if unit.phase is Weights.GATHERING:

@@ -15,16 +15,24 @@ computes with the views. So if a view is still alive when the last handle is dro
 before the next unit is unsharded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_plain, storage_key
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
+
+NO_TRANSFORM = (
+    "torch.func.grad, vjp, jacrev and hessian of a stage 3 model, or in its forward, would keep weights that are freed "
+    "too early, because PyTorch allows no saved-tensor hooks inside them: call them on every rank inside `with "
+    "model.gathered():`, or use torch.func.jvp and jacfwd, torch.autograd.grad, or stages 0 to 2"
+)
 
 
 class Call:
@@ -170,6 +178,9 @@ class Calls:
         self.lingering: list[Call] = []
         """Calls in `using` whose handles have been dropped although a view of the weights is still alive."""
 
+        self.gathered = 0
+        """Number of running `gathered()`. Inside, weights stay in memory without handles."""
+
         self.current: dict[Unit, Call] = {}
         """Calls whose forward is running."""
 
@@ -185,6 +196,18 @@ class Calls:
         earlier = [each for each in self.live[call.unit] if each is not call]
         if earlier:
             earlier[-1].unshard()
+
+    @contextmanager
+    def inside_gathered(self) -> Iterator[None]:
+        """Make autograd save handles for computations with parameters inside the block."""
+        pushed = push_hooks(self)
+        self.gathered += 1
+        try:
+            yield
+        finally:
+            self.gathered -= 1
+            if pushed:
+                pop_hooks()
 
     def settle(self) -> None:
         """Reshard units whose release was deferred because a view was alive. Call this before a unit is unsharded."""
@@ -255,20 +278,53 @@ class SavedTensorHooks:
 
 def are_innermost(calls: Calls) -> bool:
     """Return whether the saved-tensor hooks of `calls` are the innermost ones."""
+    innermost = _innermost()
+    return innermost is not None and innermost.calls is calls
+
+
+def _innermost() -> "SavedTensorHooks | None":
+    """Return the innermost saved-tensor hooks if they are the library's."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     innermost = getattr(top[0], "__self__", None) if top is not None else None
-    return isinstance(innermost, SavedTensorHooks) and innermost.calls is calls
+    return innermost if isinstance(innermost, SavedTensorHooks) else None
+
+
+can_push_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+"""Function that returns whether PyTorch accepts saved-tensor hooks now. Inside `torch.func.grad` it does not."""
 
 
 def push_hooks(calls: Calls) -> bool:
     """Make the saved-tensor hooks of `calls` the innermost ones. Return whether `pop_hooks` must be called."""
     if are_innermost(calls):
         return False
-    ours = SavedTensorHooks(calls)
-    torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
+    _push(SavedTensorHooks(calls))
     return True
+
+
+def _push(hooks: SavedTensorHooks) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
 
 
 def pop_hooks() -> None:
     """Undo a `push_hooks` that returned `True`."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+@contextmanager
+def set_hooks_aside() -> Iterator[None]:
+    """Pop the library's innermost hooks inside the block, because PyTorch disables hooks there and accepts none.
+
+    Raises:
+        LayoutError: the block is inside a forward, which frees its weights, and not inside `gathered()`.
+    """
+    aside: list[SavedTensorHooks] = []
+    try:
+        while (hooks := _innermost()) is not None:
+            if not hooks.calls.gathered:
+                raise LayoutError(NO_TRANSFORM)
+            pop_hooks()
+            aside.append(hooks)
+        yield
+    finally:
+        while aside:
+            _push(aside.pop())
