@@ -56,7 +56,6 @@ from shardlite.engine import (
     give_shards,
     in_backward,
     install_patches,
-    optimizer_tensors,
     param_locations,
     pieces_of,
     refuse_conversions,
@@ -689,6 +688,9 @@ class ShardLite(nn.Module):
 
         `model.ledger.reset_peak()` resets the peaks, except those of messages, mailboxes and pinned memory.
 
+        Any thread may call this. On another thread than that of the forwards, `optimizer state` and, on a single rank,
+        `gradients` are as of the latest step that followed such a call.
+
         Args:
             process: also return `process`, the memory of this process, and `unexplained`, the part outside the purposes
                 above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU, `process` is the
@@ -701,11 +703,10 @@ class ShardLite(nn.Module):
         Example:
             >>> model.memory()["gather buffers"].peak
         """
-        for shard in self._bridge.shards:
-            if shard.grad is not None:
-                self.ledger.track("gradients", shard.grad)  # on a single rank autograd allocates gradients itself
-        for tensor in optimizer_tensors(self._bridge):
-            self.ledger.track("optimizer state", tensor)
+        if self._hooks.is_thread_of_model:
+            self._bridge.track_memory()
+        else:
+            self.ledger.awaits_step = True
         for tensor in chunk_memory():
             self.ledger.track("chunks of a step", tensor)
         held = self._context.held()

@@ -33,8 +33,13 @@ from shardlite.weights import (
 )
 
 NO_GRAPH = (
-    "torch.export, torch.jit.trace and make_fx (torch.func.linearize) record a graph that contains whole weights: call "
-    "them on every rank with the wrapped module, `model.module`, inside `with model.gathered():`"
+    "torch.export and torch.jit.trace record a graph that contains whole weights: call them on every rank with the "
+    "wrapped module, `model.module`, inside `with model.gathered():`"
+)
+
+_NO_FX = (
+    "make_fx and torch.func.linearize cannot record the parameters of a wrapped model: use torch.func.jvp in place of "
+    "linearize, torch.export in place of make_fx, or record the module after `unwrap()`"
 )
 
 
@@ -218,8 +223,10 @@ class ModuleHooks:
 
     def _refusal(self) -> str | None:
         """Return an error text if the running call keeps weights without gathers, so that units must be unsharded."""
-        if torch.compiler.is_exporting() or torch.jit.is_tracing() or _is_made_by_fx():  # type: ignore[no-untyped-call]
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             return NO_GRAPH
+        if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_PROXY) is not None:
+            raise LayoutError(_NO_FX)
         return None if self._calls is None or can_push_hooks() else NO_TRANSFORM
 
     def check_thread(self) -> None:
@@ -365,6 +372,9 @@ def _without_params(outputs: Any) -> Any:
 
 _Hook = Callable[..., Any]
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+"""The dispatch mode in which `make_fx` records a graph."""
+
 
 _KEY = -1
 """Key of the library's hooks in the hook tables of every module. PyTorch's own keys count from 0.
@@ -403,9 +413,3 @@ def _unless_compiling(hook: _Hook) -> _Hook:
         return None if torch.compiler.is_compiling() else hook(module, *arguments)
 
     return eager
-
-
-def _is_made_by_fx() -> bool:
-    """Return whether `make_fx` records a graph now."""
-    modes = torch._C._len_torch_dispatch_stack() > 0
-    return modes and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

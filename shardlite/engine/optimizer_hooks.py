@@ -182,6 +182,21 @@ class OptimizerBridge:
         self.clipper.gradients_written()  # fused optimizers divide gradients by the scale of a gradient scaler
         self.shards.after_step(stepped)
         self.gatherer.expire()
+        if self.context.ledger.awaits_step:
+            self.context.ledger.awaits_step = False
+            self.track_memory()
+
+    def track_memory(self) -> None:
+        """Track the gradients and the states of optimizers, which PyTorch allocates.
+
+        Call this only in the thread that trains: while a thread drops a gradient, PyTorch gives other threads a pointer
+        to freed memory if they read `.grad`.
+        """
+        for shard in self.shards:
+            if shard.grad is not None:
+                self.context.ledger.track("gradients", shard.grad)  # of a single rank; others are tracked already
+        for tensor in optimizer_tensors(self):
+            self.context.ledger.track("optimizer state", tensor)
 
     def check_reduced(self, what: str, *, local: bool = False) -> None:
         """Refuse the call `what` if gradients are accumulated and not reduced. `local`: whether `.grad` has them.

@@ -181,6 +181,9 @@ class Calls:
         self.gathered = 0
         """Number of running `gathered()`. Inside, weights stay in memory without handles."""
 
+        self.transformed = False
+        """Whether `torch.func.grad` or a similar function has saved weights without handles in this `gathered()`."""
+
         self.current: dict[Unit, Call] = {}
         """Calls whose forward is running."""
 
@@ -208,6 +211,11 @@ class Calls:
             self.gathered -= 1
             if pushed:
                 pop_hooks()
+            if self.transformed and not self.gathered:
+                self.transformed = False
+                # Later backwards of what was saved without handles must raise, because they would read placeholders.
+                for unit in self.live:
+                    torch.autograd.graph.increment_version(unit.params())
 
     def settle(self) -> None:
         """Reshard units whose release was deferred because a view was alive. Call this before a unit is unsharded."""
@@ -324,6 +332,7 @@ def set_hooks_aside() -> Iterator[None]:
                 raise LayoutError(NO_TRANSFORM)
             pop_hooks()
             aside.append(hooks)
+            hooks.calls.transformed = True
         yield
     finally:
         while aside:
