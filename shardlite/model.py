@@ -94,6 +94,13 @@ class _Uncompiled:
         return self._manager.__exit__(*raised)
 
 
+_OF_DDP = {
+    "register_comm_hook": "for gradients that travel in another dtype use Precision(reduce=...)",
+    "_set_static_graph": "remove the call, because any graph may change from step to step",
+}
+"""Methods of `DistributedDataParallel` with another equivalent here."""
+
+
 class _UnwrappedError(PhaseError, AttributeError):
     """The model was unwrapped. The class is also an `AttributeError`, so that `hasattr` returns `False`."""
 
@@ -347,6 +354,8 @@ class ShardLite(nn.Module):
                 raise _UnwrappedError(
                     "this ShardLite model was unwrapped: use the module that unwrap() returned"
                 ) from None
+            if name in _OF_DDP:
+                raise AttributeError(f"ShardLite has no {name}(): {_OF_DDP[name]}") from None
             if name == "module":
                 raise
             value = getattr(self.module, name)
@@ -622,7 +631,7 @@ class ShardLite(nn.Module):
         clipper.clip(self._bridge.shards, max_norm, norm)
         return norm
 
-    def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
+    def join(self, batches: Iterable[Batch] | None = None, *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
         """Iterate over this rank's `batches`, and repeat the final batch until all ranks have run out.
 
         So ranks with different numbers of batches finish together. A rank that has run out (`model.joined`) still
@@ -640,12 +649,17 @@ class ShardLite(nn.Module):
 
         Raises:
             LayoutError: a rank has no batch, or a model was wrapped with `Route(order="tree")`. Raised on every rank.
+            TypeError: `batches` is missing.
 
         Example:
             >>> for batch in model.join(loader):
             ...     model(batch).backward()
             ...     optimizer.step()
         """
+        if batches is None:
+            raise TypeError(
+                "join() is a loop here, not a context as in DistributedDataParallel: `for batch in model.join(batches):`"
+            )
         models = [self, *also]
         for model in models:
             model._refuse_with_parts("join()")
