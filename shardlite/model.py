@@ -657,9 +657,7 @@ class ShardLite(nn.Module):
             ...     optimizer.step()
         """
         if batches is None:
-            raise TypeError(
-                "join() is a loop here, not a context as in DistributedDataParallel: `for batch in model.join(batches):`"
-            )
+            raise TypeError("join() is a loop here, and no context as in DDP: `for batch in model.join(batches):`")
         models = [self, *also]
         for model in models:
             model._refuse_with_parts("join()")

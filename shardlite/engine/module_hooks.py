@@ -21,8 +21,8 @@ from shardlite.errors import LayoutError
 from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit, scripts
 from shardlite.telemetry import profile_label
 from shardlite.weights import (
-    Call,
     NO_TRANSFORM,
+    Call,
     Gathering,
     are_innermost,
     can_push_hooks,

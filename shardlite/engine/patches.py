@@ -468,7 +468,9 @@ def _() -> None:
     module._engine_run_backward = partial(_run_backward, module._engine_run_backward)
 
 
-@_patch("`torch.func.grad`, `vjp`, `jacrev`, `hessian`", "closure of `torch.autograd.graph.disable_saved_tensors_hooks`")
+@_patch(
+    "`torch.func.grad`, `vjp`, `jacrev`, `hessian`", "closure of `torch.autograd.graph.disable_saved_tensors_hooks`"
+)
 def _() -> None:
     """These functions would not work inside `gathered()`, which makes saved-tensor hooks the innermost ones."""
     _replace_inside(torch.autograd.graph.disable_saved_tensors_hooks, _disable_hooks)

@@ -246,7 +246,7 @@ _AS_IS: AbstractContextManager[object] = nullcontext()
 def outside_transforms() -> AbstractContextManager[object]:
     """Return a context in which no transform of `torch.func` (`jvp`, `vmap`) applies to the library's operations.
 
-    Inside a transform, each new tensor and each view is a wrapper, which ends with the transform. The process crashes if
-    such a view becomes the memory of a parameter.
+    Inside a transform, each new tensor and each view is a wrapper, which ends with the transform. The process crashes
+    if such a view becomes the memory of a parameter.
     """
     return _AS_IS if torch._C._functorch.peek_interpreter_stack() is None else torch._C._DisableFuncTorch()

@@ -11,7 +11,6 @@ gathered. But weights are cast if the master weights have a different dtype.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from shardlite.comm import Context

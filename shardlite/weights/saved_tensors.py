@@ -297,7 +297,7 @@ def _innermost() -> "SavedTensorHooks | None":
     return innermost if isinstance(innermost, SavedTensorHooks) else None
 
 
-can_push_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+can_push_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """Function that returns whether PyTorch accepts saved-tensor hooks now. Inside `torch.func.grad` it does not."""
 
 
