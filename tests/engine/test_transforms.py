@@ -120,9 +120,14 @@ def test_gradients_per_sample_inside_gathered(group: Any, stage: int) -> None:
 def test_a_backward_after_gathered_of_what_it_saved(group: Any) -> None:
     """What was saved without handles needs weights that are gone."""
     model = wrapped(group, 3)
-    with pytest.warns(EscapedViewWarning), model.gathered():
-        grad(lambda x: model(x).sum())(drawn()[0]).sum().backward()  # inside it is right
-        later = grad(lambda x: model(x).sum())(drawn()[0])
+
+    def slope() -> Tensor:
+        with model.gathered():
+            grad(lambda x: model(x).sum())(drawn()[0]).sum().backward()  # inside it is right
+            return grad(lambda x: model(x).sum())(drawn()[0])
+
+    with pytest.warns(EscapedViewWarning):
+        later = slope()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         later.sum().backward()
 
