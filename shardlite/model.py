@@ -56,7 +56,6 @@ from shardlite.engine import (
     give_shards,
     in_backward,
     install_patches,
-    optimizer_tensors,
     param_locations,
     pieces_of,
     refuse_conversions,
@@ -68,7 +67,7 @@ from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, So
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
-from shardlite.weights import Gatherer, ResidentWeights
+from shardlite.weights import Gatherer, ResidentWeights, outside_transforms
 
 # `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
 _uncompiled = torch._disable_dynamo
@@ -93,6 +92,13 @@ class _Uncompiled:
     @_uncompiled
     def __exit__(self, *raised: Any) -> bool | None:
         return self._manager.__exit__(*raised)
+
+
+_OF_DDP = {
+    "register_comm_hook": "for gradients that travel in another dtype use Precision(reduce=...)",
+    "_set_static_graph": "remove the call, because any graph may change from step to step",
+}
+"""Methods of `DistributedDataParallel` with another equivalent here."""
 
 
 class _UnwrappedError(PhaseError, AttributeError):
@@ -348,6 +354,8 @@ class ShardLite(nn.Module):
                 raise _UnwrappedError(
                     "this ShardLite model was unwrapped: use the module that unwrap() returned"
                 ) from None
+            if name in _OF_DDP:
+                raise AttributeError(f"ShardLite has no {name}(): {_OF_DDP[name]}") from None
             if name == "module":
                 raise
             value = getattr(self.module, name)
@@ -623,7 +631,7 @@ class ShardLite(nn.Module):
         clipper.clip(self._bridge.shards, max_norm, norm)
         return norm
 
-    def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
+    def join(self, batches: Iterable[Batch] | None = None, *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
         """Iterate over this rank's `batches`, and repeat the final batch until all ranks have run out.
 
         So ranks with different numbers of batches finish together. A rank that has run out (`model.joined`) still
@@ -641,12 +649,15 @@ class ShardLite(nn.Module):
 
         Raises:
             LayoutError: a rank has no batch, or a model was wrapped with `Route(order="tree")`. Raised on every rank.
+            TypeError: `batches` is missing.
 
         Example:
             >>> for batch in model.join(loader):
             ...     model(batch).backward()
             ...     optimizer.step()
         """
+        if batches is None:
+            raise TypeError("join() is a loop here, and no context as in DDP: `for batch in model.join(batches):`")
         models = [self, *also]
         for model in models:
             model._refuse_with_parts("join()")
@@ -689,6 +700,9 @@ class ShardLite(nn.Module):
 
         `model.ledger.reset_peak()` resets the peaks, except those of messages, mailboxes and pinned memory.
 
+        Any thread may call this. On another thread than that of the forwards, `optimizer state` and, on a single rank,
+        `gradients` are as of the latest step that followed such a call.
+
         Args:
             process: also return `process`, the memory of this process, and `unexplained`, the part outside the purposes
                 above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU, `process` is the
@@ -701,11 +715,10 @@ class ShardLite(nn.Module):
         Example:
             >>> model.memory()["gather buffers"].peak
         """
-        for shard in self._bridge.shards:
-            if shard.grad is not None:
-                self.ledger.track("gradients", shard.grad)  # on a single rank autograd allocates gradients itself
-        for tensor in optimizer_tensors(self._bridge):
-            self.ledger.track("optimizer state", tensor)
+        if self._hooks.is_thread_of_model:
+            self._bridge.track_memory()
+        else:
+            self.ledger.awaits_step = True
         for tensor in chunk_memory():
             self.ledger.track("chunks of a step", tensor)
         held = self._context.held()
@@ -1181,6 +1194,7 @@ class ShardLite(nn.Module):
 
     def _recover(self) -> None:
         """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
+        self._hooks.check_thread()
         self._stream.check_closed()
         if self._forwards == 0:
             self._hooks.reset()
@@ -1189,7 +1203,8 @@ class ShardLite(nn.Module):
     @_uncompiled
     def _share_buffers(self) -> None:
         if self._first_ranks is not None and not in_backward():
-            self._first_ranks.before_forward(trains=torch.is_grad_enabled() and not self._backward.accumulates())
+            with outside_transforms():
+                self._first_ranks.before_forward(trains=torch.is_grad_enabled() and not self._backward.accumulates())
 
     @_uncompiled
     def _ready_for_forward(self) -> None:

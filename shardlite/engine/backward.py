@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,9 @@ class Backward:
         self.calls = Calls(gatherer, units, on_use=self.enter) if isinstance(gatherer, Gatherer) else None
         """Handles of weights that autograd saves for a backward. `None` if full weights are always in memory."""
 
+        self.thread: int | None = None
+        """The thread that runs the outermost backward. `None` if no backward is running."""
+
         self._run: BackwardRun | None = None
         self._mode = Mode.STEP
         self._saves_memory = False  # the value of `saves_memory` in the latest backward before a step
@@ -78,7 +82,7 @@ class Backward:
         """Return the run of the current backward. Call this at each event: the first call opens the run."""
         if self._run is None:
             self._stream.check_closed()
-            self._run = open_run(self._reducer, self._mode)
+            self._run, self.thread = open_run(self._reducer, self._mode), get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
             if self._saves_memory and self._mode is Mode.STEP:
@@ -306,7 +310,7 @@ class Backward:
             self._end(run)
 
     def _end(self, run: BackwardRun) -> None:
-        self._run = None
+        self._run = self.thread = None
         self._reducer.end_backward()
         while run.unsharded:
             self._gatherer.reshard(run.unsharded.pop())

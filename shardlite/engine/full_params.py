@@ -22,7 +22,7 @@ from shardlite.engine.local_shards import gather_param
 from shardlite.engine.weight_stream import pieces_of
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
 from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
-from shardlite.weights import Calls, Gathering, differs, pop_hooks, push_hooks, take_over
+from shardlite.weights import Calls, Gathering, differs, take_over
 
 NO_COPY = (
     "a wrapped model cannot be copied or pickled, because it is connected to other ranks. For a copy, wrap a second "
@@ -94,8 +94,8 @@ class FullParameters:
                         continue
                     self._gatherer.unshard(unit)
                     undo.callback(self._gatherer.reshard, unit)
-            if self._calls is not None and push_hooks(self._calls):
-                undo.callback(pop_hooks)
+            if self._calls is not None:
+                undo.enter_context(self._calls.inside_gathered())
             yield
 
     def state_dict(self, rank: int | None, names: Sequence[str] | None = None) -> dict[str, Tensor]:

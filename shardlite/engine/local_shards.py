@@ -95,6 +95,11 @@ class Shards:
         self._by_param[param].follow()
         return self._by_param[param].shard
 
+    def parameter_of(self, shard: Tensor) -> nn.Parameter | None:
+        """Return the module's own parameter of a shard. Return `None` if `shard` is itself the module's parameter."""
+        each = self._by_id.get(id(shard))
+        return None if each is None or each.param is shard else each.param
+
     def by_param(self) -> dict[Tensor, nn.Parameter]:
         """Return the shard of each of the module's own parameters. Skip parameters that are their own shards."""
         return {each.param: each.shard for each in self.entries if each.param is not each.shard}

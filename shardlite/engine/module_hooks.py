@@ -20,11 +20,26 @@ from shardlite.engine.backward import Backward, in_backward
 from shardlite.errors import LayoutError
 from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit, scripts
 from shardlite.telemetry import profile_label
-from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
+from shardlite.weights import (
+    NO_TRANSFORM,
+    Call,
+    Gathering,
+    are_innermost,
+    can_push_hooks,
+    outside_transforms,
+    pop_hooks,
+    push_hooks,
+    take_over_all,
+)
 
 NO_GRAPH = (
     "torch.export and torch.jit.trace record a graph that contains whole weights: call them on every rank with the "
     "wrapped module, `model.module`, inside `with model.gathered():`"
+)
+
+_NO_FX = (
+    "make_fx and torch.func.linearize cannot record the parameters of a wrapped model: use torch.func.jvp in place of "
+    "linearize, torch.export in place of make_fx, or record the module after `unwrap()`"
 )
 
 
@@ -70,7 +85,7 @@ class ModuleHooks:
         self._written: dict[Unit, int] = {}
         self._evaluating = False
         self._around = 0  # number of running calls of the wrapped model
-        self._thread: int | None = None  # the thread of the pass in progress
+        self._thread = get_ident()  # the thread of the pass in progress, or of the latest one
 
     def install(
         self,
@@ -111,22 +126,26 @@ class ModuleHooks:
         Returns:
             `False` if no pass is in progress. In this case the unit is not unsharded.
         """
-        if not self._frames and self._around and not in_backward():
-            self._begin("code around the forwards of the model", self._root)
-        if self._frames:
-            self._enter_unit(unit)
-            self._frames[0].entered.append(unit)
-        elif in_backward():
-            self._backward.use(unit)
-        else:
-            return False
+        self.check_thread()
+        if not in_backward() and (refusal := self._refusal()) is not None:
+            raise LayoutError(refusal)
+        with outside_transforms():
+            if not self._frames and self._around and not in_backward():
+                self._begin("code around the forwards of the model", self._root)
+            if self._frames:
+                self._enter_unit(unit)
+                self._frames[0].entered.append(unit)
+            elif in_backward():
+                self._backward.use(unit)
+            else:
+                return False
         return True
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Allow code inside the block to use weights outside of any module's forward. The first use begins a pass."""
         self._claim()
-        pushed = self._calls is not None and not self._frames and push_hooks(self._calls)
+        pushed = self._calls is not None and not self._frames and can_push_hooks() and push_hooks(self._calls)
         self._around += 1
         try:
             yield
@@ -134,7 +153,6 @@ class ModuleHooks:
             self._around -= 1
             if self._around == 0:
                 self.reset()
-                self._thread = None
             if pushed:
                 pop_hooks()
 
@@ -154,22 +172,22 @@ class ModuleHooks:
                 "this module is a copy of a wrapped one and does not have its parameters: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
-            # An exported graph contains weights but no gathers, so all units must already be unsharded.
+        if (refusal := self._refusal()) is not None:
             if not all(unit.users or not unit.needs_gather for unit in units):
-                raise LayoutError(NO_GRAPH)
+                raise LayoutError(refusal)
             return
         if self._thread != get_ident():
             self._claim()
         if self._frames and self._has_entered(module, units):
             return  # `_leave` will find no frame of this module, and do nothing
-        if not self._frames and not in_backward():
-            frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
-        else:
-            self._frames.append(frame := _Frame(module))  # first: `_leave` undoes it after an error
-        for unit in units:
-            self._enter_unit(unit)
-            frame.entered.append(unit)
+        with outside_transforms():
+            if not self._frames and not in_backward():
+                frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
+            else:
+                self._frames.append(frame := _Frame(module))  # first: `_leave` undoes it after an error
+            for unit in units:
+                self._enter_unit(unit)
+                frame.entered.append(unit)
         frame.pushed = self._calls is not None and push_hooks(self._calls)
         if module in self._unit_names:
             frame.label = profile_label("recompute" if in_backward() else "forward", self._unit_names[module])
@@ -194,15 +212,41 @@ class ModuleHooks:
             frame.label.__exit__(None, None, None)
         if frame.pushed:
             pop_hooks()
-        try:
-            for unit in reversed(frame.entered):
-                self._leave_unit(unit)
-        finally:
-            if frame.outermost:
-                self._gatherer.end_pass()
-                if not self._around:
-                    self._thread = None
+        with outside_transforms():
+            try:
+                for unit in reversed(frame.entered):
+                    self._leave_unit(unit)
+            finally:
+                if frame.outermost:
+                    self._gatherer.end_pass()
         return replaced
+
+    def _refusal(self) -> str | None:
+        """Return an error text if the running call keeps weights without gathers, so that units must be unsharded."""
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            return NO_GRAPH
+        if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_PROXY) is not None:
+            raise LayoutError(_NO_FX)
+        return None if self._calls is None or can_push_hooks() else NO_TRANSFORM
+
+    def check_thread(self) -> None:
+        """Check that no other thread runs the model.
+
+        Raises:
+            LayoutError: another thread is inside a forward or a backward of the model.
+        """
+        if get_ident() in (self._thread, self._backward.thread) or in_backward():
+            return  # PyTorch may run a backward on another thread
+        if self._frames or self._around or self._backward.thread is not None:
+            raise LayoutError(
+                "two threads run one ShardLite model at once, but all ranks must gather weights in the same order: "
+                "call the model and its methods in one thread, or use a lock around its forwards, backwards and steps"
+            )
+
+    @property
+    def is_thread_of_model(self) -> bool:
+        """Whether this thread has run the latest pass."""
+        return get_ident() == self._thread
 
     def _claim(self) -> None:
         """Record the thread that runs the model. Do nothing in a backward, which PyTorch may run on another thread.
@@ -210,14 +254,9 @@ class ModuleHooks:
         Raises:
             LayoutError: another thread runs the model.
         """
-        thread = get_ident()
-        if self._thread != thread and not in_backward():
-            if self._thread is not None:
-                raise LayoutError(
-                    "two threads run one ShardLite model at once, but all ranks must gather weights in the same "
-                    "order: run the model in one thread, or use a lock around its calls"
-                )
-            self._thread = thread
+        self.check_thread()
+        if not in_backward():
+            self._thread = get_ident()
 
     def _begin(self, kind: str, module: nn.Module) -> _Frame:
         """Begin a pass with the forward of a module. All passes of one `kind` are expected to use the same units."""
@@ -332,6 +371,9 @@ def _without_params(outputs: Any) -> Any:
 
 
 _Hook = Callable[..., Any]
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+"""The dispatch mode in which `make_fx` records a graph."""
 
 
 _KEY = -1

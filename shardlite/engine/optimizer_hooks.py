@@ -162,6 +162,7 @@ class OptimizerBridge:
             PhaseError: gradients are incomplete, or a step inside the backward has already used the gradients.
         """
         self.optimizers.add(optimizer)
+        self.hooks.check_thread()
         self.hooks.reset()
         graded = any(shard.grad is not None for shard in self.shards)
         self.backward.check_step(graded=graded, inside=self.in_backward.steps() is not None)
@@ -181,6 +182,21 @@ class OptimizerBridge:
         self.clipper.gradients_written()  # fused optimizers divide gradients by the scale of a gradient scaler
         self.shards.after_step(stepped)
         self.gatherer.expire()
+        if self.context.ledger.awaits_step:
+            self.context.ledger.awaits_step = False
+            self.track_memory()
+
+    def track_memory(self) -> None:
+        """Track the gradients and the states of optimizers, which PyTorch allocates.
+
+        Call this only in the thread that trains: while a thread drops a gradient, PyTorch gives other threads a pointer
+        to freed memory if they read `.grad`.
+        """
+        for shard in self.shards:
+            if shard.grad is not None:
+                self.context.ledger.track("gradients", shard.grad)  # of a single rank; others are tracked already
+        for tensor in optimizer_tensors(self):
+            self.context.ledger.track("optimizer state", tensor)
 
     def check_reduced(self, what: str, *, local: bool = False) -> None:
         """Refuse the call `what` if gradients are accumulated and not reduced. `local`: whether `.grad` has them.
@@ -229,6 +245,11 @@ def register_model(model: OptimizerBridge) -> None:
     for param in model.shards.all_params():
         _models[id(param)] = model
     _known.clear()  # an optimizer may hold parameters that have just been sharded
+
+
+def model_with_param(param: object) -> OptimizerBridge | None:
+    """Return the model that `param`, a shard or one of the module's own parameters, belongs to. `None` if none does."""
+    return _models.get(id(param))
 
 
 def unregister_model(model: OptimizerBridge) -> None:

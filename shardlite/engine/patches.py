@@ -35,6 +35,7 @@ from shardlite.engine.optimizer_hooks import (
     before_step,
     map_state,
     model_of_gradients,
+    model_with_param,
     models_of,
     models_with,
     name_of_value,
@@ -45,6 +46,7 @@ from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
 from shardlite.optim import AdamW, WholeStateOptimizer, probe_shards
 from shardlite.params import Shard, ShardTensor
+from shardlite.weights import set_hooks_aside
 
 # ---- states of optimizers -------------------------------------------------------------------------------------------
 #
@@ -341,6 +343,38 @@ def _clip_values(original: _Original, parameters: _Tensors, *args: Any, **kwargs
         original(params, *args, **kwargs)
 
 
+# ---- backwards ------------------------------------------------------------------------------------------------------
+
+
+def _run_backward(original: _Original, outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+    """Run a backward that may be limited to some inputs, `args[3]`. Shards stand for the module's own parameters.
+
+    Raises:
+        LayoutError: the gradients of shards are to be returned (`torch.autograd.grad`).
+    """
+    before, (inputs, *after) = args[:3], args[3:]
+    ours = {id(each): model for each in inputs if (model := model_with_param(each)) is not None}
+    if not ours:
+        return original(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+    own = [model.shards.parameter_of(each) for each in inputs if (model := ours.get(id(each))) is not None]
+    own = [param for param in own if param is not None and param.requires_grad]
+    if own and not accumulate_grad:
+        raise LayoutError(
+            "torch.autograd.grad with respect to a shard: shards are not in autograd's graph. Use the module's own "
+            "parameters (`model.module.parameters()`), which get this rank's gradients of whole parameters"
+        )
+    # Shards stay among the inputs, because a penalty may be computed from them. Hooks inside the backward may use
+    # placeholders, also if PyTorch has disabled this, because some of the inputs are placeholders.
+    with torch._C._EnableTorchFunction():
+        return original(outputs, *before, (*inputs, *own), *after, accumulate_grad=accumulate_grad, **kwargs)
+
+
+def _disable_hooks(original: _Original, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Disable saved-tensor hooks, as `torch.func.grad` does. Inside `gathered()`, set the library's hooks aside."""
+    with set_hooks_aside():
+        yield from original(*args, **kwargs)
+
+
 # ---- the list -------------------------------------------------------------------------------------------------------
 
 
@@ -427,6 +461,21 @@ def _() -> None:
     _replace_inside(clip_grad.clip_grad_value_, _clip_values)
 
 
+@_patch("`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`", "`torch.autograd._engine_run_backward`")
+def _() -> None:
+    """A backward limited to shards (`inputs=model.parameters()`) would compute no gradients."""
+    module: Any = torch.autograd
+    module._engine_run_backward = partial(_run_backward, module._engine_run_backward)
+
+
+@_patch(
+    "`torch.func.grad`, `vjp`, `jacrev`, `hessian`", "closure of `torch.autograd.graph.disable_saved_tensors_hooks`"
+)
+def _() -> None:
+    """These functions would not work inside `gathered()`, which makes saved-tensor hooks the innermost ones."""
+    _replace_inside(torch.autograd.graph.disable_saved_tensors_hooks, _disable_hooks)
+
+
 @_patch("`torch.nn.Module.to` and other conversions", "`torch.nn.Module._apply`")
 def _() -> None:
     """The parameters of a wrapped model would move to new memory, but its shards would not."""
@@ -463,9 +512,9 @@ def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> 
 
 
 def _replace_inside(function: Any, replacement: Callable[..., Any]) -> None:
-    """Replace the function inside `function`, a wrapper that PyTorch's `_no_grad` has made.
+    """Replace the function inside `function`, a wrapper that PyTorch's `_no_grad` or `contextmanager` has made.
 
-    A program that has imported `function` by name gets the replacement too. `_no_grad` keeps the inner function in a
+    A program that has imported `function` by name gets the replacement too. The wrapper keeps the inner function in a
     closure variable, `func`.
     """
     cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]

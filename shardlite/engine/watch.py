@@ -264,11 +264,6 @@ class _Watched:
         kwargs = kwargs or {}
         known = None
         if not torch.compiler.is_compiling():
-            if func is torch.autograd.grad:
-                raise LayoutError(
-                    "torch.autograd.grad with respect to a shard: shards are not in autograd's graph. Use the module's "
-                    "own parameters (`model.module.parameters()`), which get this rank's gradients of whole parameters"
-                )
             if func in _ARITHMETIC:
                 _refuse_mixtures(func, args)
             if func in _LOOKED_AT:

@@ -22,12 +22,12 @@ class Buffer:
     def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Return the views of the memory that `make` creates for `owner`, cached after the first call.
 
-        Inside a dispatch mode or a `torch.func` transform, views may have a different type. Such views are not cached.
+        Inside a dispatch mode, views may have a different type. Such views are not cached.
         """
         cached = self._views.get(owner)
         if cached is not None:
             return cached
-        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._len_torch_dispatch_stack():
             return make(self.bytes)
         before = torch._C._storage_Use_Count(self.key)
         cached = self._views[owner] = make(self.bytes)

@@ -11,6 +11,7 @@ parameter is full, its operations run as usual.
 Each parameter has an owner, a record of `engine/local_shards.py`. The owner is called when the parameter is used.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -54,6 +55,7 @@ _harmless: frozenset[Any] = frozenset(
         *(getattr(Tensor, name).__set__ for name in _SETTABLE if hasattr(Tensor, name)),
         *(getattr(Tensor, name) for name in _METHODS),
         *(getattr(torch, name) for name in _FUNCTIONS),
+        torch.autograd.backward,
         torch.autograd.grad,
     ]
 )
@@ -86,6 +88,11 @@ class Sharded:
         if home is None:  # with a single rank, the parameter is its own shard
             _own_grad.__set__(self, value)
             return
+        if value is not None and _runs_compiled_autograd():
+            raise LayoutError(
+                f"compiled autograd sets the gradient of {home.name!r} where no reduction sees it: run the backward "
+                "without it (torch._dynamo.config.compiled_autograd = False); the forward may be compiled"
+            )
         if value is not None:
             raise LayoutError(
                 f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: assign the "
@@ -109,6 +116,11 @@ class Sharded:
             _own_data.__set__(self, value)
 
 
+def _runs_compiled_autograd() -> bool:
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it would import the compiler
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
 class Placeholder(Sharded):
     """A parameter whose unit is sharded."""
 
@@ -118,7 +130,8 @@ class Placeholder(Sharded):
     ) -> Any:
         """Unshard the placeholders among the arguments before `func` uses them."""
         kwargs = kwargs or {}
-        harmless = func in _harmless
+        # `register_multi_grad_hook` and `get_gradient_edge` find a parameter's node through a view of itself.
+        harmless = func in _harmless or (func is Tensor.view_as and args[0] is args[1])
         used = [] if harmless else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder)]
         if harmless or not all(each in _homes for each in used):  # a placeholder without an owner is being wrapped
             with as_they_are():

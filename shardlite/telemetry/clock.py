@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from threading import Lock
 
 import torch
 
@@ -21,6 +22,7 @@ class Clock:
         self._start = 0.0
         self._begin: torch.cuda.Event | None = None
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._adding = Lock()  # another thread may ask for the sum
 
     def __enter__(self) -> None:
         """Start an interval. Do nothing during the capture of a CUDA graph, in which events cannot be timed."""
@@ -41,16 +43,17 @@ class Clock:
 
     def seconds(self) -> float:
         """Return the sum in seconds. On a GPU, the host waits for the ends of pending intervals."""
-        for _, end in self._open:
+        for _, end in self._open.copy():
             end.synchronize()
         self._add_up()
         return self._seconds
 
     def _add_up(self) -> None:
         """Add up the pending intervals, oldest first, until the first that the GPU has not finished."""
-        while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
-            start, end = self._open.popleft()
-            self._seconds += start.elapsed_time(end) / 1000
+        with self._adding:
+            while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
+                start, end = self._open.popleft()
+                self._seconds += start.elapsed_time(end) / 1000
 
 
 def _timing_event() -> torch.cuda.Event:

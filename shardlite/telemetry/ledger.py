@@ -86,6 +86,8 @@ class Ledger:
         self._current: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._lock = RLock()
+        self.awaits_step = False
+        """Whether another thread than the program's needs the memory that the next step finds."""
 
     def track(self, purpose: str, tensor: Tensor) -> None:
         """Count the whole storage of `tensor` under `purpose` until the storage is freed.

@@ -15,7 +15,7 @@ Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -238,3 +238,15 @@ def _unchanged(flat: Flat, full: Tensor) -> Tensor:
     """Return a mask [S]: `True` for each element of this rank's part of `full` that is unchanged since the gather."""
     own, gathered = flat.own_part(full), own_as_gathered(flat)
     return (own == gathered) | ((own != own) & (gathered != gathered))  # NaN differs from itself
+
+
+_AS_IS: AbstractContextManager[object] = nullcontext()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a context in which no transform of `torch.func` (`jvp`, `vmap`) applies to the library's operations.
+
+    Inside a transform, each new tensor and each view is a wrapper, which ends with the transform. The process crashes
+    if such a view becomes the memory of a parameter.
+    """
+    return _AS_IS if torch._C._functorch.peek_interpreter_stack() is None else torch._C._DisableFuncTorch()

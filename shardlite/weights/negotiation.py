@@ -349,6 +349,8 @@ class Passes:
             except CommError:
                 self._stop_serving()
                 raise
+            if self._failed:  # another thread has found a failure during the wait
+                self._reports.raise_verdict()
             del self._ended[0]  # after the wait, because an interrupt must not skip the revision of the order
             self.diverged |= first.diverged
             first.revise()

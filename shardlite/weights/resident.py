@@ -11,7 +11,6 @@ gathered. But weights are cast if the master weights have a different dtype.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from shardlite.comm import Context
@@ -36,9 +35,8 @@ class ResidentWeights:
     def unshard(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `reshard`. Calls may nest."""
         if unit.needs_gather and unit.users == 0:
-            # Views that are created inside a `torch.func` transform would belong to the transform, but outlive it.
             self._take_over(unit)
-            with isolated(self._streams), torch._C._DisableFuncTorch():
+            with isolated(self._streams):
                 if self._is_due(unit):
                     self._queue.gather(unit)
                 if unit.phase is Weights.GATHERING:

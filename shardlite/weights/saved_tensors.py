@@ -18,7 +18,8 @@ next unit is unsharded:
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_plain, storage_key
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
 
 _ENGINE = _engine_run_backward.__code__
 _LIBRARY = str(Path(__file__).parents[1])
+
+NO_TRANSFORM = (
+    "torch.func.grad, vjp, jacrev and hessian of a stage 3 model, or in its forward, would keep weights that are freed "
+    "too early, because PyTorch allows no saved-tensor hooks inside them: call them on every rank inside `with "
+    "model.gathered():`, or use torch.func.jvp and jacfwd, torch.autograd.grad, or stages 0 to 2"
+)
 
 
 class Call:
@@ -190,6 +198,12 @@ class Calls:
         self.lingering: list[Call] = []
         """Calls in `using` whose handles have been dropped although a view of the weights is still alive."""
 
+        self.gathered = 0
+        """Number of running `gathered()`. Inside, weights stay in memory without handles."""
+
+        self.transformed = False
+        """Whether `torch.func.grad` or a similar function has saved weights without handles in this `gathered()`."""
+
         self.current: dict[Unit, Call] = {}
         """Calls whose forward is running."""
 
@@ -205,6 +219,23 @@ class Calls:
         earlier = [each for each in self.live[call.unit] if each is not call]
         if earlier:
             earlier[-1].unshard()
+
+    @contextmanager
+    def inside_gathered(self) -> Iterator[None]:
+        """Make autograd save handles for computations with parameters inside the block."""
+        pushed = push_hooks(self)
+        self.gathered += 1
+        try:
+            yield
+        finally:
+            self.gathered -= 1
+            if pushed:
+                pop_hooks()
+            if self.transformed and not self.gathered:
+                self.transformed = False
+                # Later backwards of what was saved without handles must raise, because they would read placeholders.
+                for unit in self.live:
+                    torch.autograd.graph.increment_version(unit.params())
 
     def settle(self) -> None:
         """Reshard units whose release was deferred because a view was alive. Call this before a unit is unsharded."""
@@ -275,20 +306,54 @@ class SavedTensorHooks:
 
 def are_innermost(calls: Calls) -> bool:
     """Return whether the saved-tensor hooks of `calls` are the innermost ones."""
+    innermost = _innermost()
+    return innermost is not None and innermost.calls is calls
+
+
+def _innermost() -> "SavedTensorHooks | None":
+    """Return the innermost saved-tensor hooks if they are the library's."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     innermost = getattr(top[0], "__self__", None) if top is not None else None
-    return isinstance(innermost, SavedTensorHooks) and innermost.calls is calls
+    return innermost if isinstance(innermost, SavedTensorHooks) else None
+
+
+can_push_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+"""Function that returns whether PyTorch accepts saved-tensor hooks now. Inside `torch.func.grad` it does not."""
 
 
 def push_hooks(calls: Calls) -> bool:
     """Make the saved-tensor hooks of `calls` the innermost ones. Return whether `pop_hooks` must be called."""
     if are_innermost(calls):
         return False
-    ours = SavedTensorHooks(calls)
-    torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
+    _push(SavedTensorHooks(calls))
     return True
+
+
+def _push(hooks: SavedTensorHooks) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
 
 
 def pop_hooks() -> None:
     """Undo a `push_hooks` that returned `True`."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+@contextmanager
+def set_hooks_aside() -> Iterator[None]:
+    """Pop the library's innermost hooks inside the block, because PyTorch disables hooks there and accepts none.
+
+    Raises:
+        LayoutError: the block is inside a forward, which frees its weights, and not inside `gathered()`.
+    """
+    aside: list[SavedTensorHooks] = []
+    try:
+        while (hooks := _innermost()) is not None:
+            if not hooks.calls.gathered:
+                raise LayoutError(NO_TRANSFORM)
+            pop_hooks()
+            aside.append(hooks)
+            hooks.calls.transformed = True
+        yield
+    finally:
+        while aside:
+            _push(aside.pop())

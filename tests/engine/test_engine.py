@@ -135,6 +135,38 @@ class Meeting(nn.Module):
         return x
 
 
+@pytest.mark.stages(0, 3)
+def test_metrics_on_another_thread(group: Any, stage: int) -> None:
+    """They read no gradients there, which PyTorch may free meanwhile, and count what the next step finds."""
+    model, _ = wrapped(group, stage)
+    optimizer = optim.AdamW(model.parameters())
+    ended = threading.Event()
+    seen: list[Any] = []
+
+    def read() -> None:
+        while not ended.is_set():
+            seen.append(model.memory())
+            model.traffic()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(20):
+        rows(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ended.set()
+    thread.join()
+    assert seen
+    model.ledger.awaits_step = True
+    rows(model).backward()
+    optimizer.step()
+    there: list[Any] = []
+    thread = threading.Thread(target=lambda: there.append(model.memory()))
+    thread.start()
+    thread.join()
+    assert there[0]["optimizer state"] == model.memory()["optimizer state"]
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.stages(0, 3)
 def test_two_threads(group: Any, stage: int, whole: bool) -> None:
@@ -150,6 +182,8 @@ def test_two_threads(group: Any, stage: int, whole: bool) -> None:
     module.inside.wait()
     with pytest.raises(LayoutError, match="two threads run one ShardLite model at once"):
         (model if whole else module.net[1])(x)
+    with pytest.raises(LayoutError, match="two threads run one ShardLite model at once"):
+        model.state_dict()
     module.go.set()
     thread.join()
     same_bits("the first thread's", outputs[0].detach(), expected)
