@@ -152,7 +152,7 @@ def test_copies_in_memory_and_a_state_dict_of_each_rank(group: Any, kind: str) -
     train(model, optimizer, range(STEPS))
     memory, snapshot = SnapshotMemory.allocate(), Snapshot(Run(model, optimizer, None), group.rank())
     snapshot.copy_into(memory.overwrite_older(snapshot.nbytes))
-    memory.mark_complete(Header(STEPS, group.size(), snapshot.nbytes, snapshot.objects_start))
+    memory.mark_complete(snapshot.header(STEPS, group.size()))
     own, weights = copy.deepcopy(optimizer.state_dict()), model.full_state_dict()
 
     model, optimizer = wrapped(kind, group)
