@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -178,8 +178,9 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
 
 def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Replace the options of an optimizer, and drop its state. Collective."""
-    own = Optimizer.state_dict(optimizer)["param_groups"]  # `AdamW.state_dict` would check the state that is dropped
-    groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
+    numbers, groups = count(), list[dict[str, Any]]()  # `state_dict()` would convert the state that is dropped
+    for mine, each in zip(optimizer.param_groups, saved, strict=True):
+        groups.append({**mine, **each, "params": [next(numbers) for _ in mine["params"]]})
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 

@@ -294,7 +294,8 @@ def test_the_newest_step_is_one_that_is_there_of_every_rank():
     assert newest([own[0], {}]) == (-1, "there is no copy of rank 1")
     assert newest([own[0], {"1": [(5, 2, 5)]}]) == (
         -1,
-        "no step is complete on all ranks: rank 0 has 3 (after 3 steps), 4 (after 4 steps); rank 1 has 5 (after 5 steps)",
+        "no step is complete on all ranks: "
+        "rank 0 has 3 (after 3 steps), 4 (after 4 steps); rank 1 has 5 (after 5 steps)",
     )
     assert newest([*own, {}]) == (-1, "they are of 2 ranks, but now there are 3")
 

@@ -1,4 +1,4 @@
-"""If a rank has skipped a step, the weights of the ranks are of different steps: they are neither saved nor returned."""
+"""If a rank has skipped a step, ranks have weights of different steps, which are neither saved nor returned."""
 
 import copy
 from collections.abc import Callable

@@ -22,7 +22,7 @@ from shardlite import CheckpointError, LayoutError, ShardLite, WholeParameters, 
 from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.loading import _restore
 from shardlite.checkpoint.peers import Peers
-from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
+from shardlite.checkpoint.snapshot import SavedSnapshot, Snapshot, SnapshotMemory
 from tests.support.models.losses import on_rows
 from tests.support.models.small import MLP
 from tests.support.twins.sharded import Turn, same_states, some_stages, take_step

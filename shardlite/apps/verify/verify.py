@@ -25,7 +25,7 @@ from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, dif
 from shardlite.apps.verify.plain import ring_mean, simple_mean
 from shardlite.apps.verify.task import Batch, Task, joins
 from shardlite.build import STAGES, UnitPolicy
-from shardlite.comm import all_gather_json
+from shardlite.comm import agree, all_gather_json, problem_in, ranks_of
 from shardlite.config import Precision
 from shardlite.errors import LayoutError, check_int
 
@@ -155,15 +155,20 @@ def verify(
         >>> print(report.table())
         >>> assert report.ok
     """
-    check_int("verify: steps", steps, 1)
-    for name, function in (("make_model", make_model), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"verify: {name} must be callable, got {function!r}")
+
+    def check() -> None:
+        check_int("verify: steps", steps, 1)
+        for name, function in (("make_model", make_model), ("make_batch", make_batch)):
+            if not callable(function):
+                raise TypeError(f"verify: {name} must be callable, got {function!r}")
+
+    problem = problem_in(check)
     if not dist.is_available() or not dist.is_initialized():
-        raise LayoutError(
+        raise problem or LayoutError(
             "there is no process group: call torch.distributed.init_process_group('gloo') first, and start the ranks "
             "with `torchrun --nproc-per-node N script.py`"
         )
+    agree(ranks_of(group), [], problem, what="verify")
     task = Task(make_model, make_batch, steps, lr, weight_decay, units, precision, seed, group)
     if elastic:
         _check_elastic(task)
