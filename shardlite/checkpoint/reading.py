@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -234,7 +233,12 @@ class Checkpoint:
         with open(self.folder / place.relative_path, "rb", buffering=0) as file:
             file.seek(place.offset)
             tensor = small_tensor(file.read(place.length))
-        return None if tensor is None else narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+        return None if tensor is None else tensor[ranges_of(item)]
+
+
+def ranges_of(item: ReadItem) -> tuple[slice, ...]:
+    """Return the index of the part of a saved tensor that is read."""
+    return tuple(slice(first, first + n) for first, n in zip(item.storage_offsets, item.lengths, strict=True))
 
 
 class _SmallTensor(pickle.Unpickler):

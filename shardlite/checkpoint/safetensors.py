@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from shardlite.checkpoint import files
 from shardlite.checkpoint.contents import Paths
 from shardlite.checkpoint.lease import acquire
-from shardlite.checkpoint.reading import Checkpoint
+from shardlite.checkpoint.reading import Checkpoint, ranges_of
 from shardlite.checkpoint.saving import RankFile, publish
 from shardlite.errors import CheckpointError
 from shardlite.params import ShardTensor
@@ -84,9 +84,8 @@ class SafetensorsFolder(Checkpoint):
 
     def _part_of(self, item: ReadItem) -> Tensor:
         """Return a part of a tensor."""
-        ranges = zip(item.storage_offsets, item.lengths, strict=True)
         file = self._files[self.place_of(item.storage_index).relative_path]
-        part: Tensor = file.get_slice(item.storage_index.fqn)[tuple(slice(first, first + n) for first, n in ranges)]
+        part: Tensor = file.get_slice(item.storage_index.fqn)[ranges_of(item)]
         return part
 
 
