@@ -21,6 +21,9 @@ COMPUTE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIRE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes in which gradients may be summed. Gradients of fp64 weights are always summed in fp64."""
 
+LONGEST = timedelta(days=36500)
+"""The longest timeout. Clocks that count nanoseconds overflow after 292 years."""
+
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that a gather can send as 8-bit codes."""
 
@@ -349,8 +352,11 @@ def check_timeout(timeout: timedelta) -> None:
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be above zero, got {timeout}: this is how long ranks wait for each other")
+    if not timedelta(0) < timeout <= LONGEST:
+        raise ValueError(
+            f"timeout must be above zero, and at most {LONGEST.days} days, got {timeout}: this is how long ranks wait "
+            "for each other"
+        )
 
 
 def devices_may_overlap() -> bool:

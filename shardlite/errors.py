@@ -1,6 +1,13 @@
-"""Errors and warnings that ShardLite raises. Each message names the subject, the value and the remedy."""
+"""Errors and warnings that ShardLite raises, and checks of arguments that several calls take.
 
+Each message names the subject, the value and the remedy.
+"""
+
+import os
 from collections.abc import Collection, Iterable
+from operator import index
+from pathlib import Path
+from typing import Any
 
 
 class ShardLiteError(Exception):
@@ -75,3 +82,97 @@ def lacking(missing: Collection[str], unknown: Collection[str]) -> str:
     """Return `lacks A and has unknown B`, where `A` and `B` list names. A half that lists no names is left out."""
     parts = (f"{what} {some_of(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names)
     return " and ".join(parts)
+
+
+# ---- arguments of calls ---------------------------------------------------------------------------------------------
+
+
+def check_int(name: str, value: Any, least: int = 0) -> int:
+    """Check an integer that is at least `least`, and return it. `name` names the call and its argument in errors.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is too small.
+    """
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    return number
+
+
+def check_number(name: str, value: Any) -> Any:
+    """Check a number, or a tensor with one number, and return it.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is too large for a float.
+    """
+    if callable(numel := getattr(value, "numel", None)):  # a tensor, which is not read, because the host would wait
+        number = value if numel() == 1 else None
+    else:
+        try:
+            number = None if isinstance(value, str | bytes) else float(value)
+        except OverflowError:
+            raise ValueError(f"{name} is too large for a float") from None
+        except (TypeError, ValueError):
+            number = None
+    if number is None:
+        raise TypeError(f"{name} must be a number, or a tensor with one number, got {value!r}")
+    return number
+
+
+def check_params(call: str, group: Any) -> None:
+    """Check that a parameter group of an optimizer is a dict with an entry `params`, which can be iterated over.
+
+    Raises:
+        TypeError: it is not.
+    """
+    params = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"{call}: a group must be a dict with an entry 'params', which has the parameters, got {group!r:.200}"
+        )
+
+
+def check_rank(call: str, rank: Any, world_size: int) -> None:
+    """Check the argument `rank` of a call: the only rank that gets the result, or `None` for all ranks.
+
+    Raises:
+        TypeError: it is neither an integer nor `None`.
+        ValueError: there is no such rank.
+    """
+    if rank is not None and check_int(f"{call}: rank", rank) >= world_size:
+        raise ValueError(f"{call}: rank must be None, or from 0 to {world_size - 1}, got {rank}")
+
+
+def check_path(call: str, path: Any) -> Path:
+    """Check the path of a folder, and return it.
+
+    Raises:
+        TypeError: it is not a path.
+        ValueError: it is empty, or has a NUL character.
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise TypeError(f"{call}: path must be a str or a pathlib.Path, got {path!r}")
+    if not text or "\0" in text:
+        raise ValueError(f"{call}: path must name a folder, got {text!r}: for the current folder pass '.'")
+    return Path(text)
+
+
+def check_optimizer(call: str, optimizer: Any) -> None:
+    """Check that an argument can be an optimizer: it has groups of parameters, and a state.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "state_dict")):
+        raise TypeError(f"{call}: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")

@@ -33,8 +33,15 @@ from shardlite.build import (
     placement_of,
     validate,
 )
-from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, ranks_of, share
-from shardlite.config import MemoryLimit, Precision, Route, memory_limit_of, take_deprecated, with_environment
+from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, problem_in, ranks_of, share
+from shardlite.config import (
+    MemoryLimit,
+    Precision,
+    Route,
+    memory_limit_of,
+    take_deprecated,
+    with_environment,
+)
 from shardlite.engine import (
     NO_COPY,
     NO_GRAPH,
@@ -62,7 +69,7 @@ from shardlite.engine import (
     register_model,
     unregister_model,
 )
-from shardlite.errors import LayoutError, PhaseError
+from shardlite.errors import LayoutError, PhaseError, check_int, check_rank
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, SoloScale
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat
@@ -793,12 +800,16 @@ class ShardLite(nn.Module):
 
         Raises:
             NonFiniteError: an in-backward step had gradients that were not finite.
+            TypeError: `rank` is neither an int nor `None`.
+            ValueError: there is no such rank. Ranks with a valid `rank` raise `LayoutError` instead.
+            DesyncError: a rank has skipped a step. Raised on every rank.
 
         Example:
             >>> torch.save(model.full_state_dict(rank=0), "model.pt")
         """
         self._recover()
-        self._in_backward.check()
+        check = partial(check_rank, "full_state_dict", rank, self._context.world_size)
+        self._agree_on_call("full_state_dict", problem_in(check, self._in_backward.check))
         return self._full.state_dict(rank)
 
     def full_parameters(
@@ -826,37 +837,32 @@ class ShardLite(nn.Module):
             An iterator over names and tensors.
 
         Raises:
-            TypeError: `dtype` is not a floating-point dtype, or `max_bytes` is not a number.
+            TypeError: `dtype` is not a floating-point dtype, or `max_bytes` is not a number. Raised in the loop; ranks
+                with valid arguments raise `LayoutError` instead.
             LayoutError: a parameter is too large for `max_bytes`, or ranks pass different arguments. Raised in the
                 loop, on every rank.
             PhaseError: a rank is inside a forward, a backward, or `gathered()`, or another rank has left its loop.
                 Raised in the loop.
+            DesyncError: a rank has skipped a step. Raised in the loop, on every rank.
             CommError: another rank failed, or did not start the loop.
 
         Example:
             >>> inference_model.load_weights(model.full_parameters(dtype=torch.bfloat16))
         """
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"full_parameters(dtype=...) must be a floating-point dtype, got {dtype!r}")
-        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool)):
-            raise TypeError(
-                f"full_parameters(max_bytes=...) is a number of bytes and must be an int, got {max_bytes!r}"
-            )
-        return self._over_full_parameters(dtype, max_bytes, trainable)
-
-    def _over_full_parameters(
-        self, dtype: torch.dtype | None, max_bytes: int | None, trainable: bool
-    ) -> Iterator[tuple[str, Tensor]]:
         self._recover()
-        self._in_backward.check()
-        pieces, problem = [], None
+        pieces: Any = []
         names = self._full.names()
         kept = {param for param in names if param.requires_grad or not trainable}
-        try:
+
+        def check() -> None:
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"full_parameters(dtype=...) must be a floating-point dtype, got {dtype!r}")
+            if max_bytes is not None:
+                check_int("full_parameters(max_bytes=...), a number of bytes,", max_bytes)
             self._check_unused("full_parameters()")
-            pieces = pieces_of(self._units, dtype=dtype, only=kept, max_bytes=max_bytes)
-        except (LayoutError, PhaseError) as error:
-            problem = error
+            pieces[:] = pieces_of(self._units, dtype=dtype, only=kept, max_bytes=max_bytes)
+
+        problem = problem_in(self._in_backward.check, check)
         facts = [f"full_parameters(dtype={dtype}, max_bytes={max_bytes}, trainable={trainable})"]
         self._agree_on_call("full_parameters()", problem, facts, "calls")
         self._bridge.gatherer.settle()
@@ -943,7 +949,7 @@ class ShardLite(nn.Module):
         self._recover()
         given = state_dict or {}
         misfit = self._full.misfit(given, strict=strict, whole=True) if self._context.rank == 0 else None
-        self._agree_on_call("load_full_state_dict", misfit)
+        self._agree_on_call("load_full_state_dict", misfit, loads=strict)
         self._bridge.gatherer.settle()
         entries = self._full.entries()
         names = self._full.other_names(given)
@@ -979,18 +985,14 @@ class ShardLite(nn.Module):
         Raises:
             PhaseError: a rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`, or has gradients that
                 are not reduced (`no_sync()`, `parts()`). Raised on every rank.
+            DesyncError: a rank has skipped a step. Raised on every rank.
 
         Example:
             >>> module = model.unwrap()
             >>> module.save_pretrained("weights")
         """
         self._recover()
-        problem = None
-        try:
-            self._check_idle()
-        except PhaseError as error:
-            problem = error
-        self._agree_on_call("unwrap", problem)
+        self._agree_on_call("unwrap", problem_in(self._check_idle))
         self._bridge.gatherer.settle()
         module = self.module
         self._full.make_plain()
@@ -1005,11 +1007,30 @@ class ShardLite(nn.Module):
         return module
 
     def _agree_on_call(
-        self, what: str, problem: Exception | None, facts: Sequence[str] = (), subject: str = "models"
+        self,
+        what: str,
+        problem: Exception | None,
+        facts: Sequence[str] = (),
+        subject: str = "models",
+        *,
+        loads: bool = False,
     ) -> None:
-        """Raise an error on every rank if any rank has a problem with a call, or other facts. Collective."""
-        timeout, watch = self._context.timeout, self._context.reports.watching
-        agree(self._groups, facts, problem, what=what, timeout=timeout, subject=subject, watch=watch)
+        """Raise an error on every rank if any rank has a problem with a call, or other facts. Collective.
+
+        Unless the call loads weights, it needs weights of the same step on all ranks.
+        """
+        context = self._context
+        agree(
+            self._groups,
+            facts,
+            problem,
+            what=what,
+            timeout=context.timeout,
+            subject=subject,
+            watch=context.reports.watching,
+            version=context.version,
+            loads=loads,
+        )
 
     def _check_unused(self, call: str) -> None:
         """Raise inside a forward, a backward or `gathered()`."""
@@ -1080,7 +1101,7 @@ class ShardLite(nn.Module):
             problem = LayoutError(
                 "load_state_dict(assign=True): shards are views of one block of memory: leave assign=False"
             )
-        self._agree_on_call("load_state_dict", problem)
+        self._agree_on_call("load_state_dict", problem, loads=strict)
         self._bridge.gatherer.settle()
         self._full.take_sharded(state_dict)
         self._bridge.mark_changed()
@@ -1225,6 +1246,8 @@ class ModelState:
     """
 
     def __init__(self, model: ShardLite) -> None:
+        if not isinstance(model, ShardLite):
+            raise TypeError(f"expected a ShardLite model, got {type(model).__name__}: wrap it first")
         self.ranks, self.context, self.units = model._groups, model._context, model._units
         self.bridge, self.full = model._bridge, model._full
         self.ignored = model._ignored
@@ -1242,14 +1265,15 @@ class ModelState:
         self.bridge.gatherer.settle()
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Allow code inside the context to overwrite weights and optimizer state.
+    def changing(self, version: int) -> Iterator[None]:
+        """Allow code inside the context to overwrite weights and optimizer state. All ranks pass the same `version`.
 
         Raises:
             PhaseError: the model has averaged weights now.
         """
         self.bridge.in_backward.announce_change()
         self.settle()
+        self.context.version.number = version
         try:
             yield
         finally:

@@ -187,9 +187,9 @@ def check_options(module: nn.Module, options: Options, groups: Ranks) -> None:
     """
     stage, prefetch, route = options.stage, options.prefetch, options.route
     quantized = options.precision.quantized_gather is not False
-    if stage not in STAGES:
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
         raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
-    if not isinstance(prefetch, int):
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool):
         raise TypeError(f"prefetch is a number of units and must be an int, got {prefetch!r}")
     if prefetch < 0:
         raise LayoutError(f"prefetch is a number of units and must be at least 0, got {prefetch}")

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.optim import Optimizer
 
-from shardlite.errors import CheckpointError
+from shardlite.errors import CheckpointError, check_optimizer
 from shardlite.model import ShardLite
 from shardlite.whole import WholeParameters
 
@@ -38,6 +38,18 @@ class Run(NamedTuple):
     model: ShardLite
     optimizer: Optimizer | None
     extra: Mapping[str, Any] | None
+
+
+def check_run(call: str, run: Run) -> None:
+    """Check the types of the objects to save or load.
+
+    Raises:
+        TypeError: the optimizer is no optimizer, or `extra` is no dict.
+    """
+    if run.optimizer is not None:
+        check_optimizer(call, run.optimizer)
+    if run.extra is not None and not isinstance(run.extra, Mapping):
+        raise TypeError(f"{call}: extra must be a dict, got {run.extra!r}")
 
 
 def contents(run: Run, rank: int) -> tuple[dict[str, Any], Paths]:

@@ -15,10 +15,12 @@ seconds between its check and the rename can still publish once.
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import secrets
 import socket
+import stat
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -157,6 +159,7 @@ def _take(root: Path) -> Lease:
         content = _read(path)
         if content is None:
             continue  # the owner has given up the lease in the meantime
+        _check_file(path)
         _check_dead(root, path, content)
         temporary = root / f"{NAME}-{mine['token']}"
         lease = _created(root, temporary, mine)
@@ -183,7 +186,7 @@ def _check_dead(root: Path, path: Path, content: Content) -> None:
     if content.get("where") == _where():
         copied = content.get("folder") != root.stat().st_ino  # the lease is a copy, made together with the folder
         lost = content.get("process") == os.getpid()  # this process had the lease earlier, and has lost it
-        if not copied and not lost and _lives(content.get("process", 0), content.get("began")):
+        if not copied and not lost and _lives(content.get("process"), content.get("began")):
             raise _other_job(root, content)
         return
     deadline = monotonic() + STALE
@@ -231,14 +234,40 @@ def _write(file: int, content: Content) -> None:
 
 
 def _read(path: Path) -> Content | None:
-    """Return the content of a lease; `{}` if the file is not readable, or `None` if there is no file."""
+    """Return the content of a lease; `{}` if it is damaged or no file, or `None` if nothing has this name.
+
+    The lease may be anything that another program has put there, so links are not followed, and a pipe does not block.
+    """
     try:
-        content = json.loads(path.read_bytes() or b"{}")
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    except ValueError:
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            return {}
+        raise
+    try:
+        content = json.loads(os.read(file, 2 * _NBYTES) or b"{}") if stat.S_ISREG(os.fstat(file).st_mode) else {}
+    except (ValueError, RecursionError):
         return {}
+    finally:
+        os.close(file)
     return content if isinstance(content, dict) else {}
+
+
+def _check_file(path: Path) -> None:
+    """Check that the lease is an ordinary file, which this process may replace.
+
+    Raises:
+        CheckpointError: it is a link, a folder or another kind of entry.
+    """
+    with suppress(FileNotFoundError):  # the owner has given up the lease in the meantime
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "no file"
+            raise CheckpointError(
+                f"{path} is {kind}, but the lease of the job that saves into this folder must be a file: remove it"
+            )
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -266,14 +295,16 @@ def _where() -> str:
         return secrets.token_hex(16)  # no other process has this value, so processes observe each other's leases
 
 
-def _lives(process: int, began: str | None) -> bool:
+def _lives(process: Any, began: str | None) -> bool:
     """Return whether a process of this host is alive and was started at `began`.
 
-    If start times are hidden, any living process with this ID counts.
+    If start times are hidden, any living process with this ID counts. An ID that no process can have does not live.
     """
+    if type(process) is not int or process <= 0:  # 0 and negative numbers are groups of processes
+        return False
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         pass  # the process belongs to another user

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,22 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
 from shardlite.checkpoint import files, memory_copies
-from shardlite.checkpoint.contents import Run, check_keys, kind_of, names_of, restore, restore_generators
+from shardlite.checkpoint.contents import (
+    Run,
+    check_keys,
+    check_run,
+    kind_of,
+    names_of,
+    restore,
+    restore_generators,
+)
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.checkpoint.saving import wait_for_save
 from shardlite.checkpoint.snapshot import SavedSnapshot
 from shardlite.engine import numbers_among
-from shardlite.errors import CheckpointError, lacking, some_of
+from shardlite.errors import CheckpointError, check_path, lacking, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW, check_loaded
 from shardlite.params import ShardTensor
@@ -91,14 +99,23 @@ def load(
         CheckpointError: there is no checkpoint, or a rank finds that it is damaged or of a different model. Raised on
             every rank; nothing was changed.
         CommError: a rank did not call `load`.
+        TypeError, ValueError: an argument is invalid. Other ranks raise `CheckpointError`.
 
     Example:
         >>> found = load("runs/first", model, optimizer, {"schedule": schedule}, missing_ok=True)
         >>> for step in range(found.step, steps): ...
     """
-    wait_for_save(model)
-    peers, run = Peers(model), Run(model, optimizer, extra)
-    _, found = peers.share(lambda: _find(Path(path), missing_ok), "load", lambda each: each)
+    peers, run = Peers(model, loads=True), Run(model, optimizer, extra)
+
+    def check() -> None:
+        check_path("load", path)
+        check_run("load", run)
+
+    def find() -> tuple[str | None, int, str]:
+        wait_for_save(model)
+        return _find(Path(path), missing_ok)
+
+    _, found = peers.share(find, "load", lambda each: each, check=check)
     folder, step, skipped = found[0]
     if skipped and peers.rank == 0:
         log.warning("load: damaged checkpoints in %s are skipped: %s", path, skipped)
@@ -144,7 +161,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
     if len(set(has_optimizer)) > 1:
         raise CheckpointError("load: some ranks were given an optimizer, and others were not")
     state = ModelState(model)
-    with state.changing():
+    with state.changing(peers.newest):
         peers.agree(lambda: saved.load_weights(model), "load")
         if optimizer is not None:
             _load_groups(optimizer, saved.groups)
@@ -161,8 +178,9 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
 
 def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Replace the options of an optimizer, and drop its state. Collective."""
-    own = Optimizer.state_dict(optimizer)["param_groups"]  # `AdamW.state_dict` would check the state that is dropped
-    groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
+    numbers, groups = count(), list[dict[str, Any]]()  # `state_dict()` would convert the state that is dropped
+    for mine, each in zip(optimizer.param_groups, saved, strict=True):
+        groups.append({**mine, **each, "params": [next(numbers) for _ in mine["params"]]})
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 

@@ -21,19 +21,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import index
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
-from shardlite.checkpoint.contents import Run
+from shardlite.checkpoint.contents import Run, check_run
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
 from shardlite.checkpoint.snapshot_holder import Agent, Holder
 from shardlite.comm import GlooTransport, host_name, over_gloo
-from shardlite.errors import CheckpointError, CommError
+from shardlite.errors import CheckpointError, CommError, check_int, check_path
 from shardlite.model import ShardLite
 
 T = TypeVar("T")
@@ -80,21 +79,30 @@ def save_in_memory(
     Raises:
         CheckpointError: `extra` has a value whose loading could execute code, or the optimizer belongs to a different
             model. The first call raises on every rank.
+        DesyncError: a rank has skipped a step. Raised on every rank by the first call. `load` does not use copies of
+            different steps.
         CommError: a rank did not call `save_in_memory`.
-        ValueError: `step` is negative, or not higher than that of the previous copy.
+        TypeError, ValueError: an argument is invalid, for example a `step` that is not higher than that of the previous
+            copy. In the first call, other ranks raise `CheckpointError`.
 
     Example:
         >>> save_in_memory("runs/first", model, optimizer, step=100)
         True
     """
-    if (step := index(step)) < 0:
-        raise ValueError(f"{_WHAT}: step must be at least 0, got {step}")
-    key, run = key_of(path), Run(model, optimizer, extra)
+    peers, run = Peers(model), Run(model, optimizer, extra)
+
+    def check() -> None:
+        check_int(f"{_WHAT}: step", step)
+        check_path(_WHAT, path)
+        check_run(_WHAT, run)
+
     known_key, copies = _copies.get(model, (None, None))
-    if known_key == key:
-        return copies is not None and copies.save(Snapshot(run, copies.peers.rank), step)
-    peers = Peers(model)
-    snapshot = peers.agree(lambda: Snapshot(run, peers.rank), _WHAT)
+    if known_key is not None:
+        check()
+        if known_key == key_of(path):
+            return copies is not None and copies.save(Snapshot(run, copies.peers.rank), step)
+    snapshot, _ = peers.share(lambda: Snapshot(run, peers.rank), _WHAT, lambda _: None, check=check)
+    key = key_of(path)
     try:
         copies = Copies(key, peers, _look(key, peers))
         copies.reset(None, snapshot.nbytes)
@@ -151,8 +159,10 @@ class Hosts:
         return [each for each in range(len(self.names)) if each != rank and self.replica_of(each) == rank]
 
 
-Held = Mapping[str, Sequence[tuple[int, int]]]
-"""The complete snapshots on a host, by rank. For each snapshot, its step and the number of ranks of its run."""
+Held = Mapping[str, Sequence[tuple[int, int, int]]]
+"""The complete snapshots on a host, by rank. For each snapshot, its step, the number of ranks of its run, and the
+version of its weights.
+"""
 
 
 def newest(held: Sequence[Held]) -> tuple[int, str]:
@@ -162,10 +172,10 @@ def newest(held: Sequence[Held]) -> tuple[int, str]:
         held: the snapshots on the host of each rank.
     """
     size = len(held)
-    by_rank = [{step for each in held for step, ranks in each.get(str(r), ()) if ranks == size} for r in range(size)]
-    sizes = {ranks for each in held for snapshots in each.values() for _, ranks in snapshots}
+    by_rank = [{(s, v) for each in held for s, ranks, v in each.get(str(r), ()) if ranks == size} for r in range(size)]
+    sizes = {ranks for each in held for snapshots in each.values() for _, ranks, _ in snapshots}
     if common := set.intersection(*by_rank):
-        return max(common), ""
+        return max(common)[0], ""
     if not sizes:
         return -1, ""
     if others := sizes - {size}:
@@ -173,7 +183,8 @@ def newest(held: Sequence[Held]) -> tuple[int, str]:
     lost = [rank for rank, steps in enumerate(by_rank) if not steps]
     if lost:
         return -1, f"there is no copy of rank {', '.join(map(str, lost))}"
-    found = "; ".join(f"rank {rank} has {sorted(steps)}" for rank, steps in enumerate(by_rank))
+    each = (", ".join(f"{step} (after {version} steps)" for step, version in sorted(steps)) for steps in by_rank)
+    found = "; ".join(f"rank {rank} has {steps}" for rank, steps in enumerate(each))
     return -1, f"no step is complete on all ranks: {found}"
 
 
@@ -200,13 +211,13 @@ def _look(key: str, peers: Peers) -> list[_Seen]:
     return [_Seen(*each) for each in facts]
 
 
-def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int]]]:
+def held_by(agent: Agent, key: str) -> dict[str, list[tuple[int, int, int]]]:
     """Return the complete snapshots of a run on an agent's host."""
-    held: dict[str, list[tuple[int, int]]] = {}
+    held: dict[str, list[tuple[int, int, int]]] = {}
     for name, holder in agent.holders(key).items():
         with suppress(OSError):  # the holder has just ended
             headers = SnapshotMemory(holder.open()).complete().values()
-            held[name.removeprefix(f"{key}/")] = [(each.step, each.ranks) for each in headers]
+            held[name.removeprefix(f"{key}/")] = [(each.step, each.ranks, each.version) for each in headers]
     return held
 
 
@@ -294,7 +305,7 @@ class Copies:
         if not self._is_held():
             return False
         snapshot.copy_into(self.own.overwrite_older(snapshot.nbytes))
-        self.own.mark_complete(Header(step, self.peers.size, snapshot.nbytes, snapshot.objects_start))
+        self.own.mark_complete(snapshot.header(step, self.peers.size))
         self._latest = step
         if self._hosts.several:
             self._exchange(step)
@@ -331,7 +342,7 @@ class Copies:
 
     def _receive(self, transport: GlooTransport, memory: SnapshotMemory, step: int, rank: int) -> None:
         """Receive the snapshot of `step` from `rank` into `memory`."""
-        fields = torch.empty(4, dtype=torch.int64)
+        fields = torch.empty(len(Header._fields), dtype=torch.int64)
         transport.irecv(fields, rank, 0).wait()
         header = Header(*map(int, fields))
         if header.step != step:
@@ -347,7 +358,7 @@ class Copies:
         """Receive this rank's snapshot of `step` from another host, unless this rank's host holds it. Collective."""
         here, ranks, transport = self.peers.rank, range(self.peers.size), self._transport
         for rank in ranks:
-            holders = (r for r in (rank, *ranks) if any(s == step for s, _ in self._seen[r].held.get(str(rank), ())))
+            holders = (r for r in (rank, *ranks) if any(s == step for s, *_ in self._seen[r].held.get(str(rank), ())))
             holder = next(holders)
             if transport is None or holder == rank:
                 continue

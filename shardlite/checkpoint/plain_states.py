@@ -8,7 +8,7 @@ In: a wrapped model and its optimizer. Out: a state dict that a plain optimizer 
 The functions rename parameters. `state_dict_patches.py` gathers and cuts their states, one tensor after the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from shardlite.checkpoint.state_dict_patches import uncompiled
-from shardlite.comm import agree
+from shardlite.comm import agree, problem_in
 from shardlite.engine import name_of_value, params_of
-from shardlite.errors import LayoutError, some_of
+from shardlite.errors import LayoutError, check_optimizer, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
 from shardlite.whole import WholeParameters
@@ -49,17 +49,17 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
     Example:
         >>> load_optimizer_state(model, optimizer, torch.load("optimizer.pt") if rank == 0 else None)
     """
-    state, problem = ModelState(model), None
+    state = ModelState(model)
     named: dict[str, Any] = {}
-    try:
+
+    def check() -> None:
+        check_optimizer("load_optimizer_state", optimizer)
         names = _names(model, optimizer)
         if state.context.rank == 0:
-            named = _by_name(optimizer, state_dict, names)
+            named.update(_by_name(optimizer, state_dict, names))
             _check_shapes(model, optimizer, named)
-    except Exception as error:  # other ranks wait for this rank
-        problem = error
-    timeout, watch = state.context.timeout, state.context.reports.watching
-    agree(state.ranks, [], problem, what="load_optimizer_state", timeout=timeout, watch=watch)
+
+    _agree(state, "load_optimizer_state", check)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_optimizer_state_dict(model, optimizer, named, options=options)
 
@@ -79,18 +79,26 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
         The state in the format of `optimizer.state_dict()`. Moments in 8 bits are returned in fp32.
 
     Raises:
-        LayoutError: the optimizer holds parameters that are not of the model.
-        ValueError: `rank` is neither 0 nor `None`.
+        LayoutError: the optimizer holds parameters that are not of the model, or another rank has invalid arguments.
+        DesyncError: a rank has skipped a step. Raised on every rank.
+        TypeError, ValueError: an argument is invalid, for example a `rank` that is neither 0 nor `None`.
 
     Example:
         >>> state = full_optimizer_state(model, optimizer, rank=0)
         >>> if rank == 0:
         ...     torch.save(state, "optimizer.pt")
     """
-    if rank not in (None, 0):
-        raise ValueError(f"full_optimizer_state: rank must be 0 or None, got {rank}")
-    numbers = {name: index for index, name in enumerate(_names(model, optimizer))}
-    context = ModelState(model).context
+    numbers: dict[str, int] = {}
+
+    def check() -> None:
+        if rank is not None and (isinstance(rank, bool) or rank != 0):
+            raise ValueError(f"full_optimizer_state: rank must be 0 or None, got {rank!r}")
+        check_optimizer("full_optimizer_state", optimizer)
+        numbers.update((name, index) for index, name in enumerate(_names(model, optimizer)))
+
+    state = ModelState(model)
+    _agree(state, "full_optimizer_state", check)
+    context = state.context
     if not any(context.all_gather_int(len(optimizer.state), "full_optimizer_state")):
         # PyTorch's function would initialize the state by a step, which counts.
         groups = Optimizer.state_dict(optimizer)["param_groups"]
@@ -102,6 +110,13 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
     states = {numbers[name]: entry for name, entry in whole["state"].items() if entry}
     return {"state": dict(sorted(states.items())), "param_groups": groups}
+
+
+def _agree(state: ModelState, what: str, check: Callable[[], None]) -> None:
+    """Raise on every rank if `check` raises on a rank, or if the weights of the ranks are of different steps."""
+    context, problem = state.context, problem_in(check)
+    watch = context.reports.watching
+    agree(state.ranks, [], problem, what=what, timeout=context.timeout, watch=watch, version=context.version)
 
 
 def _names(model: ShardLite, optimizer: Optimizer) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,12 +25,15 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
 from shardlite.checkpoint import files
 from shardlite.checkpoint.contents import unpickled
 from shardlite.errors import CheckpointError
+
+_SMALL = 1 << 16
+"""Maximum length in bytes of a tensor in a file that is read at once."""
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (each.__module__, each.__qualname__): each
@@ -201,12 +205,82 @@ class Checkpoint:
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         try:
-            self._reader.read_data(LoadPlan(items), planner)
+            large = [item for item in items if not self._take(item, planner)]
+            if large:
+                self._reader.read_data(LoadPlan(large), planner)
         except CheckpointError:
             raise
         except Exception as error:  # PyTorch may raise any exception for a damaged file
             names = sorted({self.place_of(item.storage_index).relative_path for item in items})
             raise CheckpointError(f"{self.folder / names[0]} cannot be read: {error!r}") from error
+
+    def _take(self, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Read a part with `_part_of` and copy it into its target. Return whether this method could read the part."""
+        if item.type == LoadItemType.BYTE_IO or (part := self._part_of(item)) is None:
+            return False
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != part.size():
+            raise ValueError(f"{item.storage_index.fqn!r} has a part of {list(part.shape)}, not {list(target.shape)}")
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+        return True
+
+    def _part_of(self, item: ReadItem) -> Tensor | None:
+        """Return a part of a small tensor, or `None` if DCP must read it."""
+        place = self.place_of(item.storage_index)
+        if place.length > _SMALL or place.transform_descriptors:
+            return None
+        with open(self.folder / place.relative_path, "rb", buffering=0) as file:
+            file.seek(place.offset)
+            tensor = small_tensor(file.read(place.length))
+        return None if tensor is None else tensor[ranges_of(item)]
+
+
+def ranges_of(item: ReadItem) -> tuple[slice, ...]:
+    """Return the index of the part of a saved tensor that is read."""
+    return tuple(slice(first, first + n) for first, n in zip(item.storage_offsets, item.lengths, strict=True))
+
+
+class _SmallTensor(pickle.Unpickler):
+    """An unpickler of one tensor on the CPU. It accepts nothing else."""
+
+    def __init__(self, reader: Any) -> None:
+        super().__init__(io.BytesIO(reader.get_record("data.pkl")))
+        self._reader = reader
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuilt
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name.endswith("Storage"):
+            return torch.storage._get_dtype_from_pickle_storage_type(name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    def persistent_load(self, place: Any) -> Tensor:
+        _, dtype, key, *_ = place
+        return torch.frombuffer(bytearray(self._reader.get_record(f"data/{key}")), dtype=dtype)
+
+
+def _rebuilt(stored: Tensor, offset: int, size: Any, stride: Any, _: Any, __: Any, metadata: Any = None) -> Tensor:
+    if metadata:  # for example, that the numbers are conjugate
+        raise pickle.UnpicklingError(f"the tensor has {metadata}")
+    return torch.as_strided(stored, size, stride, offset)
+
+
+def small_tensor(content: bytes) -> Tensor | None:
+    """Return the tensor that `torch.save` has written, or `None` if `torch.load` must read it.
+
+    `torch.load` takes 0.9 ms for a tensor of any size, and this function 0.1 ms.
+    """
+    try:
+        reader = torch._C.PyTorchFileReader(io.BytesIO(content))
+        if reader.get_record("byteorder") != sys.byteorder.encode():
+            return None
+        found = _SmallTensor(reader).load()
+    except Exception:  # `torch.load` names what is wrong
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 class _EntryPlanner(SafeLoadPlanner):

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
+from torch.distributed.checkpoint.planner import ReadItem
 
 from shardlite.checkpoint import files
 from shardlite.checkpoint.contents import Paths
 from shardlite.checkpoint.lease import acquire
-from shardlite.checkpoint.reading import Checkpoint
+from shardlite.checkpoint.reading import Checkpoint, ranges_of
 from shardlite.checkpoint.saving import RankFile, publish
 from shardlite.errors import CheckpointError
 from shardlite.params import ShardTensor
@@ -69,8 +70,9 @@ class SafetensorsFolder(Checkpoint):
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is damaged: {error!r}. {files.REMEDY}") from None
         metadata = dcp.Metadata({}, storage_data={})
-        for name in sorted(names):
-            _add_file(metadata, folder / Path(name).name)
+        # An open file is kept, because it has parsed the names of all its tensors.
+        paths = [folder / Path(name).name for name in sorted(names)]
+        self._files = {str(path): _add_file(metadata, path) for path in paths}
         self._open(HuggingFaceStorageReader(str(folder)), metadata)
 
     def path_of(self, name: str) -> tuple[str, ...]:
@@ -80,23 +82,30 @@ class SafetensorsFolder(Checkpoint):
     def check(self, _: Iterable[Any]) -> None:
         """Do nothing, because sizes are checked when files are opened, and the format has no checksums."""
 
+    def _part_of(self, item: ReadItem) -> Tensor:
+        """Return a part of a tensor."""
+        file = self._files[self.place_of(item.storage_index).relative_path]
+        part: Tensor = file.get_slice(item.storage_index.fqn)[ranges_of(item)]
+        return part
 
-def _add_file(metadata: dcp.Metadata, path: Path) -> None:
-    """Add the weights of a file to the metadata."""
+
+def _add_file(metadata: dcp.Metadata, path: Path) -> Any:
+    """Add the weights of a file to the metadata. Return the open file."""
     safe_open = _package().safe_open
     files.check_size(path, 8, exact=False)
     try:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                view = file.get_slice(name)
-                shape = torch.Size(view.get_shape())
-                dtype = (view[:0] if shape else view[()]).dtype
-                chunk = dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-                properties = dcp.TensorProperties(dtype=dtype)
-                metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, shape, [chunk])
-                metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)] = _HFStorageInfo(str(path), shape, dtype)
+        file = safe_open(path, "pt")
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            view = file.get_slice(name)
+            shape = torch.Size(view.get_shape())
+            dtype = (view[:0] if shape else view[()]).dtype
+            chunk = dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            properties = dcp.TensorProperties(dtype=dtype)
+            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, shape, [chunk])
+            metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)] = _HFStorageInfo(str(path), shape, dtype)
     except Exception as error:  # the package raises its own class for any damage
         raise CheckpointError(f"{path} is damaged: {error!r}. {files.REMEDY}") from None
+    return file
 
 
 def export_weights(

@@ -16,7 +16,6 @@ import pickle
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from operator import index
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any, cast
@@ -30,10 +29,10 @@ from torch.optim import Optimizer
 from torch.utils.serialization import config
 
 from shardlite.checkpoint import files
-from shardlite.checkpoint.contents import Paths, Run, contents, pickled
+from shardlite.checkpoint.contents import Paths, Run, check_run, contents, pickled
 from shardlite.checkpoint.lease import Lease, acquire
 from shardlite.checkpoint.peers import Peers
-from shardlite.errors import CheckpointError
+from shardlite.errors import CheckpointError, check_int, check_path
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
 from shardlite.whole import WholeParameters
@@ -71,13 +70,15 @@ def save(
     Raises:
         CheckpointError: a rank cannot write its file, `extra` has a value whose loading could execute code, or another
             running job saves into the folder. Raised on every rank. The earlier checkpoints are unchanged.
+        DesyncError: a rank has skipped a step. Raised on every rank; nothing is saved.
         CommError: a rank did not call `save`.
-        ValueError: `step` is negative, or `keep` is less than 1.
+        TypeError, ValueError: an argument is invalid, for example a negative `step`. Other ranks raise
+            `CheckpointError`.
 
     Example:
         >>> save("runs/first", model, optimizer, {"schedule": schedule}, step=100, keep=3)
     """
-    return _Save(Path(path), Run(model, optimizer, extra), step, keep, copied=False).write()
+    return _Save(path, Run(model, optimizer, extra), step, keep, copied=False).write()
 
 
 def async_save(
@@ -103,14 +104,15 @@ def async_save(
 
     Raises:
         CheckpointError: a rank cannot copy its state, or the previous save failed. Raised on every rank.
+        DesyncError: a rank has skipped a step. Raised on every rank; nothing is saved.
         CommError: a rank did not call `async_save`.
-        ValueError: `step` is negative, or `keep` is less than 1.
+        TypeError, ValueError: an argument is invalid. Other ranks raise `CheckpointError`.
 
     Example:
         >>> saved = async_save("runs/first", model, optimizer, step=100)
         >>> path = saved.result()
     """
-    job, future = _Save(Path(path), Run(model, optimizer, extra), step, keep, copied=True), Future[Path]()
+    job, future = _Save(path, Run(model, optimizer, extra), step, keep, copied=True), Future[Path]()
 
     def write() -> None:
         try:
@@ -149,28 +151,36 @@ class _Save:
     """
 
     @torch.no_grad()
-    def __init__(self, root: Path, run: Run, step: int | None, keep: int | None, *, copied: bool) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"save: keep must be at least 1, got {keep}")
-        if step is not None and (step := index(step)) < 0:
-            raise ValueError(f"save: step must be at least 0, got {step}")
-        wait_for_save(run.model)
-        peers, self._root, self._keep = Peers(run.model), root, keep
+    def __init__(
+        self, path: str | os.PathLike[str], run: Run, step: int | None, keep: int | None, *, copied: bool
+    ) -> None:
+        peers = Peers(run.model)
         self._made: list[tuple[Path, Lease]] = []
         """On rank 0, the temporary folder and the lease on the folder of the run."""
 
+        def check() -> None:
+            self._root = check_path("save", path)
+            self._keep = None if keep is None else check_int("save: keep", keep, 1)
+            if step is not None:
+                check_int("save: step", step)
+            check_run("save", run)
+
         def prepare() -> tuple[int, RankFile]:
+            wait_for_save(run.model)
             part = _file_of(run, peers).copied() if copied else _file_of(run, peers)
             return self._make_folder(run.model, step) if peers.rank == 0 else -1, part
 
+        def described(result: tuple[int, RankFile]) -> list[Any]:
+            return [result[0], step, run.optimizer is not None]
+
         try:
-            (_, self._part), facts = peers.share(prepare, "save", lambda it: [it[0], step, run.optimizer is not None])
+            (_, self._part), facts = peers.share(prepare, "save", described, check=check)
             chosen, steps, has_optimizer = zip(*facts, strict=True)
             if len(set(has_optimizer)) > 1:
                 raise CheckpointError("save: some ranks were given an optimizer, and others were not")
             if len(set(steps)) > 1:
                 raise CheckpointError(f"save: ranks were given different steps, {[*steps]} by rank")
-        except CheckpointError:
+        except BaseException:
             self._discard()
             raise
         self._peers = peers.on_thread("save") if copied else peers

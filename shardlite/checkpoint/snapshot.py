@@ -65,7 +65,8 @@ class Snapshot:
                     found.append(_record(f"optimizer.{name}/{key}", 0, value.detach()))
         self.records: Sequence[Record] = [record for record, _ in found]
         self.tensors: Sequence[Tensor] = [tensor for _, tensor in found]
-        loops = ModelState(model).loops
+        model_state = ModelState(model)
+        self._version, loops = model_state.context.version.number, model_state.loops
         names = names_of(model, optimizer)
         objects = {
             "records": self.records,
@@ -87,6 +88,10 @@ class Snapshot:
     def nbytes(self) -> int:
         """Length of the snapshot, in bytes."""
         return self.objects_start + len(self.objects)
+
+    def header(self, step: int, ranks: int) -> Header:
+        """Return the header of this snapshot, as the copy of `step` of a run of `ranks`."""
+        return Header(step, ranks, self.nbytes, self.objects_start, self._version)
 
     def copy_into(self, memory: Tensor) -> None:
         """Copy tensors and objects to `memory` [bytes]."""
@@ -187,8 +192,8 @@ class SavedSnapshot:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 _PAGE = 4096
-_HEADER = struct.Struct("<8sqqqqI")  # magic, the fields of `Header`, and a checksum of these
-_MAGIC = b"shardcp1"
+_HEADER = struct.Struct("<8sqqqqqI")  # magic, the fields of `Header`, and a checksum of these
+_MAGIC = b"shardcp2"
 _EMPTY = bytes(_HEADER.size)
 
 
@@ -201,6 +206,8 @@ class Header(NamedTuple):
 
     nbytes: int
     objects_start: int
+    version: int
+    """Version of the weights. It is the same on all ranks, unless a rank has skipped a step."""
 
 
 class SnapshotMemory:

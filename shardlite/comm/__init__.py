@@ -22,7 +22,17 @@ from shardlite.comm.collectives import (
     stages_in_out,
     staging_numel,
 )
-from shardlite.comm.consensus import GroupLike, Ranks, agree, collectives_of_program, identify, ranks_of
+from shardlite.comm.consensus import (
+    GroupLike,
+    Ranks,
+    WeightVersion,
+    agree,
+    check_versions,
+    collectives_of_program,
+    identify,
+    problem_in,
+    ranks_of,
+)
 from shardlite.comm.context import SPARE, Context, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.executor import BLOCK

@@ -7,10 +7,11 @@ all ranks raise an error.
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,10 +19,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite.comm.control.store import TIMEOUT, Watch, all_gather_json
-from shardlite.errors import LayoutError
+from shardlite.errors import DesyncError, LayoutError
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 """A group or 1-D mesh to shard over, a 2-D mesh (replicate, shard), or `None` for the default group."""
+
+
+@dataclass
+class WeightVersion:
+    """Counter of the optimizer steps and loads that have changed a model's weights."""
+
+    number: int = 0
+
+    partial: str = ""
+    """Why some weights are of one step and others of the next. Empty if all are of one step."""
+
+    def check(self) -> None:
+        """Check that all weights are of one step.
+
+        Raises:
+            DesyncError: they are not.
+        """
+        if self.partial:
+            raise DesyncError(
+                f"some weights are of one step and others of the next, because {self.partial}: restart the run from "
+                "its latest checkpoint"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,30 +134,71 @@ def agree(
     timeout: timedelta = TIMEOUT,
     subject: str = "models",
     watch: Watch = lambda _: nullcontext(str),
+    version: WeightVersion | None = None,
+    loads: bool = False,
 ) -> None:
     """Check that all ranks have the same facts, and that no rank has a `problem`. Collective.
 
     A rank with a problem must also call this function, so that other ranks do not wait for this rank. Errors name a
     rank by its number in its group. `watch` is that of a model that the ranks share, as for `all_gather_json`.
+    `version` is that of the model whose weights the ranks are about to read or, if `loads`, to replace. Weights to read
+    must have the same version on all ranks. For weights to replace, the highest version becomes that of all ranks.
 
     Raises:
         LayoutError: another rank has a problem, or the facts of a rank differ from rank 0's. Raised on every rank that
             has no problem itself.
+        DesyncError: the weights of the ranks have different versions. Raised on every rank.
         CommError: a rank did not arrive at `what` within `timeout`.
         Exception: `problem`. Raised only on the rank that passed it.
     """
+    if problem is None and version is not None and not loads:
+        problem = problem_in(version.check)
     found = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    newest = 0 if version is None else version.number
     for group in groups.all:
-        rows = all_gather_json(group, (found, digest), what, timeout, watch=watch)
-        reported = next((f"rank {rank}: {error}" for rank, (error, _) in enumerate(rows) if error is not None), None)
-        if reported is None and len({each for _, each in rows}) > 1:
+        rows = all_gather_json(group, (found, digest, newest), what, timeout, watch=watch)
+        reported = next((f"rank {rank}: {error}" for rank, (error, *_) in enumerate(rows) if error is not None), None)
+        if reported is None and len({each for _, each, _ in rows}) > 1:
             reported = _first_difference(all_gather_json(group, list(facts), what, timeout), subject)
         found = found or reported
+        versions = [each for *_, each in rows]
+        if problem is None and found is None and not loads:
+            problem = problem_in(partial(check_versions, what, versions))
+            found = None if problem is None else str(problem)
+        newest = max(versions)
     if problem is not None:
         raise problem
     if found is not None:
         raise LayoutError(found)
+    if version is not None:
+        version.number = newest
+
+
+def check_versions(what: str, versions: Sequence[int]) -> None:
+    """Check that the weights of all ranks have the same version before the call `what` reads the weights.
+
+    Raises:
+        DesyncError: they do not, because a rank has skipped a step.
+    """
+    rank = next((rank for rank, each in enumerate(versions) if each != versions[0]), 0)
+    if rank:
+        raise DesyncError(
+            f"{what}: rank 0 has taken {versions[0]} steps, but rank {rank} has taken {versions[rank]}: a rank has "
+            "skipped a step, or its step has raised an error. So the weights of the ranks are of different steps. "
+            "Load weights on every rank, by load() or load_full_state_dict(), or restart the run. Before that, nothing "
+            "is saved"
+        )
+
+
+def problem_in(*checks: Callable[[], object]) -> Exception | None:
+    """Return the first error that the checks raise, for `agree`, or `None`."""
+    try:
+        for check in checks:
+            check()
+    except Exception as error:  # other ranks wait for this rank, whatever it is
+        return error
+    return None
 
 
 class Identity(NamedTuple):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlite.comm.collectives import all_reduce
-from shardlite.comm.consensus import Ranks, identify
+from shardlite.comm.consensus import Ranks, WeightVersion, identify
 from shardlite.comm.control.failure_reports import FailureReports, StoreReports
 from shardlite.comm.control.interrupts import defer_interrupts, report_uncaught
 from shardlite.comm.control.process import Owner
@@ -40,13 +40,6 @@ Reallocating pages costs about 1 ms per MiB on a CPU (measured with two ranks on
 
 MANY = 16
 """Minimum number of ranks that agree by collectives. Fewer ranks agree by messages from each rank to every other."""
-
-
-@dataclass
-class WeightVersion:
-    """Counter of the optimizer steps and loads that have changed a model's weights."""
-
-    number: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,17 +187,22 @@ class Context:
         return Progress(board, self.rank, self.world_size, gathering, ahead=ahead, limit=limit)
 
     @contextmanager
-    def reporting_failures(self, what: str = "its forward") -> Iterator[None]:
+    def reporting_failures(self, what: str = "its forward", *, permanently: bool = False) -> Iterator[None]:
         """If the block raises an error, publish a failure report, because other ranks may wait.
 
-        The report names the block by the argument `what`.
+        The report names the block by the argument `what`. If `permanently`, the block may have changed some weights
+        only, so later operations and saves raise an error on every rank.
         """
         self.reports.withdraw()
         defer_interrupts()  # repeated, because a notebook resets Python's handler for each cell
         try:
             yield
         except Exception as error:
-            self.reports.leave(f"{what} at step {self.version.number} ended in {type(error).__name__}: {error}")
+            why = f"{what} at step {self.version.number} ended in {type(error).__name__}: {error}"
+            if permanently and self.world_size > 1:
+                self.version.partial = why
+                self.reports.fail(why)
+            self.reports.leave(why)
             raise
 
     @property

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from shardlite.comm import Context, all_gather
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, check_number
 from shardlite.grads.flags import largest
 from shardlite.params import ALIGN, Flat, as_they_are, round_up
 
@@ -204,6 +204,7 @@ class Clipper:
 
         If the factor is 1, no gradient is read. The kernel checks this on a GPU, and the host on the CPU.
         """
+        check_number("clip_grad_norm_: max_norm", max_norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not use_triton(factor) and factor == 1:
             return

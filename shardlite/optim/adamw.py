@@ -17,7 +17,7 @@ from shardlite_kernels import FORMATS, Hyper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, check_number, check_params
 from shardlite.optim.counts import Amp, Group, StepCounts
 from shardlite.optim.in_backward import Alarm, InBackwardSteps
 from shardlite.optim.layout import OptimizerLayout, canonical, check_state, decoders, steps_of
@@ -110,7 +110,7 @@ class AdamW(Optimizer):
     ) -> None:
         if state not in FORMATS:
             raise ValueError(f"AdamW: state must be one of {', '.join(FORMATS)}, got {state!r}")
-        if max_norm is not None and (in_backward or not max_norm > 0):
+        if max_norm is not None and (in_backward or not check_number("AdamW: max_norm", max_norm) > 0):
             raise ValueError(
                 f"AdamW: max_norm must be above 0 and cannot be combined with in_backward, got {max_norm}: the norm of "
                 "all gradients is known only after the backward. Use max_update to bound steps in the backward"
@@ -120,6 +120,8 @@ class AdamW(Optimizer):
         self.in_backward = in_backward
         self.backward_steps = InBackwardSteps(self, WeakMethod(self.init_state))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
+        if not isinstance(params, Iterable):
+            raise TypeError(f"AdamW: params must be parameters() of the ShardLite model, or groups, got {params!r}")
         super().__init__(params, defaults)
         _living[id(self)] = self
 
@@ -130,12 +132,14 @@ class AdamW(Optimizer):
             param_group: `params`, and hyper-parameters. The constructor's values replace missing hyper-parameters.
 
         Raises:
+            TypeError: a hyper-parameter is not a number, or `params` is missing. Nothing was added.
             ValueError: a hyper-parameter is out of range, or a parameter's dtype is not supported. Nothing was added.
         """
+        check_params("AdamW", param_group)
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1], self.moments)
-        except ValueError:
+        except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
         if self.in_backward:
@@ -390,18 +394,18 @@ def _check_group(group: Group, moments: str) -> None:
     """Check a parameter group of an optimizer with moments in the format `moments`.
 
     Raises:
+        TypeError: a hyper-parameter is not a number.
         ValueError: a hyper-parameter is out of range, or a parameter is invalid.
     """
-    lr, betas, eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"AdamW: lr must have one element, got shape {tuple(lr.shape)}")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ValueError(f"AdamW: {name} must be at least 0, got {value}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    betas = group["betas"]
+    for name in ("lr", "eps", "weight_decay"):
+        if not check_number(f"AdamW: {name}", group[name]) >= 0:
+            raise ValueError(f"AdamW: {name} must be at least 0, got {group[name]}")
+    pair = [check_number("AdamW: betas", beta) for beta in betas] if isinstance(betas, Iterable) else []
+    if len(pair) != 2 or not all(0 <= beta < 1 for beta in pair):
         raise ValueError(f"AdamW: betas must be two numbers from 0 to below 1, got {betas}")
     Hyper(0.0, betas[0], betas[1], 0.0, 0.0).check()
-    if group["max_update"] is not None and not group["max_update"] > 0:
+    if group["max_update"] is not None and not check_number("AdamW: max_update", group["max_update"]) > 0:
         raise ValueError(f"AdamW: max_update must be above 0, or None, got {group['max_update']}")
     _check_params(group, moments)
 

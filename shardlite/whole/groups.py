@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardlite.errors import check_params
 from shardlite.optim import AdamW, WholeStateOptimizer
 from shardlite.whole.members import Member, placeholder
 
@@ -123,12 +124,17 @@ def groups_in(params: Any) -> list[Given]:
         TypeError: an entry is not a parameter.
         ValueError: there are no parameters, or a group has none.
     """
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"WholeParameters: params must be parameters() of the ShardLite model, or groups, got {params!r}"
+        )
     given: list[Any] = [params] if isinstance(params, Tensor | dict) else list(params)
     if not given:
         raise ValueError("WholeParameters: the list of parameters is empty")
     dicts = given if isinstance(given[0], dict) else [{"params": given}]
     groups = []
     for number, group in enumerate(dicts):
+        check_params("WholeParameters", group)
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         if not entries:
             raise ValueError(

@@ -93,6 +93,8 @@ class WholeParameters(WholeStateOptimizer):
         given = {} if elementwise is None and whole is not None else elementwise
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"WholeParameters: elementwise must be a dict of options, got {type(given).__name__}")
+        if whole is not None and not callable(whole):
+            raise TypeError(f"WholeParameters: whole must be callable(name, shape) -> bool, got {whole!r}")
         self._moments = "fp32" if given is None else given.get("state", "fp32")
         self._elementwise = None if given is None else {key: given[key] for key in given if key != "state"}
         # A bound method would be a reference cycle, which keeps the model's memory until a garbage collection.

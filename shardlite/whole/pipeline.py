@@ -94,7 +94,7 @@ def run(
     active = [(each, [member for member in each.members if member.shard.grad is not None]) for each in steps]
     moving = [(step, members) for step, members in active if members]
     buffers = _buffers(context, moving)
-    with context.reporting_failures("a step of whole parameters"):
+    with context.reporting_failures("a step of whole parameters", permanently=True):
         flights = (_Flight(*each, buffers[i % len(buffers)], queue) for i, each in enumerate(moving))
         earlier, current = None, next(flights, None)
         for call in meanwhile:

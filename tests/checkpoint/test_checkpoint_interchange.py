@@ -1,5 +1,6 @@
 """Exchange checkpoints with FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
 
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from shardlite import AdamW, CheckpointError, LayoutError, ShardLite, load, save
 from shardlite.apps import cli
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, export_weights
+from shardlite.checkpoint.reading import small_tensor
 from tests.support.checkpoints import same_state
 from tests.support.internals import bridge
 from tests.support.twins.sharded import same_bits, take_step
@@ -406,3 +409,72 @@ def _inspected(path: Path, capsys: Any) -> list[str]:
     assert len(lines) <= 20
     assert max(map(len, lines[1:])) <= 80
     return lines
+
+
+# ---- small tensors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.0),
+        torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+        torch.arange(10)[3:7],
+        torch.tensor([True, False]),
+        torch.ones(2, dtype=torch.complex64),
+    ],
+)
+def test_small_tensors_are_read_as_torch_reads_them(tensor):
+    content = io.BytesIO()
+    torch.save(tensor, content)
+    got = small_tensor(content.getvalue())
+    assert got is not None
+    assert got.stride() == tensor.stride()
+    assert got.dtype == tensor.dtype
+    assert torch.equal(got, tensor)
+
+
+OTHERS = [
+    nn.Parameter(torch.ones(2)),
+    {"x": torch.ones(2)},
+    torch.ones(2).to_sparse(),
+    torch.ones(2, dtype=torch.complex64).conj(),
+]
+
+
+@pytest.mark.parametrize("value", OTHERS)
+def test_other_objects_are_left_to_torch(value):
+    content = io.BytesIO()
+    torch.save(value, content)
+    assert small_tensor(content.getvalue()) is None
+    assert small_tensor(content.getvalue()[:-30]) is None
+
+
+def test_many_small_tensors_are_read_as_ranges(group: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is a file opened by its package for each tensor, nor is an unpickler of PyTorch made for each."""
+    many = nn.ParameterList([nn.Parameter(torch.full((3,), float(i))) for i in range(40)])
+    model = ShardLite(many, group=group)
+    optimizer = AdamW(model.parameters())
+    for shard in model.parameters():
+        shard.grad = torch.ones_like(shard)
+    optimizer.step()
+    save(path, model, optimizer)
+    whole = model.full_state_dict()
+    if dist.get_rank(group) == 0:
+        (path / "weights").mkdir()
+        save_file(whole, path / "weights" / "model.safetensors")
+    dist.barrier(group)
+    opened: list[str] = []
+
+    def counted(call: Any, name: str) -> Any:
+        return lambda *args, **kwargs: (opened.append(name), call(*args, **kwargs))[1]
+
+    monkeypatch.setattr(torch, "load", counted(torch.load, "torch.load"))
+    monkeypatch.setattr(safetensors, "safe_open", counted(safetensors.safe_open, "safe_open"))
+    load(path / "step-00000000", model, optimizer)
+    assert opened.count("torch.load") < 30
+    same_state(model.full_state_dict(), whole)
+    load(path / "weights", model)
+    assert opened.count("safe_open") == 1
+    same_state(model.full_state_dict(), whole)

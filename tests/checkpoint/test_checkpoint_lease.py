@@ -312,3 +312,37 @@ def test_a_folder_is_free_when_its_job_was_killed(doomed, tmp_path):
     assert (path / lease.NAME).exists()
     (ended,) = doomed.run(saving_body, 1, str(path), directory=second)
     assert ended.result == "step-00000001"
+
+
+# ---- entries that are no leases --------------------------------------------------------------------------------------
+
+
+HOLDER = Holder()
+
+STRANGE = {
+    "a symbolic link": lambda path: path.symlink_to(path.parent / "nowhere"),
+    "a symbolic link to itself": lambda path: path.symlink_to(path.name),
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_an_entry_that_is_no_file_is_named_and_kept(tmp_path, kind):
+    STRANGE[kind](tmp_path / lease.NAME)
+    with pytest.raises(CheckpointError, match=rf"{lease.NAME} is (a|no) .* must be a file: remove it"):
+        lease.acquire(tmp_path, object())
+    assert os.path.lexists(tmp_path / lease.NAME)
+    (tmp_path / lease.NAME).rmdir() if kind == "a folder" else (tmp_path / lease.NAME).unlink()
+    assert lease.acquire(tmp_path, HOLDER).is_mine()
+
+
+@pytest.mark.parametrize("process", ["x", None, 0, -1, 10**30, True])
+def test_a_process_that_cannot_exist_is_dead(tmp_path, process):
+    write(tmp_path, process=process)
+    assert lease.acquire(tmp_path, HOLDER).is_mine()
+
+
+def test_a_lease_of_deep_json_is_damaged(tmp_path):
+    (tmp_path / lease.NAME).write_text("[" * 200_000)
+    assert lease._read(tmp_path / lease.NAME) == {}

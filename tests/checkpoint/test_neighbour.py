@@ -288,13 +288,14 @@ def test_a_host_that_is_lost_gets_its_copies_from_the_next_one(group: Any, path:
 
 def test_the_newest_step_is_one_that_is_there_of_every_rank():
     assert newest([{}, {}]) == (-1, "")
-    own = [{"0": [(3, 2), (4, 2)]}, {"1": [(4, 2), (5, 2)]}]
+    own = [{"0": [(3, 2, 3), (4, 2, 4)]}, {"1": [(4, 2, 4), (5, 2, 5)]}]
     assert newest(own) == (4, "")
     assert newest([{}, {**own[0], **own[1]}]) == (4, "")  # all of it on one host
     assert newest([own[0], {}]) == (-1, "there is no copy of rank 1")
-    assert newest([own[0], {"1": [(5, 2)]}]) == (
+    assert newest([own[0], {"1": [(5, 2, 5)]}]) == (
         -1,
-        "no step is complete on all ranks: rank 0 has [3, 4]; rank 1 has [5]",
+        "no step is complete on all ranks: "
+        "rank 0 has 3 (after 3 steps), 4 (after 4 steps); rank 1 has 5 (after 5 steps)",
     )
     assert newest([*own, {}]) == (-1, "they are of 2 ranks, but now there are 3")
 

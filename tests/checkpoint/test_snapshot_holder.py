@@ -24,8 +24,8 @@ def test_a_version_is_there_when_it_is_whole():
         before = set(memory.complete())
         memory.overwrite_older(100).fill_(step)
         assert set(memory.complete()) == set(sorted(before)[-1:])  # a rank that dies here leaves the newest
-        memory.mark_complete(Header(step, 2, 100, 80))
-    assert list(memory.complete().values()) == [Header(5, 2, 100, 80), Header(4, 2, 100, 80)]
+        memory.mark_complete(Header(step, 2, 100, 80, 7))
+    assert list(memory.complete().values()) == [Header(5, 2, 100, 80, 7), Header(4, 2, 100, 80, 7)]
     other = SnapshotMemory(os.dup(memory.descriptor))
     assert other.content(4).tolist() == [4] * 100
     other.drop_all_but(4)

@@ -279,9 +279,12 @@ def test_the_model_cannot_be_used_inside_the_loop(group: Any, stage: int) -> Non
 def test_wrong_arguments(group: Any) -> None:
     model, optimizer = wrapped(group)
     with pytest.raises(TypeError, match=r"must be a floating-point dtype, got torch.int8"):
-        model.full_parameters(dtype=torch.int8)
+        next(model.full_parameters(dtype=torch.int8))
     with pytest.raises(TypeError, match=r"max_bytes=.* must be an int, got 1.5"):
-        model.full_parameters(max_bytes=1.5)
+        next(model.full_parameters(max_bytes=1.5))
+    wrong = (TypeError, "got 'x'") if dist.get_rank(group) else (LayoutError, "rank 1: .*got 'x'")
+    with pytest.raises(wrong[0], match=wrong[1]):
+        next(model.full_parameters(dtype="x" if dist.get_rank(group) else None))
     with pytest.raises(LayoutError, match=r"different calls.*dtype=None.*rank 1 has .*dtype=torch.bfloat16"):
         next(model.full_parameters(dtype=torch.bfloat16 if dist.get_rank() else None))
     with model.gathered(), pytest.raises(PhaseError, match="outside of forwards"):

@@ -22,7 +22,7 @@ from shardlite import CheckpointError, LayoutError, ShardLite, WholeParameters, 
 from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.loading import _restore
 from shardlite.checkpoint.peers import Peers
-from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
+from shardlite.checkpoint.snapshot import SavedSnapshot, Snapshot, SnapshotMemory
 from tests.support.models.losses import on_rows
 from tests.support.models.small import MLP
 from tests.support.twins.sharded import Turn, same_states, some_stages, take_step
@@ -152,7 +152,7 @@ def test_copies_in_memory_and_a_state_dict_of_each_rank(group: Any, kind: str) -
     train(model, optimizer, range(STEPS))
     memory, snapshot = SnapshotMemory.allocate(), Snapshot(Run(model, optimizer, None), group.rank())
     snapshot.copy_into(memory.overwrite_older(snapshot.nbytes))
-    memory.mark_complete(Header(STEPS, group.size(), snapshot.nbytes, snapshot.objects_start))
+    memory.mark_complete(snapshot.header(STEPS, group.size()))
     own, weights = copy.deepcopy(optimizer.state_dict()), model.full_state_dict()
 
     model, optimizer = wrapped(kind, group)

@@ -25,9 +25,9 @@ from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, dif
 from shardlite.apps.verify.plain import ring_mean, simple_mean
 from shardlite.apps.verify.task import Batch, Task, joins
 from shardlite.build import STAGES, UnitPolicy
-from shardlite.comm import all_gather_json
+from shardlite.comm import agree, all_gather_json, problem_in, ranks_of
 from shardlite.config import Precision
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, check_int
 
 _OURS = f"stage {STAGES[-1]}"
 
@@ -147,6 +147,7 @@ def verify(
             ranks is not a power of two, or the group does not contain all ranks of the program.
         RuntimeError: PyTorch's data parallelism does not accept the model, for example if a module is called inside and
             outside of a reentrant checkpoint.
+        TypeError: `steps` is not an int, or a function is not callable.
         ValueError: `steps` is less than 1.
 
     Example:
@@ -154,13 +155,20 @@ def verify(
         >>> print(report.table())
         >>> assert report.ok
     """
-    if steps < 1:
-        raise ValueError(f"verify: steps must be at least 1, got {steps}")
+
+    def check() -> None:
+        check_int("verify: steps", steps, 1)
+        for name, function in (("make_model", make_model), ("make_batch", make_batch)):
+            if not callable(function):
+                raise TypeError(f"verify: {name} must be callable, got {function!r}")
+
+    problem = problem_in(check)
     if not dist.is_available() or not dist.is_initialized():
-        raise LayoutError(
+        raise problem or LayoutError(
             "there is no process group: call torch.distributed.init_process_group('gloo') first, and start the ranks "
             "with `torchrun --nproc-per-node N script.py`"
         )
+    agree(ranks_of(group), [], problem, what="verify")
     task = Task(make_model, make_batch, steps, lr, weight_decay, units, precision, seed, group)
     if elastic:
         _check_elastic(task)

@@ -28,9 +28,14 @@ log = logging.getLogger("shardlite")
 PERIOD = 1.0
 """Seconds between two looks."""
 
+_COLLECTIVES = ("barrier", "monitored_barrier", "all_", "reduce", "broadcast", "gather", "scatter")
+"""First words of the collectives."""
+
 _ENDS_TOGETHER = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """First words of the collectives that end on no rank before all ranks have called them."""
 
+NAMED = "torch.distributed."
+"""First words of the names of collectives."""
 
 _looks: "list[weakref.WeakMethod[Callable[[], None]]]" = []
 """The methods that are called once per `PERIOD`."""
@@ -46,9 +51,27 @@ def collective_of(thread: int, ranks: frozenset[int]) -> tuple[str, str]:
         return "", ""
     name = frame.f_code.co_name
     with suppress(Exception):  # the frame runs meanwhile
-        if name.startswith(_ENDS_TOGETHER) and {*dist.get_process_group_ranks(frame.f_locals["group"])} == ranks:
-            return f"torch.distributed.{name}", f", called in {_line_of_program(frame)}"
+        if (
+            name.lstrip("_").startswith(_COLLECTIVES)
+            and {*dist.get_process_group_ranks(frame.f_locals["group"])} == ranks
+        ):
+            return f"{NAMED}{name}", f", called in {_line_of_program(frame)}"
     return "", ""
+
+
+def may_end_alone(operation: str) -> bool:
+    """Return whether the operation is a collective that ends on a rank although other ranks have not called it."""
+    return operation.startswith(NAMED) and not operation.removeprefix(NAMED).lstrip("_").startswith(_ENDS_TOGETHER)
+
+
+def collectives_started(ranks: frozenset[int]) -> int:
+    """Return the number of collectives that this rank has started over process groups of exactly `ranks`."""
+    started = 0
+    for group in list(distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # the backend does not count
+            if {*dist.get_process_group_ranks(group)} == ranks:
+                started += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return started
 
 
 def _line_of_program(frame: FrameType | None) -> str:

@@ -11,7 +11,7 @@ operation is common to all of them, the ranks are deadlocked. In both cases an e
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, get_ident
@@ -19,7 +19,12 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-from shardlite.comm.control.collective_waits import collective_of, watch_collectives
+from shardlite.comm.control.collective_waits import (
+    collective_of,
+    collectives_started,
+    may_end_alone,
+    watch_collectives,
+)
 from shardlite.comm.control.frames import frame_of
 from shardlite.comm.control.interrupts import LIBRARIES, SLOW, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
@@ -187,11 +192,16 @@ class FailureReports:
         """Treat the block as an operation, for waits without messages, in the store. `what` names it on all ranks.
 
         Yield a function that returns why the wait will never end, or `""`. It may be called on any thread.
+
+        Raises:
+            TimeoutError: the block has raised it. The text describes the other ranks.
         """
         self.begin_operation(what)
         try:
             yield lambda: self.deadlock_reason() or self.missing_rank()
             self.record_progress()
+        except TimeoutError:
+            raise TimeoutError(self.compare(what, "timed out")) from None
         finally:
             self.end_operation(what)
 
@@ -269,7 +279,7 @@ class FailureReports:
             return ""
         self._beats += 1
         inside = sorted(map(str, list(self._running.values())))
-        own = "\n".join([str(self._beats), str(self._messages), self.call_site(), *inside])
+        own = self._wait_text(self.call_site(), *inside)
         self._waits.put(self._rank, own)
         try:
             texts = {self._rank: own} | {other: self._waits.read(other) for other in self._others}
@@ -286,6 +296,9 @@ class FailureReports:
         operations = {rank: where.splitlines()[2:] for rank, (_, where) in self._first.items()}
         long = all(beats[rank] - beat >= _BEATS for rank, (beat, _) in self._first.items())
         if not long or not all(operations.values()) or set.intersection(*map(set, operations.values())):
+            return ""
+        started = {rank: int(where.split()[1]) for rank, (_, where) in self._first.items()}
+        if _may_end(operations, started):
             return ""
         each = (
             f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[1]}"
@@ -312,11 +325,14 @@ class FailureReports:
             if self._looks <= _EAGER or self._looks % _EAGER == 0:
                 self._beats += 1
                 running = sorted(map(str, list(self._running.values())))
-                self._waits.put(
-                    self._rank, "\n".join([str(self._beats), str(self._messages), found[1], found[0], *running])
-                )
+                self._waits.put(self._rank, self._wait_text(found[1], found[0], *running))
         elif before[0]:
             self._waits.put(self._rank, "")
+
+    def _wait_text(self, site: str, *operations: str) -> str:
+        """Return a line of counts, the line of the program, and the operations, to be published."""
+        counts = f"{self._messages} {collectives_started(self._members)}"
+        return "\n".join([str(self._beats), counts, site, *operations])
 
     def record_progress(self) -> None:
         """Withdraw the published waits, because a message has completed."""
@@ -366,7 +382,26 @@ class FailureReports:
         each = "".join(f"\n  Meanwhile rank {other}: {found.get(other, _SILENT)}" for other in self._others)
         if len(found) < len(self._others):
             each += f"\n{EVERY_RANK}"
-        return each if SAME_PASSES in why else f"{each}{_remedy([note, *found.values()])}"
+        return each if SAME_PASSES in why or " ended in " in why else f"{each}{_remedy([note, *found.values()])}"
+
+
+def _may_end(operations: Mapping[int, Sequence[str]], started: Mapping[int, int]) -> bool:
+    """Return whether a rank waits in a collective for data that another rank has sent, and not for another rank.
+
+    After a broadcast, for example, the source continues before the other ranks have received all data. A rank that has
+    started as many of the program's collectives as the waiting rank has called the collective too.
+
+    Args:
+        operations: names of the operations of each rank.
+        started: number of the program's collectives that each rank has started.
+    """
+    return any(
+        started[other] >= started[rank]
+        for rank, own in operations.items()
+        if any(map(may_end_alone, own))
+        for other in operations
+        if not {*own} & {*operations[other]}
+    )
 
 
 def _remedy(reports: Iterable[str]) -> str:

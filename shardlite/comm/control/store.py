@@ -155,12 +155,12 @@ def all_gather_json(
         if other is not None:
             raise CommError(f"rank {other} has called {found[other][1]} instead: every rank must make the same call")
         return [value for _, _, value in found]
-    except TimeoutError:
+    except TimeoutError as others:
         absent = [each for each, key in enumerate(entries) if not store.ask(partial(_all_of, entries=[key]), limit)]
         who = "rank" if len(absent) == 1 else "ranks"
         raise CommError(
             f"{what}: rank {rank} timed out after {limit:g} s waiting for {who} {', '.join(map(str, absent)) or '0'}. "
-            "Every rank of the group must call it; if one is late, pass a longer timeout="
+            f"Every rank of the group must call it; if one is late, pass a longer timeout={others}"
         ) from None
     except CommError as error:
         raise CommError(f"{what}: rank {rank}: {error}") from error

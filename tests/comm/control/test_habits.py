@@ -4,6 +4,7 @@ A timeout never ends these runs: it is an hour. What only looks like such a habi
 """
 
 import io
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import nn
 from shardlite import AdamW, LayoutError, Route, ShardLite, load, save
 from shardlite.comm import streams
 from shardlite.comm.control import collective_waits, store
+from shardlite.comm.control.failure_reports import _may_end
 from shardlite.comm.shm import transport as shm
 from shardlite.comm.transport import gloo
 from shardlite.errors import EVERY_RANK, SAME_PASSES, ShardLiteError
@@ -112,7 +114,7 @@ HABITS = [
     *(validate, call_the_module, gather_whole_weights, print_a_gathered_weight, print_a_whole_tensor),
     *(save_a_checkpoint, load_a_checkpoint, load_whole_weights, load_shards, unwrap, clip, clip_as_in_torch),
 ]
-QUICK = {(save_a_checkpoint, "train"), (validate, "barrier")}
+QUICK = {(save_a_checkpoint, "train"), (validate, "barrier"), (validate, "broadcast"), (save_a_checkpoint, "gather")}
 
 
 def train_on(program: Program) -> None:
@@ -127,11 +129,27 @@ def add_up_a_metric(program: Program) -> None:
     dist.all_reduce(torch.ones(1), group=program.group)
 
 
+def receive_an_object(program: Program) -> None:
+    dist.broadcast_object_list([1], group_src=0, group=program.group)
+
+
+def collect_losses(program: Program) -> None:
+    losses = [torch.ones(1) for _ in range(program.group.size())]
+    dist.gather(torch.ones(1), losses if program.group.rank() == 1 else None, group_dst=1, group=program.group)
+
+
 def reach_another_call(program: Program) -> None:
     program.model.load_full_state_dict(None)
 
 
-THEN = {"train": train_on, "barrier": reach_a_barrier, "metric": add_up_a_metric, "call": reach_another_call}
+THEN = {
+    "train": train_on,
+    "barrier": reach_a_barrier,
+    "metric": add_up_a_metric,
+    "broadcast": receive_an_object,
+    "gather": collect_losses,
+    "call": reach_another_call,
+}
 
 
 def alone_body(world: Any, stage: int, transport: str, habit: Habit, then: str) -> str:
@@ -145,7 +163,7 @@ def alone_body(world: Any, stage: int, transport: str, habit: Habit, then: str) 
                 habit(program)
             THEN[then](program)
         except ShardLiteError as error:
-            if world.rank() == 0 and then in ("barrier", "metric"):
+            if world.rank() == 0 and then not in ("train", "call"):
                 THEN[then](program)  # lets the other ranks go
             return str(error)
     return ""
@@ -159,6 +177,8 @@ CASES = [
         *((3, 3, "auto", habit, "barrier") for habit in (validate, save_a_checkpoint)),
         *((3, 2, "p2p", habit, then) for habit in (save_a_checkpoint, clip) for then in ("train", "barrier")),
         (2, 3, "auto", gather_whole_weights, "metric"),
+        *((ranks, 3, "auto", validate, "broadcast") for ranks in (2, 3)),
+        *((ranks, 3, "auto", save_a_checkpoint, "gather") for ranks in (2, 3)),
     ]
 ]
 
@@ -174,7 +194,15 @@ def test_what_one_rank_does_alone_ends_at_once(cluster, ranks, stage, transport,
     if then == "train":
         assert all(told)
     else:
-        assert "rank 1 in torch.distributed.all_reduce" in told[0] or "rank 1 in torch.distributed.barrier" in told[0]
+        assert re.search(r"rank 1 in torch\.distributed\.(all_reduce|barrier|broadcast|gather)", told[0])
+
+
+def test_a_rank_that_receives_slowly_is_waited_for():
+    """The source of a broadcast continues before the other ranks have received all data."""
+    waits = {0: ["a gather"], 1: ["torch.distributed.broadcast"], 2: ["a gather"]}
+    assert _may_end(waits, {0: 4, 1: 4, 2: 3})
+    assert not _may_end(waits, {0: 3, 1: 4, 2: 3})
+    assert not _may_end({0: ["a gather"], 1: ["torch.distributed.barrier"]}, {0: 4, 1: 4})
 
 
 def test_ranks_in_different_calls_are_told_of_both(cluster):
