@@ -132,12 +132,12 @@ def _by_name(optimizer: Optimizer, state_dict: Mapping[str, Any] | None, names: 
         found = _by_position(groups, optimizer, names)
     name_of = dict(zip(keys, chain(*found), strict=True))
     named = {key: known.get(name_of.get(key, key)) for key in (*keys, *state_dict["state"])}
-    if missing := known.keys() - name_of.values():
-        raise LayoutError(f"load_optimizer_state: the state has no parameters {some_of(map(repr, missing))}")
     if foreign := [key if name_of.get(key) is None else name_of[key] for key, name in named.items() if name is None]:
         raise LayoutError(
             f"load_optimizer_state: the optimizer has no parameters {some_of(map(repr, foreign))} of the state"
         )
+    if missing := known.keys() - name_of.values():
+        raise LayoutError(f"load_optimizer_state: the state has no parameters {some_of(map(repr, missing))}")
     return {
         "state": {named[key]: entry for key, entry in state_dict["state"].items()},
         "param_groups": [{**group, "params": [named[key] for key in group["params"]]} for group in groups],

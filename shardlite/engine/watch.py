@@ -12,6 +12,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -215,21 +216,21 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     """Call a function with a watched tensor. Warn or raise if it is wrong for a shard. Watch elementwise results."""
     _check_write(func, args)
     key = (func, *map(type, args), *kwargs)
-    operators = _used.get(key)
+    before = _used.get(key)
+    operators = before or _Operators()
     try:
-        with as_they_are():
-            if operators is not None:
-                result = func(*args, **kwargs)
-            else:
-                with (operators := _Operators()):
-                    result = func(*args, **kwargs)
-                if func in _SINGLE or func in _SPLITS:
-                    operators.names -= _SELECTIONS
-                if not isinstance(func, FunctionType) and func not in _SINGLE:
-                    _used[key] = operators
-    finally:
-        if operators is not None and (operators.names or func in _SINGLE):
+        with as_they_are(), nullcontext() if before else operators:
+            result = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError):
+        if operators.names or func in _SINGLE or known.part.start == known.part.stop:
             _judge(func, operators.names, args, kwargs, known)
+        raise
+    if func in _SINGLE or func in _SPLITS:
+        operators.names -= _SELECTIONS
+    if not isinstance(func, FunctionType) and func not in _SINGLE:
+        _used[key] = operators
+    if operators.names or func in _SINGLE:
+        _judge(func, operators.names, args, kwargs, known)
     if not operators.names and _known_as(args[0] if args else None) is not None:
         _see_results(func, args, result)
     return result
