@@ -49,10 +49,9 @@ _BY_POSITION = _functions("__getitem__ select narrow unbind diagonal", Tensor, t
 _SELECTIONS = {"slice", "select", "narrow"}
 """Operators by which functions combine elements of different positions, such as `diff`."""
 
-_SINGLE = _BY_POSITION | _functions("item __float__ __int__ __bool__ __index__", Tensor)
-"""Functions that raise for an empty tensor although they are elementwise."""
+_SINGLE = _BY_POSITION | _functions("item __float__ __int__ __bool__ __index__ tensor_split", Tensor)
+"""Functions that may raise for an empty tensor although they are elementwise."""
 
-_SPLITS = _functions("tensor_split hsplit vsplit dsplit", Tensor, torch)
 _UNJUDGED = _functions("backward register_hook __deepcopy__ __reduce_ex__ __repr__ __format__", Tensor)
 
 _NOT_TAGGED = (
@@ -130,11 +129,6 @@ class _Part:
 
     is_whole: bool
     """Whether the shard has all elements."""
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether some rank does not have all elements."""
-        return bool(self.without) or not self.is_whole
 
     @staticmethod
     def of(flat: Flat, index: int) -> "_Part":
@@ -216,16 +210,15 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     """Call a function with a watched tensor. Warn or raise if it is wrong for a shard. Watch elementwise results."""
     _check_write(func, args)
     key = (func, *map(type, args), *kwargs)
-    before = _used.get(key)
-    operators = before or _Operators()
+    operators = _used.get(key) or _Operators()
     try:
-        with as_they_are(), nullcontext() if before else operators:
+        with as_they_are(), nullcontext() if key in _used else operators:
             result = func(*args, **kwargs)
     except (RuntimeError, IndexError, ValueError):
         if operators.names or func in _SINGLE or known.part.start == known.part.stop:
             _judge(func, operators.names, args, kwargs, known)
         raise
-    if func in _SINGLE or func in _SPLITS:
+    if func in _SINGLE:
         operators.names -= _SELECTIONS
     if not isinstance(func, FunctionType) and func not in _SINGLE:
         _used[key] = operators
@@ -293,10 +286,8 @@ def _fails_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 def _see_results(func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
     """Watch the results of an elementwise function. The i-th result belongs to the i-th tensor of a list."""
     name = getattr(func, "__name__", "")
-    if name.startswith("new_") or name.endswith("_like") or (name == "__get__" and func not in _VIEWS):
-        return
-    if func is torch.as_strided:  # ShardLite itself views shards and their padding so
-        return
+    if name.startswith("new_") or name.endswith(("_like", "as_strided")) or (name == "__get__" and func not in _VIEWS):
+        return  # `as_strided`: ShardLite itself views shards with their padding
     results = result if isinstance(result, list | tuple) else [result]
     sources = (
         args[0] if isinstance(args[0], list | tuple) and len(args[0]) == len(results) else [args[0]] * len(results)
@@ -314,7 +305,7 @@ _VIEWS = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH
 def _check_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise if a function writes to elements of a shard by their positions."""
     known = _known_as(args[0] if args else None)
-    if known is None or not known.part.is_divided:
+    if known is None or (known.part.is_whole and not known.part.without):
         return
     selects = func in _PLACED and (func is not Tensor.__setitem__ or _selects(args[1]))
     if selects or (known.placed and _writes(func)):
@@ -397,7 +388,7 @@ class _Watched:
             if func in _ARITHMETIC:
                 _refuse_mixtures(func, args)
             known = None if func in _UNJUDGED else _first((*args, *kwargs.values()))
-        if known is not None and known.part.is_divided:
+        if known is not None and (known.part.without or not known.part.is_whole):
             return iter(args[0].unbind()) if func is Tensor.__iter__ else _judged(func, args, kwargs, known)
         with as_they_are():
             return func(*args, **kwargs)
