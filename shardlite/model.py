@@ -1187,11 +1187,15 @@ class ShardLite(nn.Module):
         scale = SoloScale(flats, context.device, accumulates) if single_rank else self._reducer.scale
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
         nonfinite = solo.nonfinite if solo else self._reducer.results.nonfinite
+        step_options = self._reducer.results.options
         self._bridge = OptimizerBridge(
             shards=shards,
             scale=scale,
-            skips=Skips(nonfinite, context.device, context.rank, warns=not diagnose),
-            clipper=Clipper(flats, context, self._reducer.results.reduced_norm, by_blocks=self._parts is not None),
+            skips=Skips(nonfinite, context.device, context.rank, explain=step_options.check, warns=not diagnose),
+            step_options=step_options,
+            clipper=Clipper(
+                flats, context, self._reducer.results.reduced_norm, step_options.note, by_blocks=self._parts is not None
+            ),
             context=context,
             ranks=self._groups,
             in_backward=self._in_backward,

@@ -8,7 +8,8 @@ In: a wrapped model and its optimizer. Out: a state dict that a plain optimizer 
 The functions rename parameters. `state_dict_patches.py` gathers and cuts their states, one tensor after the other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from shardlite.checkpoint.state_dict_patches import uncompiled
 from shardlite.comm import agree, problem_in
-from shardlite.engine import name_of_value, params_of
+from shardlite.engine import Group, name_of_value, names_in, params_of, plain_name
 from shardlite.errors import LayoutError, check_optimizer, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
@@ -32,8 +33,9 @@ from shardlite.whole import WholeParameters
 def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
     """Load the whole `optimizer.state_dict()` of a plain or DDP run into an optimizer of shards. Collective.
 
-    Rank 0 sends its state, one tensor after the other, and each rank keeps its part. The groups must have the same
-    parameters, in the same order, as in the plain run.
+    Rank 0 sends its state, one tensor after the other, and each rank keeps its part. A state with the names of
+    parameters (of an optimizer that was built from `named_parameters()`) is matched by names, also if its groups are
+    others. The groups of any other state must have the same parameters, in the same order, as in the plain run.
 
     Args:
         model: the wrapped model.
@@ -139,24 +141,35 @@ def _by_name(optimizer: Optimizer, state_dict: Mapping[str, Any] | None, names: 
             f"'param_groups', got {type(state_dict).__name__}"
         )
     groups = state_dict["param_groups"]
+    keys, known = [key for group in groups for key in group["params"]], {plain_name(name): name for name in names}
+    found = names_in(groups)
+    if found is None or not (known.keys() & {*chain(*found)} or isinstance(keys[0], str)):
+        found = _by_position(groups, optimizer, names)
+    name_of = dict(zip(keys, chain(*found), strict=True))
+    named = {key: known.get(name_of.get(key, key)) for key in (*keys, *state_dict["state"])}
+    if foreign := [key if name_of.get(key) is None else name_of[key] for key, name in named.items() if name is None]:
+        raise LayoutError(
+            f"load_optimizer_state: the optimizer has no parameters {some_of(map(repr, foreign))} of the state"
+        )
+    if missing := known.keys() - name_of.values():
+        raise LayoutError(f"load_optimizer_state: the state has no parameters {some_of(map(repr, missing))}")
+    return {
+        "state": {named[key]: entry for key, entry in state_dict["state"].items()},
+        "param_groups": [{**group, "params": [named[key] for key in group["params"]]} for group in groups],
+    }
+
+
+def _by_position(groups: Sequence[Group], optimizer: Optimizer, names: Sequence[str]) -> list[list[str]]:
+    """Return the names of the parameters in each group of a state that has no names."""
     got, own = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
     if got != own:
         raise LayoutError(
             f"load_optimizer_state: the state has groups of {got} parameters, and {type(optimizer).__name__} of {own}: "
-            "build the optimizer with the groups of the plain run"
+            "build the optimizer with the groups of the plain run, or save the plain state of an optimizer that was "
+            "built from named_parameters()"
         )
-    keys, known = [key for group in groups for key in group["params"]], set(names)
-    numbers = set(keys)
-    foreign = [key for key in (*keys, *state_dict["state"]) if key not in (known if isinstance(key, str) else numbers)]
-    if foreign:
-        raise LayoutError(
-            f"load_optimizer_state: the optimizer has no parameters {some_of(map(repr, foreign))} of the state"
-        )
-    name_of = {key: key if key in known else name for key, name in zip(keys, names, strict=True)}
-    return {
-        "state": {name_of[key]: entry for key, entry in state_dict["state"].items()},
-        "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
-    }
+    rest = map(plain_name, names)
+    return [[*islice(rest, count)] for count in own]
 
 
 def _check_shapes(model: ShardLite, optimizer: Optimizer, named: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, t
 from shardlite.checkpoint.contents import pickled, unpickled
 from shardlite.comm import Context, agree
 from shardlite.comm import broadcast as broadcast_tensor
-from shardlite.engine import name_of_value, numbers_among
+from shardlite.engine import Group, match_groups, name_of_value, numbers_among, params_of
 from shardlite.errors import CheckpointError, LayoutError, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW
@@ -191,7 +191,7 @@ def _load_optimizers(
     wholes = [optimizer for optimizer in optimizers if isinstance(optimizer, WholeParameters)]
     if wholes:
         info = replace(info, strict=False)  # this rank has no state of parameters that other ranks own
-    _agree(state, _misfit(state_dict, info) if read else None)
+    _agree(state, _misfit(model, optimizers, state_dict, info) if read else None)
     with state.context.reporting_failures("its set_optimizer_state_dict"):
         if info.full_state_dict:
             state_dict = _shards_of(state_dict, model, wholes, broadcast=info.broadcast_from_rank0)
@@ -205,8 +205,8 @@ def _agree(state: ModelState, problem: Exception | None) -> None:
     agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=timeout, watch=watch)
 
 
-def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
-    """Return an error if a state dict does not have the format of `get_optimizer_state_dict`."""
+def _misfit(model: ShardLite, optimizers: Sequence[Optimizer], state_dict: _State, info: Any) -> Exception | None:
+    """Return an error if a state dict has another format than `get_optimizer_state_dict`, or other parameters."""
     flat = all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in state_dict)
     if not state_dict or not ({"state", "param_groups"} <= state_dict.keys() or flat):
         return LayoutError(
@@ -218,7 +218,47 @@ def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
             "set_optimizer_state_dict(full_state_dict=True) takes whole tensors, got shards: pass options without it, "
             "or get the state with full_state_dict=True"
         )
+    try:
+        for optimizer in optimizers if "state" in state_dict and not _is_numbered(state_dict) else ():
+            _groups_for(model, optimizer, state_dict["param_groups"], strict=info.strict)
+    except LayoutError as error:
+        return LayoutError(f"set_optimizer_state_dict of {type(optimizer).__name__}: {error}")
     return None
+
+
+def _is_numbered(state_dict: _State) -> bool:
+    return any(isinstance(key, int) for group in state_dict["param_groups"] for key in group["params"])
+
+
+def _groups_for(
+    model: ShardLite, optimizer: Optimizer, groups: Sequence[Group], *, strict: bool
+) -> list[dict[str, Any]]:
+    """Return the groups of a named state, divided and ordered as the groups of an optimizer.
+
+    Raises:
+        LayoutError: the groups do not fit.
+    """
+    given = {name for group in groups for name in group["params"]}
+    names: dict[Tensor, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):  # a tied parameter has several names
+        if param not in names or uncompiled(name) in given:
+            names[param] = uncompiled(name)
+    own = [[names[param] for param in group["params"] if param in names] for group in optimizer.param_groups]
+    return match_groups(groups, [group["params"] for group in groups], optimizer.param_groups, own, strict=strict)
+
+
+def _split(original: _Original, model: ShardLite, optimizer: Optimizer, state_dict: _State, info: Any) -> _State:
+    """Return the part of a named state that belongs to one of several optimizers."""
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if _is_numbered(state_dict):
+        numbered: _State = original(model, optimizer, state_dict, info)
+        return numbered
+    own = _groups_for(model, optimizer, groups, strict=info.strict)
+    names = [name for group in own for name in group["params"]]
+    needed = {name for name, param in zip(names, params_of(optimizer), strict=True) if param.requires_grad}
+    if info.strict and state and (missing := needed - state.keys()):
+        raise LayoutError(f"the state lacks {some_of(missing)}: pass StateDictOptions(strict=False) to load the rest")
+    return {"state": {name: state[name] for name in names if name in needed & state.keys()}, "param_groups": own}
 
 
 def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParameters], *, broadcast: bool) -> _State:
@@ -325,6 +365,7 @@ _REPLACEMENTS: dict[str, _Original] = {
     "_iterate_valid_model_state": _iterate_model_state,
     "_get_model_state_dict": _get,
     "_get_optim_state_dict": _get,
+    "_split_optim_state_dict": _split,
     "_load_model_state_dict": _load_model,
     "_load_optim_state_dict": _load_optimizers,
 }

@@ -88,5 +88,5 @@ class Running(NamedTuple):
             raise CommError(f"{what}: {error}{others}") from error
 
     def __str__(self) -> str:
-        """Return the name of the operation, which is equal on all ranks."""
-        return f"{self.operation.label} ({self.operation.sequence})"
+        """Return the name of the operation and its size. Ranks that run one operation together have equal texts."""
+        return f"{self.operation.label} ({self.operation.sequence}, {self.full.numel()} elements)"

@@ -24,6 +24,7 @@ from shardlite.engine.optimizer_hooks import (
     register_model,
     unregister_model,
 )
+from shardlite.engine.param_groups import Group, match_groups, names_in, plain_name
 from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.patches import install_patches
 from shardlite.engine.uneven_inputs import Batch, Join

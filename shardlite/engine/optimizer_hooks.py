@@ -23,7 +23,7 @@ from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
-from shardlite.grads import Clipper, Scale, Skips, Step, Stepping
+from shardlite.grads import Clipper, Scale, Skips, Step, StepOptions, Stepping, options_of
 from shardlite.optim import (
     RAISES,
     AdamW,
@@ -149,6 +149,7 @@ class OptimizerBridge:
     backward: Backward
     hooks: ModuleHooks
     gatherer: Gathering
+    step_options: StepOptions
     place: str
     """Description of this rank, the number of ranks and the stage, for messages."""
 
@@ -172,6 +173,7 @@ class OptimizerBridge:
         self.in_backward.announce_change()
         self.gatherer.settle()
         self.shards.check()
+        self.step_options.note(options_of(optimizer))
         self.skips.before_step(optimizer)
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:

@@ -2,7 +2,8 @@
 
 A norm, a mean or a random fill of a shard covers only this rank's part: hand-written norms and steps, and
 `xavier_uniform_`, would silently give different results. (`optim/probe.py` checks the steps of optimizer classes.) So
-in some steps a model's shards, their gradients, and views of both have a class that intercepts function calls. In most
+in some steps a model's shards, their gradients, and elementwise results of both have a class that intercepts function
+calls. A call is right for a shard if PyTorch's operators that it uses are elementwise. In most
 steps these tensors have their ordinary classes, because interception costs time. A program that computes a norm or a
 mean of shards usually does so in its first steps, or in the steps that it logs, such as every 50th or every 500th.
 """
@@ -11,12 +12,16 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any, ClassVar, cast
+from types import FunctionType
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.errors import LayoutError, ShardWarning
@@ -34,35 +39,33 @@ def _functions(names: str, *owners: Any) -> frozenset[Any]:
     return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
 
 
-_REDUCTIONS = (
-    _functions("norm mean sum var std nansum nanmean dot dist cosine_similarity", Tensor, torch)
-    | _functions("var_mean std_mean _foreach_norm", torch)
-    | _functions("norm vector_norm matrix_norm", torch.linalg)
-    | _functions("cosine_similarity normalize", nn.functional)
-)
-_FILLS = _functions("uniform_ normal_ random_ bernoulli_ exponential_ log_normal_", Tensor)
-_FILLS |= _functions("randn_like rand_like", torch)
-
-_EXTREMES = _functions("max min amax amin argmax argmin aminmax median mode", Tensor, torch)
-"""Functions that raise for an empty tensor. So they raise on a rank that has no element of the parameter."""
-
-_ELEMENTS = _functions("__getitem__ item", Tensor)
-"""Functions that raise for an empty tensor if they select a single element."""
-
-_PLACED = _functions("__setitem__ index_fill_ index_copy_ index_add_ index_put_ scatter_ scatter_add_", Tensor)
-_PLACED |= _functions("fill_diagonal_ tril_ triu_", Tensor)
+_PLACED = _functions("__setitem__ index_fill_ index_copy_ index_add_ index_put_ index_reduce_ put_", Tensor)
+_PLACED |= _functions("scatter_ scatter_add_ scatter_reduce_ masked_scatter_ fill_diagonal_ tril_ triu_", Tensor)
 """Functions that write to elements by their positions, which are other positions in a shard than in its parameter."""
 
-_NORMS = _functions("norm", Tensor, torch, torch.linalg) | _functions("vector_norm", torch.linalg)
-"""Functions that raise for an empty tensor if the exponent is infinite."""
+_BY_POSITION = _functions("__getitem__ select narrow unbind diagonal", Tensor, torch)
+"""Functions that return views of elements at some positions. Other elements would be written through such a view."""
 
-_PASSED_ON = (
-    _functions("detach view reshape flatten ravel view_as squeeze float double to cpu clone abs square pow neg", Tensor)
-    | _functions("mul __mul__ __rmul__ div __truediv__ __pow__ add __add__ __radd__ sub __sub__ __rsub__", Tensor)
-    | _functions("flatten reshape ravel squeeze detach clone cat concat abs square pow mul div add sub", torch)
-    | {Tensor.data.__get__}  # type: ignore[attr-defined]
+_SELECTIONS = {"slice", "select", "narrow"}
+"""Operators by which functions combine elements of different positions, such as `diff`."""
+
+_SINGLE = _BY_POSITION | _functions("item __float__ __int__ __bool__ __index__ tensor_split", Tensor)
+"""Functions that may raise for an empty tensor although they are elementwise."""
+
+_UNJUDGED = _functions("backward register_hook __deepcopy__ __reduce_ex__ __repr__ __format__", Tensor)
+
+_NOT_TAGGED = (
+    "copy_ zero_ fill_ cat stack masked_fill masked_fill_ where index index_put_ masked_select _to_copy lift_fresh "
+    "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full new_empty_strided empty "
+    "empty_strided full ones zeros arange scalar_tensor set_ resize_ record_stream is_pinned _pin_memory"
 )
-"""Functions whose result for a shard is watched as well, because a norm of the result covers only this rank's part."""
+"""Operators that PyTorch does not call pointwise, but that are right for shards too: copies, new tensors and masks."""
+
+_CONDITIONS = {"any", "all", "equal", "_local_scalar_dense"}
+"""Operators for conditions that programs assert. Their results are not watched."""
+
+_SUMS = {"sum", "nansum", "dot", "vdot", "norm", "linalg_vector_norm", "_foreach_norm", "mse_loss"}
+"""Operators whose gradients are right if each rank calls them for its own part, as in a penalty in the loss."""
 
 _OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
 _ARITHMETIC: frozenset[Any] = frozenset().union(
@@ -100,7 +103,7 @@ class Watch:
         for there, part in self._shards:
             shard = there()
             if shard is not None:
-                _see(shard, (self, part, "the shard"), SeenShard)
+                _see(shard, _Known(self, part, "the shard"), SeenShard)
 
     def stop(self) -> None:
         """Restore the ordinary classes of all watched tensors."""
@@ -138,38 +141,107 @@ class _Part:
 _known: Any = WeakTensorKeyDictionary()
 """A record for each watched tensor: the `Watch`, the part of the parameter, and words that describe the tensor."""
 
-_Known = tuple[Watch, _Part, str]
+
+class _Known(NamedTuple):
+    look: Watch
+    part: _Part
+    kind: str
+    """Words that describe the tensor."""
+
+    placed: bool = False
+    """Whether the tensor is a view of elements at some positions."""
 
 
-def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known | None:
-    """Warn or raise if `func` must not be called with its first argument.
+def _first(arguments: Iterable[Any]) -> _Known | None:
+    """Return the record of the first watched tensor in arguments and lists, if possible of a partial shard."""
+    known = [found for each in arguments if (found := _known_as(each)) is not None]
+    return next((each for each in known if not each.part.is_whole), next(iter(known), None))
 
-    Return the record of the first argument if the result of the call must be watched as well, else `None`.
-    """
-    found = _known_as(args[0] if args else kwargs.get("input", kwargs.get("self")))
-    if found is None or func in _PASSED_ON:
-        return found
-    look, part, kind = found
-    name = getattr(func, "__name__", str(func))
-    what = f"{name} of {kind} of {part.name!r}"
-    single = func in _ELEMENTS and _has_number(args[1:])
-    if func in _ELEMENTS and not single:
-        return None
-    if part.without and (single or func in _EXTREMES or (func in _NORMS and _infinite(args, kwargs))):
+
+def _known_as(argument: Any) -> _Known | None:
+    """Return the record of a tensor. For a list, return the first record of a partial shard, else the first record."""
+    if isinstance(argument, list | tuple):
+        return _first(each for each in argument if isinstance(each, _Watched))
+    return _known.get(argument) if isinstance(argument, _Watched) else None
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the names of the operators that a call uses and that are not elementwise."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record the operator, and call it."""
+        if not _is_elementwise(func):
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+_used: dict[Any, _Operators] = {}
+"""The operators of each function that was called, by the function and the types of its arguments."""
+
+
+@cache
+def _is_elementwise(operator: Any) -> bool:
+    """Return whether an operator handles each element by itself, or returns a view."""
+    name, returns = operator.overloadpacket.__name__, operator._schema.returns
+    if (torch.Tag.pointwise in operator.tags and name not in _CONDITIONS) or name in _NOT_TAGGED.split():
+        return True
+    if name not in _SELECTIONS and any(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    ):
+        return True
+    one = name.removeprefix("_foreach_")  # operators of lists have no tags
+    if one == name:
+        return str(name).startswith("_fused_") and str(name).endswith("_")  # steps of optimizers
+    packet = getattr(torch.ops.aten, one, None)
+    overloads = packet.overloads() if packet is not None and one != "max" else []
+    return one in _NOT_TAGGED.split() or any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
+
+
+def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: _Known) -> Any:
+    """Call a function with a watched tensor. Warn or raise if it is wrong for a shard. Watch elementwise results."""
+    _check_write(func, args)
+    key = (func, *map(type, args), *kwargs)
+    operators = _used.get(key) or _Operators()
+    try:
+        with as_they_are(), nullcontext() if key in _used else operators:
+            result = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError):
+        if operators.names or func in _SINGLE or known.part.start == known.part.stop:
+            _judge(func, operators.names, args, kwargs, known)
+        raise
+    if func in _SINGLE:
+        operators.names -= _SELECTIONS
+    if not isinstance(func, FunctionType) and func not in _SINGLE:
+        _used[key] = operators
+    if operators.names or func in _SINGLE:
+        _judge(func, operators.names, args, kwargs, known)
+    if not operators.names and _known_as(args[0] if args else None) is not None:
+        _see_results(func, args, result)
+    return result
+
+
+def _judge(
+    func: Callable[..., Any], operators: set[str], args: Sequence[Any], kwargs: dict[str, Any], known: _Known
+) -> None:
+    """Warn or raise if a call is wrong for a shard, given the operators that are not elementwise."""
+    look, part, kind, _ = known
+    what = f"{getattr(func, '__name__', func)} of {kind} of {part.name!r}"
+    if part.without and _fails_if_empty(func, args, kwargs):
         raise LayoutError(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
-    if func in _PLACED:
-        if (part.without or not part.is_whole) and (func is not Tensor.__setitem__ or _selects(args[1])):
-            raise LayoutError(
-                f"{what}: positions in a shard are not those in its parameter, so other elements would be written. "
-                "Write to a gradient in a hook of the module's own parameter (`register_hook`), and to weights inside "
-                "`gathered()`"
-            )
-        return None
-    if part.is_whole or look.warned or _flows(args, func):
-        return None
+    if part.is_whole or look.warned or operators <= _CONDITIONS or _flows(args, operators):
+        return
     look.warned = True
     warnings.warn(
         f"{what} covers only this rank's part, elements {part.start} to {part.stop} of {part.numel}. For norms of "
@@ -177,27 +249,82 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         "`gathered()`. A step that needs such values (LAMB, adaptive clipping) belongs in an optimizer class, which "
         "`shardlite.WholeParameters` gives whole parameters. (This warning is given once per model.)",
         ShardWarning,
-        stacklevel=4,
+        stacklevel=6 if isinstance(func, FunctionType) else 4,
     )
-    return None
 
 
-def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
+def _flows(args: Sequence[Any], operators: set[str]) -> bool:
     """Return whether a gradient flows back through the call, as through a penalty in the loss.
 
-    Such a call gives correct results even if each rank computes it for its own part of a parameter.
+    Sums give correct gradients even if each rank computes them for its own part of a parameter.
     """
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
-    return func not in _FILLS and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
+    grads = torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
+    return grads and operators <= _SUMS
 
 
-def _known_as(argument: Any) -> _Known | None:
-    """Return the record of a tensor. For a list, return the first record of a partial shard, else the first record."""
-    if isinstance(argument, list | tuple):
-        all_known = [_known[each] for each in argument if isinstance(each, _Watched) and each in _known]
-        return next((known for known in all_known if not known[1].is_whole), next(iter(all_known), None))
-    return _known.get(argument) if isinstance(argument, _Watched) else None
+def _fails_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call would raise on a rank that has no element of the parameter."""
+
+    def emptied(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(map(emptied, value))
+        return value.new_empty((0, *[1] * (value.ndim - 1))) if _known_as(value) is not None else value
+
+    if _writes(func):
+        return False
+    try:
+        with as_they_are(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            func(*map(emptied, args), **{name: emptied(value) for name, value in kwargs.items()})
+    except (RuntimeError, IndexError, ValueError):
+        return True
+    return False
+
+
+def _see_results(func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+    """Watch the results of an elementwise function. The i-th result belongs to the i-th tensor of a list."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("new_") or name.endswith(("_like", "as_strided")) or (name == "__get__" and func not in _VIEWS):
+        return  # `as_strided`: ShardLite itself views shards with their padding
+    results = result if isinstance(result, list | tuple) else [result]
+    sources = (
+        args[0] if isinstance(args[0], list | tuple) and len(args[0]) == len(results) else [args[0]] * len(results)
+    )
+    by_position = func in _BY_POSITION and (func is not Tensor.__getitem__ or _selects(args[1]))
+    for source, each in zip(sources, results, strict=True):
+        known = _known_as(source)
+        if known is not None and type(each) is Tensor:
+            _see(each, known._replace(placed=known.placed or by_position))
+
+
+_VIEWS = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")}
+
+
+def _check_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise if a function writes to elements of a shard by their positions."""
+    known = _known_as(args[0] if args else None)
+    if known is None or (known.part.is_whole and not known.part.without):
+        return
+    selects = func in _PLACED and (func is not Tensor.__setitem__ or _selects(args[1]))
+    if selects or (known.placed and _writes(func)):
+        name = getattr(func, "__name__", str(func))
+        raise LayoutError(
+            f"{name} of {known.kind} of {known.part.name!r}: positions in a shard are not those in its parameter, so "
+            "other elements would be written. Write to a gradient in a hook of the module's own parameter "
+            "(`register_hook`), and to weights inside `gathered()`"
+        )
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Return whether a function writes to its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (
+            name[2] == "i" and name not in ("__int__", "__index__", "__invert__", "__iter__")
+        )
+    return name.endswith("_") and name not in ("requires_grad_", "detach_")
 
 
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -207,7 +334,7 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
     a copy that was made before wrapping.
     """
     for together in _side_by_side(args):
-        parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole]
+        parts = [known.part for known in map(_known_as, together) if known is not None and not known.part.is_whole]
         for each in together:
             copied = not isinstance(each, _Watched) and any(
                 part.numel > 1 and each.shape == part.shape for part in parts
@@ -230,12 +357,6 @@ def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
             yield [each for each in together if isinstance(each, Tensor)]
 
 
-def _has_number(indices: Sequence[Any]) -> bool:
-    """Return whether `indices` select a single element along a dimension."""
-    index = indices[0] if indices else 0
-    return any(isinstance(each, int) for each in (index if isinstance(index, tuple) else (index,)))
-
-
 def _selects(index: Any) -> bool:
     """Return whether an index selects elements by their positions. Masks and whole slices do not."""
     for each in index if isinstance(index, tuple) else (index,):
@@ -243,11 +364,6 @@ def _selects(index: Any) -> bool:
         if not is_whole and not (isinstance(each, Tensor) and each.dtype == torch.bool):
             return True
     return False
-
-
-def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    exponent = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord"))
-    return exponent in ("inf", float("inf"), "-inf", -float("inf"))
 
 
 class _Watched:
@@ -260,19 +376,17 @@ class _Watched:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Check the call. If `func` is in `_PASSED_ON` and an argument is watched, watch the result too."""
+        """Check the call, and watch its result if it is elementwise."""
         kwargs = kwargs or {}
         known = None
         if not torch.compiler.is_compiling():
             if func in _ARITHMETIC:
                 _refuse_mixtures(func, args)
-            if func in _LOOKED_AT:
-                known = _look(func, args, kwargs)
+            known = None if func in _UNJUDGED else _first((*args, *kwargs.values()))
+        if known is not None and (known.part.without or not known.part.is_whole):
+            return iter(args[0].unbind()) if func is Tensor.__iter__ else _judged(func, args, kwargs, known)
         with as_they_are():
-            result = func(*args, **kwargs)
-            if known is not None and type(result) is Tensor:
-                _see(result, known)
-        return result
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy as an ordinary tensor."""
@@ -282,9 +396,6 @@ class _Watched:
             return copy.deepcopy(tensor, memo)
         finally:
             tensor.__class__ = kind
-
-
-_LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _ELEMENTS | _PLACED | _PASSED_ON
 
 
 class _Seen(_Watched, Tensor):
@@ -316,8 +427,7 @@ class SeenShard(_Watched, Shard):
             grad: Tensor | None = _own_grad.__get__(self)
         known = _known.get(self)  # `None` for a copy
         if known is not None and type(grad) is Tensor:
-            look, part, _ = known
-            _see(grad, (look, part, "the gradient of the shard"))
+            _see(grad, known._replace(kind="the gradient of the shard"))
         return grad
 
     @grad.setter
@@ -332,4 +442,4 @@ _own_grad: Any = torch._C.TensorBase.grad
 def _see(tensor: Tensor, known: _Known, kind: type[Tensor] = _Seen) -> None:
     tensor.__class__ = kind
     _known[tensor] = known
-    known[0].seen[tensor] = True
+    known.look.seen[tensor] = True

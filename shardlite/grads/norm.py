@@ -116,6 +116,7 @@ class Clipper:
         flats: Sequence[Flat],
         context: Context,
         reduced_norm: Callable[[], ReducedNorm | None],
+        note: Callable[[Iterable[tuple[str, float]]], None],
         *,
         by_blocks: bool,
     ) -> None:
@@ -125,6 +126,7 @@ class Clipper:
             flats: all flats of the model.
             context: the ranks.
             reduced_norm: function that returns the record of the latest reduction's gradients, or `None`.
+            note: function that records options by name, which must be equal on all ranks.
             by_blocks: whether norms combine the norms of blocks, so that norms do not depend on the number of ranks. If
                 so, shards consist of whole blocks.
         """
@@ -132,6 +134,7 @@ class Clipper:
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
         self._context = context
         self._reduced_norm = reduced_norm
+        self._note = note
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
         """Return the norm of the gradients of all ranks, []. Collective.
@@ -205,6 +208,8 @@ class Clipper:
         If the factor is 1, no gradient is read. The kernel checks this on a GPU, and the host on the CPU.
         """
         check_number("clip_grad_norm_: max_norm", max_norm)
+        if isinstance(max_norm, float | int):  # a tensor may be on a device, and is not read
+            self._note([("max_norm of clip_grad_norm_", float(max_norm))])
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not use_triton(factor) and factor == 1:
             return

@@ -58,6 +58,8 @@ from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import SentNumbers, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
+from shardlite.grads.options import NUMEL as OPTIONS_NUMEL
+from shardlite.grads.options import StepOptions
 from shardlite.grads.scale import SHARE_NUMEL, Scale, Share, divide, divisor_of
 from shardlite.params import Flat, Unit, storage_key
 
@@ -419,6 +421,9 @@ class GradientShards:
         self._context = context
         self._scale = scale
         self._sent = SentNumbers(context.device)
+        self.options = StepOptions(context)
+        """The options of the latest steps, which travel with the gradient flags."""
+
         self._by_blocks = by_blocks
         self._diagnose = diagnose
 
@@ -578,10 +583,12 @@ class GradientShards:
             )
         share = self._scale.share()
         number = torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)
-        flags = torch.cat([share.message(used, self._sent), number])
+        flags = torch.cat([share.message(used, self._sent), self.options.message(), number])
         self._all_reduce_flags(flags, self._context.transports)
-        sums = flags[len(used) : -1]
+        sums, options = torch.split(flags[len(used) : -1], [SHARE_NUMEL, OPTIONS_NUMEL])
         disagree = self._check(sums, self._context.world_size) if check else None
+        if check:
+            self.options.received(options)
         anything = flags[len(used) :].any() if disagree is None else (flags[-1] > 0) | disagree
         total = share.total(sums) if share.counted else None
         return (used if all(used) else flags[: len(used)].tolist()), anything.to(torch.float32), total

@@ -24,7 +24,13 @@ class Skips:
     """Skips steps of one wrapped model, counts the skipped steps, and warns about the first."""
 
     def __init__(
-        self, flag: Callable[[], Tensor | None], device: torch.device, rank: int, *, warns: bool = True
+        self,
+        flag: Callable[[], Tensor | None],
+        device: torch.device,
+        rank: int,
+        *,
+        explain: Callable[[], None] = lambda: None,
+        warns: bool = True,
     ) -> None:
         """Initialize the counts with zeros.
 
@@ -33,10 +39,12 @@ class Skips:
                 `None` if there are no gradients.
             device: device of the flag.
             rank: rank that the warning mentions.
+            explain: function that raises if too many steps were skipped for another reason than such gradients.
             warns: whether to warn about the first skipped step.
         """
         self.flag = flag
         self._rank = rank
+        self._explain = explain
         self._warns = warns
         self._seen_until = 0  # the latest step whose counts the host has seen
         self._counts = torch.zeros(
@@ -56,6 +64,7 @@ class Skips:
 
         Raises:
             NonFiniteError: too many successive steps were skipped.
+            LayoutError: they were skipped because ranks step with different options.
         """
         if getattr(optimizer, "in_backward", False):
             return  # this optimizer has stepped already, in the backward
@@ -118,13 +127,15 @@ class Skips:
             which = f"step {step}" if first == step else f"one of the steps {first} to {step}"
             warnings.warn(
                 f"rank {self._rank}: {which} since the model was wrapped was skipped on all ranks, because a gradient "
-                "on some rank has a NaN or infinity. Further skipped steps are counted in `skipped_steps` of the "
+                "on some rank has a NaN or infinity, or ranks step with different options. Further skipped steps are "
+                "counted in `skipped_steps` of the "
                 f"model, and {LIMIT} in a row raise an error. `Precision(diagnose=True)` reports the parameter "
                 "and the rank of each bad gradient",
                 NonFiniteWarning,
                 stacklevel=2,
             )
         if in_a_row >= LIMIT:
+            self._explain()
             raise NonFiniteError(
                 f"{in_a_row} steps in a row were skipped, because gradients have a NaN or infinity: the model has "
                 "diverged, or its input is bad. `Precision(diagnose=True)` reports the first bad gradient"

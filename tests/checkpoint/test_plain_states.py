@@ -1,6 +1,7 @@
 """A run changes from data parallelism to ShardLite in the middle, and back, with the whole state of its optimizer."""
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import (
@@ -224,6 +231,134 @@ def test_a_compiled_submodule_does_not_change_names(group: Any, kind: str) -> No
     for index, entry in expected["state"].items():
         for key, value in entry.items():
             same_bits(f"{index} {key}", torch.as_tensor(got["state"][index][key]), torch.as_tensor(value))
+
+
+class Equal(nn.Sequential):
+    """Parameters of equal shapes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def grouped(params: Any, groups: list[tuple[list[int], float]], kind: Any = optim.Adam, prefix: str = "") -> Any:
+    """An optimizer of `named_parameters()` by the numbers of their layers, with a learning rate for each group."""
+    params = list(params)
+    named = [
+        {"params": [(prefix + n, p) for i in layers for n, p in params if n.startswith(f"{i}.")], "lr": lr, "mine": lr}
+        for layers, lr in groups
+    ]
+    return WholeParameters(named, kind) if kind is optim.Adafactor else kind(named)
+
+
+FIRST = [([2], 0.2), ([0, 1], 0.1)]
+REGROUPED = {
+    "other order": [([1, 0], 0.0), ([2], 0.0)],
+    "more groups": [([1], 0.0), ([2], 0.0), ([0], 0.0)],
+    "the same": [([2], 0.0), ([0, 1], 0.0)],
+}
+
+
+def trained(prefix: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The whole state of a plain optimizer with a scheduler, and its entries by name."""
+    module = Equal()
+    optimizer = grouped(module.named_parameters(), FIRST, prefix=prefix)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in range(2):
+        take_step(optimizer, module(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean())
+    return optimizer.state_dict(), {name: optimizer.state[param] for name, param in module.named_parameters()}
+
+
+def check_regrouped(state: dict[str, Any], groups: list[tuple[list[int], float]], entries: dict[str, Any]) -> None:
+    names = [name for layers, _ in groups for i in layers for name in (f"{i}.weight", f"{i}.bias")]
+    for index, name in enumerate(names):
+        same_bits(name, state["state"][index]["exp_avg"], entries[name]["exp_avg"])
+    expected = [0.2 if 2 in layers else 0.1 for layers, _ in groups]
+    assert [group["initial_lr"] for group in state["param_groups"]] == expected
+    assert [group["mine"] for group in state["param_groups"]] == expected
+    assert [name for group in state["param_groups"] for name in group["param_names"]] == names
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+@pytest.mark.parametrize("name", REGROUPED)
+def test_a_state_with_names_is_matched_by_names(group: Any, name: str, prefix: str) -> None:
+    """Also if the groups have another order, are divided otherwise, or the plain model was wrapped."""
+    state, entries = trained(prefix)
+    for stage in some_stages(0, 3):
+        model = ShardLite(Equal(), group=group, stage=stage)
+        optimizer = grouped(model.named_parameters(), REGROUPED[name])
+        load_optimizer_state(model, optimizer, state if dist.get_rank() == 0 else None)
+        check_regrouped(full_optimizer_state(model, optimizer), REGROUPED[name], entries)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, AdamW, optim.Adafactor])
+@pytest.mark.stages(0, 2, 3)
+def test_states_of_shards_are_matched_by_names(group: Any, kind: Any, stage: int) -> None:
+    """By `optimizer.load_state_dict`, and by PyTorch's function of names."""
+
+    def make(groups: Any) -> tuple[ShardLite, Any]:
+        model = ShardLite(Equal(), group=group, stage=stage)
+        named = [
+            {"params": [p for i in layers for n, p in model.named_parameters() if n.startswith(f"{i}.")], "lr": lr}
+            for layers, lr in groups
+        ]
+        return model, WholeParameters(named, kind) if kind is optim.Adafactor else kind(named)
+
+    model, optimizer = make(FIRST)
+    for step in range(2):
+        take_step(optimizer, model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean())
+    whole = StateDictOptions(full_state_dict=True)
+    expected = get_optimizer_state_dict(model, optimizer, options=whole)
+    state = optimizer.state_dict()
+    for by_names in (True, False)[: 1 if kind is optim.Adafactor else 2]:  # owners depend on the groups
+        other, again = make(REGROUPED["other order"])
+        if by_names:
+            set_optimizer_state_dict(other, again, expected, options=whole)
+        else:
+            again.load_state_dict(state)
+        got = get_optimizer_state_dict(other, again, options=whole)
+        assert [each["lr"] for each in got["param_groups"]] == [0.1, 0.2]
+        assert got["state"].keys() == expected["state"].keys()
+        for name, entry in got["state"].items():
+            for key, value in entry.items():
+                same_bits(f"{name} {key}", torch.as_tensor(value), torch.as_tensor(expected["state"][name][key]))
+
+
+def test_groups_that_do_not_fit_by_name_are_refused(group: Any) -> None:
+    state, _ = trained()
+    model = ShardLite(Equal(), group=group)
+    fewer = {"state": {}, "param_groups": state["param_groups"][:1]}
+    for groups, given, message in (
+        ([([0, 1, 2], 0.0)], state, "group 0 .* has parameters of 2 groups of the state, which have different .*lr"),
+        (FIRST, fewer, r"the state has no parameters '0\.bias'"),
+        ([([0, 1], 0.0)], state, r"the optimizer has no parameters '2\.bias', '2\.weight' of the state"),
+    ):
+        optimizer = grouped(model.named_parameters(), groups)
+        with pytest.raises(LayoutError, match=message):
+            load_optimizer_state(model, optimizer, given if dist.get_rank() == 0 else None)
+        assert not optimizer.state
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_empty_groups_keep_their_options(group: Any, at: int) -> None:
+    def run(model: nn.Module) -> optim.Optimizer:
+        groups = [{"params": [param], "lr": lr} for param, lr in zip(model.parameters(), (0.1, 0.2), strict=True)]
+        groups.insert(at, {"params": [], "lr": 0.5, "betas": (0.5, 0.6)})
+        optimizer = optim.AdamW(groups)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="group . of AdamW has no parameters")
+            take_step(optimizer, model(torch.ones(2, 4)).sum())
+        return optimizer
+
+    expected = run(nn.Linear(4, 4)).state_dict()["param_groups"]
+    model = ShardLite(nn.Linear(4, 4), group=group)
+    optimizer = run(model)
+    state = full_optimizer_state(model, optimizer)
+    for each in optimizer.param_groups:
+        each.update(lr=0.0, betas=(0.0, 0.0))
+    load_optimizer_state(model, optimizer, state)
+    for got in (state["param_groups"], optimizer.state_dict()["param_groups"]):
+        assert [(each["lr"], each["betas"]) for each in got] == [(each["lr"], each["betas"]) for each in expected]
 
 
 def renamed(state: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
-from shardlite.engine.watch import EVERY, STEPS, SeenShard
+from shardlite.engine.watch import EVERY, STEPS, SeenShard, _known
 from tests.support.twins.sharded import slow, take_step
 
 WIDTH = 40
@@ -131,10 +131,96 @@ def test_whole_parameters_are_not(group: Any, stage: int) -> None:
     assert heard(lambda: [use(list(model.parameters())) for use in USES.values()]) == []
 
 
+PARTIAL: dict[str, Callable[[Tensor], object]] = {
+    **{name: lambda t, name=name: getattr(t, name)(0) for name in ("cumsum", "cumprod", "softmax", "logcumsumexp")},
+    **{
+        name: lambda t, name=name: getattr(t, name)() for name in ("sum", "median", "mode", "unique", "argsort", "prod")
+    },
+    **{name: lambda t, name=name: getattr(t, name)() for name in ("amax", "argmax", "aminmax", "count_nonzero", "max")},
+    "logsumexp": lambda t: t.logsumexp(0),
+    "cummax": lambda t: t.cummax(0),
+    "sort": lambda t: t.sort(0),
+    "topk": lambda t: t.flatten().topk(1),
+    "kthvalue": lambda t: t.abs().flatten().kthvalue(1),
+    "kthvalue of all": lambda t: torch.cat([t.abs().flatten(), t.flatten()]).kthvalue(1),
+    "quantile": lambda t: t.exp().quantile(0.5),
+    "histc": lambda t: t.histc(),
+    "bincount": lambda t: t.flatten().abs().int().bincount(),
+    "multinomial": lambda t: t.flatten().abs().add(1).multinomial(1),
+    "renorm": lambda t: t.renorm(2, 0, 0.5),
+    "svd": lambda t: torch.linalg.svd(t),
+    "eigenvalues": lambda t: torch.linalg.eigvalsh(t @ t.T),
+    "product": lambda t: t.T.mm(t),
+    "product from the left": lambda t: torch.ones(1, t.shape[0]) @ t,
+    "flip": lambda t: t.flip(0),
+    "roll": lambda t: t.roll(1),
+    "differences": lambda t: t.diff(dim=0),
+    "std_mean": lambda t: torch.std_mean(t),
+    "normalize": lambda t: functional.normalize(t, dim=0),
+    "layer_norm": lambda t: functional.layer_norm(t, t.shape[-1:]),
+    "dropout": lambda t: functional.dropout(t),
+    "einsum": lambda t: torch.einsum("ij,ij->", t, t),
+    "rows": lambda t: t.split(1)[0].mean(),
+    "lists": lambda t: torch._foreach_norm(torch._foreach_mul([t], 2)),
+    "lists of maxima": lambda t: torch._foreach_max([t]),
+    "elements of a mask": lambda t: t[t > -1].mean(),
+    "mean of a condition": lambda t: (t > 0).float().mean(),
+}
+
+
+def forgotten(model: ShardLite) -> list[Tensor]:
+    """Return the first shard, and its gradient. Its next use is warned of again."""
+    shard = next(iter(model.parameters()))
+    _known[shard].look.warned = False
+    return [shard.detach(), shard.grad]
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_any_function_that_is_not_elementwise_is_warned_of(group: Any) -> None:
+    model, loss = model_and_loss(group)
+    loss().backward()
+    for name, use in PARTIAL.items():
+        for index in (0, 1):
+            said = heard(lambda use=use, index=index: use(forgotten(model)[index]))
+            assert ["covers only this rank's part" in each for each in said] == [True], (name, index, said)
+
+
+ELEMENTWISE: dict[str, Callable[[Tensor], object]] = {
+    "moving average": lambda t: torch.zeros_like(t).lerp_(t, 0.1),
+    "moving averages": lambda t: torch._foreach_lerp_([torch.zeros_like(t)], [t], 0.1),
+    "clip by value": lambda t: t.clamp_(-1, 1),
+    "clips by value": lambda t: torch._foreach_clamp_max_([t], 1.0),
+    "sign": lambda t: t.add_(t.sign(), alpha=-0.1),
+    "mask": lambda t: t.masked_fill_(t.isnan(), 0),
+    "where": lambda t: torch.where(t > 0, t, 0),
+    "larger": lambda t: torch.max(t, t.abs()),
+    "conversion": lambda t: t.to(torch.float64).cpu().float().tolist(),
+    "view": lambda t: t.view(-1).reshape(t.shape).T.contiguous(),
+    "parts": lambda t: [each.mul_(2) for each in t.flatten().chunk(2)],
+    "synonyms": lambda t: t.absolute().multiply(2).subtract_(1).divide(2).negative(),
+    "activations": lambda t: functional.softsign(functional.gelu(t)),
+    "conditions": lambda t: bool(t.isfinite().all()) and not torch.isnan(t).any() and torch.equal(t, t.clone()),
+    "new": lambda t: (torch.empty_like(t).copy_(t), t.new_zeros(3).sum(), torch.ones_like(t).sum()),
+    "facts": lambda t: (t.shape, t.numel(), t.stride(), t.requires_grad, t.device, len(t), repr(t), t.is_leaf),
+}
+
+
+def test_elementwise_functions_are_not_warned_of(group: Any) -> None:
+    model, loss = model_and_loss(group)
+    loss().backward()
+    for name, use in ELEMENTWISE.items():
+        for index in (0, 1):
+            assert heard(lambda use=use, index=index: use(forgotten(model)[index])) == [], (name, index)
+
+
 LONELY: dict[str, Callable[[Params], object]] = {
     "largest": lambda params: max(float(p.grad.abs().max()) for p in params),
     "infinite": lambda params: torch.stack([torch.norm(p.grad, math.inf) for p in params]).max(),
     "first element": lambda params: [p.grad.view(-1)[0].item() for p in params],
+    "k-th value": lambda params: [p.grad.flatten().kthvalue(1) for p in params],
+    "largest of all": lambda params: [p.grad.topk(1) for p in params],
+    "quantile": lambda params: [p.grad.quantile(0.9) for p in params],
+    "number": lambda params: [p.grad.view(-1)[:1].item() for p in params],
 }
 
 
@@ -151,17 +237,28 @@ PLACED: dict[str, Callable[[Tensor], object]] = {
     "rows": write_rows,
     "index": lambda grad: grad.index_fill_(0, torch.tensor([0]), 0),
     "of data": lambda grad: write_row(grad.data),
+    "put": lambda grad: grad.put_(torch.tensor([0]), torch.zeros(1)),
+    "slice": lambda grad: grad.flatten()[:1].mul_(2),
+    "slice in place": lambda grad: grad.flatten()[:1].__iadd__(1),
+    "copy": lambda grad: grad[:1].copy_(torch.zeros(())),
 }
+VIEWS: dict[str, Callable[[Tensor], object]] = {
+    "narrow": lambda grad: grad.narrow(0, 0, 1).zero_(),
+    "unbind": lambda grad: grad.unbind()[0].zero_(),
+    "rows in turn": lambda grad: [row.zero_() for row in grad],
+}
+"""Views of the first row. Of the bias, the first rank has no row."""
 
 
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", [*PLACED, *VIEWS])
 def test_writes_by_position_are_refused_on_every_rank(group: Any, name: str) -> None:
     """Both the shard's gradient, and that of the module's parameter. Masks, and whole slices, are elementwise."""
     model, loss = model_and_loss(group)
     loss().backward()
-    for param in (dict(model.named_parameters())["0.weight"], model.module[0].weight, model.module[0].bias):
+    bias = [model.module[0].bias] if name in PLACED else []
+    for param in (dict(model.named_parameters())["0.weight"], model.module[0].weight, *bias):
         with pytest.raises(LayoutError, match=r"of the gradient of the shard of '0\..*': positions in a shard are not"):
-            PLACED[name](param.grad)
+            (PLACED | VIEWS)[name](param.grad)
         param.grad[param.grad.isnan()] = 0
         param.grad[:] = 0
         param.grad[...] = param.grad.clamp(-1, 1)

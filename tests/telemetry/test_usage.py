@@ -86,7 +86,7 @@ def test_traffic_is_exact_and_as_zero_has_it(group, stage, compute):
     assert sent["(no unit)", "gradient flags"][0] == 1
     assert sent["(no unit)", "norm"][0] == 1  # at every stage a rank knows the squares of its own part only
     # Some numbers, whole to each other rank at once.
-    assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 100 * group.size()
+    assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 120 * group.size()
 
 
 def unclipped_step(model: ShardLite, optimizer: AdamW) -> None:

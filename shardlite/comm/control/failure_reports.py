@@ -305,7 +305,8 @@ class FailureReports:
             for rank in sorted(operations)
         )
         remedy = _remedy(map(" ".join, operations.values()))
-        standstill = f"{_STANDSTILL}{''.join(each)}{remedy}\n{EVERY_RANK}"
+        reducing = all(any(text.startswith("reduce-scatter") for text in texts) for texts in operations.values())
+        standstill = f"{_STANDSTILL}{''.join(each)}{remedy}\n{_SAME_GRADIENTS if reducing else EVERY_RANK}"
         self._waits.put(self._rank, standstill)
         # The failure is published after the standstill, because ranks that see the failure then read the standstill.
         self.fail(f"{' and '.join(inside)}{self.call_site()}")
@@ -419,6 +420,7 @@ def reports_of_thread() -> FailureReports | None:
     return _by_thread.get(get_ident())
 
 
+_SAME_GRADIENTS = "Every rank must train the same parameters: change requires_grad on every rank at the same step"
 _STANDSTILL = "ranks wait for each other in different operations, and none will ever continue:"
 _GONE = "has said nothing; its process has ended"
 _SILENT = "has said nothing; it computes, waits for something else (such as torch.distributed.barrier()), or is gone"
