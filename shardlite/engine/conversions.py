@@ -6,9 +6,10 @@ would have no effect (`.to()` the model's device). A conversion of a module that
 reaches the model. By then, PyTorch has converted the modules that come before the model.
 """
 
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -86,6 +87,40 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 # ---- inputs and outputs ----------------------------------------------------------------------------------------------
+
+_KEY = -2
+"""Key of the hooks that cast inputs. `torch.compile` guards on the keys, see `module_hooks.py`, which uses -1."""
+
+
+def cast_inputs(modules: Mapping[nn.Module, torch.dtype]) -> None:
+    """Let modules cast their floating-point inputs."""
+    for module, dtype in modules.items():
+        number = module.register_forward_pre_hook(_casting(dtype), with_kwargs=True).id
+        for table in _tables(module):
+            table[_KEY] = table.pop(number)
+
+
+def take_inputs_as_they_are(modules: Iterable[nn.Module]) -> None:
+    """Undo `cast_inputs`."""
+    for module in modules:
+        for table in _tables(module):
+            table.pop(_KEY, None)
+
+
+def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+
+
+@cache
+def _casting(dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a hook that casts inputs to `dtype`. All modules share it, or equal blocks would be compiled again."""
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not kwargs and all(type(each) is Tensor and each.dtype is dtype for each in args):
+            return None
+        return cast_floats((args, kwargs), dtype)
+
+    return cast
 
 
 def cast_floats(container: Any, dtype: torch.dtype) -> Any:
