@@ -258,8 +258,8 @@ class ShardLite(nn.Module):
         """
         self._ready_for_forward()
         self._share_buffers()
-        if self._dtypes.inputs:
-            args, kwargs = cast_floats((args, kwargs), self._dtypes.inputs[self.module])
+        if self._dtypes.model is not None:
+            args, kwargs = cast_floats((args, kwargs), self._dtypes.model)
         with self._running():
             outputs = self.module(*args, **kwargs)
         return outputs if self.precision.output is None else cast_floats(outputs, self.precision.output)
@@ -394,14 +394,18 @@ class ShardLite(nn.Module):
         algorithm = self._context.reducing[0].algorithm
         route = f"transport={type(self._context.transport).__name__}, {algorithm=!s}"
         tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
-        names = [name for name, param in self.module.named_parameters() if param in self._dtypes.kept]
-        kept = f", not in {self.precision.compute}: {some_of(names)}" if names else ""
+        kept = f", not in {self.precision.compute}: {some_of(self.kept_names)}" if self.kept_names else ""
         return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}{kept}"
 
     @property
     def unit_names(self) -> list[str]:
         """Names of the units in the order of registration. The unit `(root)` has the parameters of no other unit."""
         return [unit.name for unit in self._units]
+
+    @property
+    def kept_names(self) -> list[str]:
+        """Names of the parameters that are not gathered in `precision.compute`, see `Precision.keep`."""
+        return [name for name, param in self.module.named_parameters() if param in self._dtypes.kept]
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -1177,7 +1181,7 @@ class ShardLite(nn.Module):
     def _install(self, plan: Plan) -> None:
         """Hook the module, its gradients and all optimizers."""
         refuse_conversions(self.module, self._ignored_modules, self._ignored)
-        cast_inputs({each: dtype for each, dtype in self._dtypes.inputs.items() if each is not self.module})
+        cast_inputs(self._dtypes.inputs)
         if not self._placement.single_rank:
             modules = needs(self.module, plan.units, self._units)
             roots = [unit.module for unit in plan.units]

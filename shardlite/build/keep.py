@@ -24,13 +24,16 @@ Rule = Callable[[str, nn.Module], torch.dtype | None]
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of a model whose `Precision` has a compute dtype."""
+    """The dtypes of a model. Without a compute dtype, nothing is kept and nothing is cast."""
 
-    kept: Mapping[Tensor, torch.dtype]
+    model: torch.dtype | None = None
+    """Dtype to which the model casts its floating-point inputs."""
+
+    kept: Mapping[Tensor, torch.dtype] = {}
     """Dtypes of the parameters that are not gathered in the compute dtype."""
 
-    inputs: Mapping[nn.Module, torch.dtype]
-    """Dtypes to which modules cast their floating-point inputs. Other modules take what they get."""
+    inputs: Mapping[nn.Module, torch.dtype] = {}
+    """Dtypes to which modules inside the model cast their inputs. Other modules take what they get."""
 
 
 def dtypes_of(
@@ -43,21 +46,21 @@ def dtypes_of(
         TypeError: the function `keep` has not returned a dtype.
     """
     if precision.compute is None:
-        return Dtypes({}, {})
+        return Dtypes()
     modules = _modules(model, precision.compute, _rule(model, precision.keep))
     params = _params(model, precision, modules)
     kept = {each: dtype for each, dtype in params.items() if dtype != precision.compute_of(each.dtype)}
     kept = {each: dtype for each, dtype in kept.items() if each not in ignored}
-    inputs, never = {model: modules[model][0]}, scripts(model)
+    inputs, never = {}, scripts(model) | {model}
     for module, (dtype, outer) in modules.items():
         own = [each.dtype if each in ignored else params[each] for each in _floats(module).values()]
         if precision.keep is None:
             casts = own and _is_strict(module) and (kept or module in roots)
         else:
             casts = own or dtype != outer or module in roots
-        if casts and module not in never and module is not model and _statistics(module) is None:
+        if casts and module not in never and _statistics(module) is None:
             inputs[module] = own[0] if own else dtype
-    return Dtypes(kept, inputs)
+    return Dtypes(modules[model][0], kept, inputs)
 
 
 def _modules(model: nn.Module, compute: torch.dtype, rule: Rule) -> dict[nn.Module, tuple[torch.dtype, torch.dtype]]:

@@ -113,9 +113,9 @@ class Twin:
         shards, device = shards or world_size, next(module.parameters()).device
         whole = replace(precision, master=torch.float32)
         parts = partition_module(module, units)
-        kept, self._inputs = dtypes_of(module, precision, [part.module for part in parts if part.params])
-        plans = [plan_flats(part, shards, whole, kept, device=device) for part in parts]
-        cast_inputs({each: dtype for each, dtype in self._inputs.items() if each is not module})
+        self._dtypes = dtypes_of(module, precision, [part.module for part in parts if part.params])
+        plans = [plan_flats(part, shards, whole, self._dtypes.kept, device=device) for part in parts]
+        cast_inputs(self._dtypes.inputs)
         self._flats = [flat for flats in plans for flat in flats]
         self._own = dict(module.named_parameters())
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
@@ -137,7 +137,7 @@ class Twin:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module. Floating-point tensors in the inputs and the output are cast as `precision` specifies."""
-        compute, output = self._inputs.get(self.module), self._precision.output
+        compute, output = self._dtypes.model, self._precision.output
         result = self.module(*(inputs if compute is None else cast_floats(inputs, compute)), **options)
         return result if output is None else cast_floats(result, output)
 
