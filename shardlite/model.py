@@ -1181,7 +1181,7 @@ class ShardLite(nn.Module):
     def _install(self, plan: Plan) -> None:
         """Hook the module, its gradients and all optimizers."""
         refuse_conversions(self.module, self._ignored_modules, self._ignored)
-        cast_inputs(self._dtypes.inputs)
+        cast_inputs(self._dtypes.inputs, self._dtypes.outside)
         if not self._placement.single_rank:
             modules = needs(self.module, plan.units, self._units)
             roots = [unit.module for unit in plan.units]

@@ -35,6 +35,9 @@ class Dtypes(NamedTuple):
     inputs: Mapping[nn.Module, torch.dtype] = {}
     """Dtypes to which modules inside the model cast their inputs. Other modules take what they get."""
 
+    outside: Collection[nn.Module] = ()
+    """Those of these modules that leave `torch.autocast`, which would compute them in its own dtype."""
+
 
 def dtypes_of(
     model: nn.Module, precision: Precision, roots: Collection[nn.Module] = (), ignored: Collection[Tensor] = ()
@@ -60,7 +63,9 @@ def dtypes_of(
             casts = own or dtype != outer or module in roots
         if casts and module not in never and _statistics(module) is None:
             inputs[module] = own[0] if own else dtype
-    return Dtypes(modules[model][0], kept, inputs)
+    explicit = inputs if precision.keep is not None else {}  # a model that declares casts in its own forward
+    outside = [module for module, dtype in explicit.items() if dtype != precision.compute]
+    return Dtypes(modules[model][0], kept, inputs, outside)
 
 
 def _modules(model: nn.Module, compute: torch.dtype, rule: Rule) -> dict[nn.Module, tuple[torch.dtype, torch.dtype]]:
@@ -190,4 +195,5 @@ def _statistics(module: nn.Module) -> torch.dtype | None:
 
 def _is_strict(module: nn.Module) -> bool:
     """Return whether a module is a layer of PyTorch that takes inputs in the dtype of its weights only."""
-    return type(module).forward.__module__.startswith("torch.nn.") and not isinstance(module, nn.RMSNorm)
+    mixes = isinstance(module, nn.RMSNorm | nn.MultiheadAttention)  # attention adds an fp32 mask as it is
+    return type(module).forward.__module__.startswith("torch.nn.") and not mixes

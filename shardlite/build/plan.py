@@ -56,7 +56,7 @@ def plan_flats(
         world_size: number of ranks that share the model.
         precision: dtypes of the model.
         kept: dtypes of the parameters that are not gathered in the compute dtype. They are gathered without codes, and
-            their gradients are summed in at least this dtype.
+            their gradients are summed in at least fp32.
         grain: number of elements. The length of each shard is a multiple of this number.
         device: device of the full weights.
     """
@@ -81,7 +81,7 @@ def plan_flats(
         params, is_kept = list(members), any(param in kept for param in members)
         as_codes = quantized and not is_kept and stored in QUANTIZABLE and compute in QUANTIZABLE
         reduce = precision.reduce_of(master)
-        reduce = torch.promote_types(reduce, compute) if is_kept else reduce
+        reduce = torch.promote_types(reduce, torch.float32) if is_kept else reduce
         flats.append(FlatPlan(layout, compute, reduce, params, split, as_codes, plan.replicated))
     return flats
 
@@ -163,6 +163,7 @@ def _matrix_bytes(device: torch.device) -> int:
 
 
 def _describe(plan: Plan) -> Iterable[str]:
+    yield f"{len(plan.dtypes.inputs)} modules that cast inputs"
     for unit, flats in zip(plan.units, plan.flats, strict=True):
         for flat in flats:
             kind = (

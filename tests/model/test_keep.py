@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardlite.apps.plan.source import Source
 from shardlite.build import Options, Recipe, budget_of, plan_units, timeline_of
 from shardlite.build.timeline import plain_events
 from tests.support.internals import flats, units
+from tests.support.models import hf
 from tests.support.models.losses import BF16
 from tests.support.twins.sharded import Pair, Turn, same_bits, same_states, some_stages
 
@@ -139,6 +141,15 @@ CASES: Mapping[str, tuple[Callable[[], nn.Module], Any, Mapping[str, torch.dtype
 """By kind: a model, `keep`, the casts of inputs by hand, and the parts of names whose parameters are in fp32."""
 
 
+def cast_by_hand(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cast, value))
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return cast(args), {name: cast(value) for name, value in kwargs.items()}
+
+
 class ByHand:
     """A plain model with fp32 masters, whose modules have hooks that cast, trained by SGD on averaged gradients."""
 
@@ -149,10 +160,11 @@ class ByHand:
             if not set(kept) & set(name.split(".")):
                 param.data = param.data.to(NARROW)
         for name, dtype in casts.items():
-            module.get_submodule(name).register_forward_pre_hook(lambda _, args, d=dtype: args[0].to(d))
+            module.get_submodule(name).register_forward_pre_hook(partial(cast_by_hand, dtype), with_kwargs=True)
 
-    def __call__(self, x: Tensor) -> Any:
-        return self.module(x.to(self.dtype))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_by_hand(self.dtype, self.module, args, kwargs)
+        return self.module(*args, **kwargs)
 
     def step(self, loss: Callable[..., Tensor], turn: Turn) -> Tensor:
         params = dict(self.module.named_parameters())
@@ -169,17 +181,12 @@ class ByHand:
         return value.detach()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.stages(0, 2, 3)
-def test_kept_modules_have_the_bits_of_casts_by_hand(group: Any, stage: int, case: str) -> None:
-    make, keep, casts, kept = CASES[case]
-    loss = images if case == "running statistics" else rows
+def follows(group: Any, stage: int, make: Any, loss: Any, keep: Any, casts: Any, kept: Any, **options: Any) -> None:
+    """Body of a rank: train a model and its plain twin, and compare losses and weights."""
     torch.manual_seed(0)
     module = make()
-    twin = ByHand(copy.deepcopy(module), casts, kept)
-    replicate = [module.blocks[1].router] if case == "a name" else []
-    precision = Precision(compute=NARROW, keep=keep)
-    model = ShardLite(module, group=group, stage=stage, precision=precision, buffers="own", replicate=replicate)
+    twin = ByHand(copy.deepcopy(module), casts(module) if callable(casts) else casts, kept)
+    model = ShardLite(module, group=group, stage=stage, precision=Precision(compute=NARROW, keep=keep), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         turn = Turn(step, dist.get_rank(), 0)
@@ -188,11 +195,70 @@ def test_kept_modules_have_the_bits_of_casts_by_hand(group: Any, stage: int, cas
         same_bits("loss", value.detach(), twin.step(loss, turn))
         optimizer.step()
         optimizer.zero_grad()
-        same_states(f"step {step}", model.full_state_dict(), twin.module.state_dict() | twin.masters)
+        got = model.full_state_dict()
+        expected = {name: each for name, each in twin.module.named_buffers() if name in got} | twin.masters
+        same_states(f"step {step}", {name: got[name] for name in expected}, expected)
     wide = {name for name, param in twin.module.named_parameters() if param.dtype == WIDE}
     assert {name for name, param in module.named_parameters() if param.dtype == WIDE} == wide
     assert sorted(model.kept_names) == sorted(wide)
 
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.stages(0, 2, 3)
+def test_kept_modules_have_the_bits_of_casts_by_hand(group: Any, stage: int, case: str) -> None:
+    make, keep, casts, kept = CASES[case]
+    loss = images if case == "running statistics" else rows
+    follows(group, stage, make, loss, keep, casts, kept, buffers="own")
+
+
+@pytest.mark.stages(2, 3)
+def test_replicated_modules_are_kept(group: Any, stage: int) -> None:
+    net: list[nn.Module] = []
+
+    def router() -> Any:
+        yield net[0].get_submodule("blocks.1.router")
+
+    def make() -> nn.Module:
+        net.append(Net())
+        return net[0]
+
+    follows(group, stage, make, rows, Router, ROUTED, ("router",), replicate=router())
+
+
+# ---- models of Transformers -----------------------------------------------------------------------------------------
+
+
+def on_labels(model: Callable[..., Any], turn: Turn) -> Tensor:
+    tokens = torch.randint(1, hf.VOCABULARY, (2, 6), generator=turn.generator())
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def of_layers(module: nn.Module) -> dict[str, torch.dtype]:
+    """T5 declares `wo`, and casts for its own norms."""
+    layers = (name for name, each in module.named_modules() if isinstance(each, nn.Linear))
+    return {name: WIDE if name.endswith("wo") else NARROW for name in layers}
+
+
+def of_owners(module: nn.Module) -> dict[str, torch.dtype]:
+    """With `keep`, units and all modules that own parameters cast."""
+    owners = [name for name, each in module.named_modules() if each._parameters and name]
+    units = [f"model.layers.{i}" for i in range(2)]
+    return {name: WIDE if name.endswith("gate") else NARROW for name in (*owners, *units)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "mixtral"])
+@pytest.mark.stages(0, 3)
+def test_models_of_transformers_have_the_bits_of_casts_by_hand(group: Any, stage: int, name: str) -> None:
+    pytest.importorskip("transformers")
+    if name == "t5":
+        follows(group, stage, lambda: hf.t5(dropout_rate=0.0), on_labels, None, of_layers, ("wo",))
+    else:
+        make = partial(hf.mixtral, hidden_size=16, intermediate_size=24)  # rows of 16 bytes in bf16
+        follows(group, stage, make, on_labels, "gate", of_owners, ("gate",))
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
 
 KEPT = Precision(compute=NARROW, keep=Router)
 
@@ -244,6 +310,27 @@ def test_codes_are_not_made_of_kept_parameters(group: Any) -> None:
     with model.gathered(writeback=False):
         for name in model.kept_names:
             same_bits(name, model.module.get_parameter(name).detach(), expected[name])
+
+
+@pytest.mark.parametrize("saves", [None, False, True])
+def test_autocast_ends_at_kept_modules(group: Any, saves: bool | None) -> None:
+    """As a trainer wraps a forward. A forward that raises comes back to autocast too."""
+    seen = []
+
+    def cast(model: Any, turn: Turn) -> Tensor:
+        with torch.autocast("cpu", NARROW):
+            return rows(model, turn)
+
+    for stage in some_stages(0, 3):
+        pair = Pair(lambda: Net(saves=saves), group, stage=stage, precision=KEPT)
+        router = pair.model.module.blocks[0].router
+        router.register_forward_hook(lambda _, args, output: seen.append((args[0].dtype, output.dtype)))
+        pair.step(cast)
+        assert set(seen) == {(WIDE, WIDE)}
+    with torch.autocast("cpu", NARROW):
+        with pytest.raises(RuntimeError):
+            router(torch.randn(5, 3))
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_a_model_without_what_is_kept_computes_as_before(group: Any) -> None:

@@ -115,7 +115,7 @@ class Twin:
         parts = partition_module(module, units)
         self._dtypes = dtypes_of(module, precision, [part.module for part in parts if part.params])
         plans = [plan_flats(part, shards, whole, self._dtypes.kept, device=device) for part in parts]
-        cast_inputs(self._dtypes.inputs)
+        cast_inputs(self._dtypes.inputs, self._dtypes.outside)
         self._flats = [flat for flats in plans for flat in flats]
         self._own = dict(module.named_parameters())
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
