@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shardlite.config import COMPUTE, Keep, Precision
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, some_of
 from shardlite.params import scripts
 
 DECLARED = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -45,7 +45,8 @@ def dtypes_of(
     """Return the dtypes that `precision` selects. Units start at the modules in `roots`.
 
     Raises:
-        LayoutError: `keep` has a class or a name that is not in the model, or a tied parameter would have two dtypes.
+        LayoutError: `keep` has a class or a name that is not in the model, or a tied parameter or a layer of PyTorch
+            would have two dtypes.
         TypeError: the function `keep` has not returned a dtype.
     """
     if precision.compute is None:
@@ -57,13 +58,13 @@ def dtypes_of(
     inputs, never = {}, scripts(model) | {model}
     for module, (dtype, outer) in modules.items():
         own = [each.dtype if each in ignored else params[each] for each in _floats(module).values()]
-        if precision.keep is None:
-            casts = own and _is_strict(module) and (kept or module in roots)
+        if precision.keep:
+            casts = bool(own) or dtype != outer or module in roots
         else:
-            casts = own or dtype != outer or module in roots
+            casts = bool(own) and _is_strict(module) and (bool(kept) or module in roots)
         if casts and module not in never and _statistics(module) is None:
             inputs[module] = own[0] if own else dtype
-    explicit = inputs if precision.keep is not None else {}  # a model that declares casts in its own forward
+    explicit = inputs if precision.keep else {}  # a model that declares something casts in its own forward
     outside = [module for module, dtype in explicit.items() if dtype != precision.compute]
     return Dtypes(modules[model][0], kept, inputs, outside)
 
@@ -89,11 +90,17 @@ def _params(
     """Return the dtype in which each floating-point parameter is gathered.
 
     Raises:
-        LayoutError: a tied parameter would have two dtypes.
+        LayoutError: a tied parameter or a layer of PyTorch would have two dtypes.
     """
     named = _named_params(model, precision.keep)
     found: dict[Tensor, dict[torch.dtype, str]] = {}
     for path, module in model.named_modules():
+        kept = {attribute for attribute in _floats(module) if (module, attribute) in named}
+        if kept and modules[module][0] != torch.float32 and len(kept) < len(_floats(module)) and _is_strict(module):
+            raise LayoutError(
+                f"Precision: {type(module).__name__} {path!r} computes in one dtype, but of its parameters only "
+                f"{some_of(kept)} would be kept: keep the whole layer, with its name in keep=..."
+            )
         for attribute, param in _floats(module).items():
             dtype = torch.float32 if (module, attribute) in named else modules[module][0]
             dtype = _statistics(module) or (dtype if dtype != precision.compute else precision.compute_of(param.dtype))

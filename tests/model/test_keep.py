@@ -135,7 +135,7 @@ CASES: Mapping[str, tuple[Callable[[], nn.Module], Any, Mapping[str, torch.dtype
     "checkpointed, reentrant": (lambda: Net(saves=True), Router, ROUTED, ("router",)),
     "frozen": (frozen_router, Router, ROUTED, ("router",)),
     "declared": (Declares, None, DECLARED, ("gate", "out")),
-    "nothing": (Declares, (), _LAYERS | _OTHERS | _NORMS | _BLOCKS | dict.fromkeys(_ROUTERS, NARROW), ()),
+    "nothing": (Declares, (), {}, ()),
     "running statistics": (conv, None, {"0": NARROW, "3": NARROW, "5": NARROW}, ("1", "4")),
 }
 """By kind: a model, `keep`, the casts of inputs by hand, and the parts of names whose parameters are in fp32."""
@@ -340,6 +340,7 @@ def test_a_model_without_what_is_kept_computes_as_before(group: Any) -> None:
     assert not any(-2 in module._forward_pre_hooks for module in model.module.modules())
     off = ShardLite(Declares(), group=group, precision=Precision(compute=NARROW, keep=()))
     assert not off.kept_names
+    assert not any(-2 in module._forward_pre_hooks for module in off.module.modules())
 
 
 def test_ignored_layers_take_inputs_in_the_dtype_of_their_weights(group: Any) -> None:
@@ -450,9 +451,22 @@ def test_a_tied_parameter_has_one_dtype(group: Any) -> None:
     assert model(torch.arange(4)).dtype == WIDE
 
 
+class DeclaresTied(Tied):
+    _keep_in_fp32_modules = ("head",)
+
+
+def test_the_remedies_for_declarations_work(group: Any) -> None:
+    with pytest.raises(LayoutError, match="tied parameter"):
+        ShardLite(DeclaresTied(), group=group, precision=BF16)
+    for keep, dtype in ((("head", "table"), WIDE), ((), NARROW)):
+        model = ShardLite(DeclaresTied(), group=group, precision=Precision(compute=NARROW, keep=keep))
+        assert model(torch.arange(4)).dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("keep", "error", "message"),
     [
+        ("out.weight", LayoutError, "Linear 'blocks.0.out' computes in one dtype.*only weight would.*the whole layer"),
         ("roter", LayoutError, "keep has 'roter', but the model has no module or parameter like it"),
         (nn.Conv1d, LayoutError, "keep has <class .*Conv1d'>, but the model has no module"),
         (is_router, TypeError, r"keep\(.*must return torch.float32, .* or None"),
