@@ -163,7 +163,8 @@ def _matrix_bytes(device: torch.device) -> int:
 
 
 def _describe(plan: Plan) -> Iterable[str]:
-    yield f"{len(plan.dtypes.inputs)} modules that cast inputs"
+    if plan.dtypes.inputs:
+        yield f"{len(plan.dtypes.inputs)} modules that cast inputs"
     for unit, flats in zip(plan.units, plan.flats, strict=True):
         for flat in flats:
             kind = (
