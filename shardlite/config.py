@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
@@ -27,6 +27,9 @@ LONGEST = timedelta(days=36500)
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that a gather can send as 8-bit codes."""
 
+Keep = type[nn.Module] | str | Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], torch.dtype | None] | None
+"""What is not computed in `Precision.compute`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -37,9 +40,9 @@ class Precision:
     parameters and frozen parameters are stored in their own dtype.
 
     Raises:
-        TypeError: `quantized_gather` is neither a bool nor callable.
-        ValueError: a dtype is not supported for its purpose, or `master="split24"` was passed without
-            `compute=torch.bfloat16`.
+        TypeError: `quantized_gather` is neither a bool nor callable, or `keep` has a wrong type.
+        ValueError: a dtype is not supported for its purpose, `keep` was passed without `compute`, or
+            `master="split24"` without `compute=torch.bfloat16`.
 
     Example:
         >>> ShardLite(model, precision=Precision(compute=torch.bfloat16))
@@ -48,6 +51,15 @@ class Precision:
     compute: torch.dtype | None = None
     """Dtype of gathered weights, and so of forward and backward. Inputs are cast to this dtype. `None`: each parameter
     is gathered in its own dtype, and inputs are not cast.
+    """
+
+    keep: Keep = None
+    """What keeps fp32 (or another dtype) beside `compute`: module classes, names, or `callable(name, module) -> dtype`.
+    A name is a part of a parameter's name between dots, such as `"router"` or `"mlp.gate.weight"`, and may contain
+    `*`. The function decides for each module, and for the modules inside it unless it decides for these too; `None`
+    leaves the decision to the enclosing module. The name of the whole model is empty. Modules cast their inputs, see
+    `docs/precision.md`. `None`: what the model declares in `_keep_in_fp32_modules`. Norms with running statistics
+    always have the dtype of their statistics.
     """
 
     reduce: torch.dtype = torch.float32
@@ -77,7 +89,10 @@ class Precision:
     """
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options. A class, a name or a list of them becomes a tuple."""
+        object.__setattr__(self, "keep", _entries_of(self.keep))
+        if self.keep is not None and self.compute is None:
+            raise ValueError("Precision: keep says what is not computed in the dtype `compute`: pass compute too")
         if not isinstance(self.quantized_gather, bool) and not callable(self.quantized_gather):
             raise TypeError(
                 "Precision: quantized_gather must be a bool or callable(name, module) -> bool, got "
@@ -104,9 +119,10 @@ class Precision:
             return dtype
         return torch.promote_types(dtype, torch.float32)
 
-    def splits(self, master: torch.dtype, *, trainable: bool) -> bool:
-        """Return whether a parameter that is stepped in the dtype `master` is stored in two parts."""
-        return self.master == "split24" and trainable and master == torch.float32
+    def splits(self, master: torch.dtype, compute: torch.dtype, *, trainable: bool) -> bool:
+        """Return whether a parameter is stored in two parts, given the dtypes in which it is stepped and gathered."""
+        upper = (master, compute) == (torch.float32, torch.bfloat16)  # a kept parameter is not gathered in bf16
+        return self.master == "split24" and trainable and upper
 
     def compute_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter of `dtype` is gathered."""
@@ -115,6 +131,25 @@ class Precision:
     def reduce_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of weights stored in `dtype` are summed."""
         return torch.float64 if dtype == torch.float64 else self.reduce
+
+
+def _entries_of(keep: Any) -> Keep:
+    """Return `keep` as `None`, a function, or a tuple of classes and names.
+
+    Raises:
+        TypeError: `keep` is none of these.
+    """
+    if keep is None or (callable(keep) and not isinstance(keep, type | nn.Module)):
+        return cast(Keep, keep)
+    entries = (keep,) if isinstance(keep, str | type) or not isinstance(keep, Iterable) else tuple(keep)
+    for each in entries:
+        if not ((each != "") if isinstance(each, str) else isinstance(each, type) and issubclass(each, nn.Module)):
+            raise TypeError(
+                "Precision: keep takes module classes, names, or callable(name, module) -> dtype; got "
+                f"{type(each).__name__ if isinstance(each, nn.Module) else repr(each)}"
+                f"{', a module: pass its class or its name' * isinstance(each, nn.Module)}"
+            )
+    return entries
 
 
 STATES = ("fp32", "bf16", "int8")

@@ -58,6 +58,7 @@ from shardlite.engine import (
     WeightStream,
     allow_conversions,
     cast_floats,
+    cast_inputs,
     check_adoptable,
     gather_param,
     give_shards,
@@ -67,9 +68,10 @@ from shardlite.engine import (
     pieces_of,
     refuse_conversions,
     register_model,
+    take_inputs_as_they_are,
     unregister_model,
 )
-from shardlite.errors import LayoutError, PhaseError, check_int, check_rank
+from shardlite.errors import LayoutError, PhaseError, check_int, check_rank, some_of
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, SoloScale
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat
@@ -255,7 +257,8 @@ class ShardLite(nn.Module):
         """Run the module. Every rank must call it.
 
         Args:
-            args, kwargs: inputs of the module. Floating-point tensors are cast to `precision.compute`.
+            args, kwargs: inputs of the module. Floating-point tensors are cast to `precision.compute`, or to the dtype
+                that `precision.keep` gives to the whole module.
 
         Returns:
             The module's outputs. Floating-point tensors are cast to `precision.output`.
@@ -268,8 +271,8 @@ class ShardLite(nn.Module):
         """
         self._ready_for_forward()
         self._share_buffers()
-        if self.precision.compute is not None:
-            args, kwargs = cast_floats((args, kwargs), self.precision.compute)
+        if self._dtypes.model is not None:
+            args, kwargs = cast_floats((args, kwargs), self._dtypes.model)
         with self._running():
             outputs = self.module(*args, **kwargs)
         return outputs if self.precision.output is None else cast_floats(outputs, self.precision.output)
@@ -400,18 +403,24 @@ class ShardLite(nn.Module):
         raise LayoutError(NO_COPY)
 
     def extra_repr(self) -> str:
-        """Return the stage, number of ranks, route and units."""
+        """Return the stage, number of ranks, route, units, and the parameters that are kept in another dtype."""
         if self._unwrapped:
             return "unwrapped"
         algorithm = self._context.reducing[0].algorithm
         route = f"transport={type(self._context.transport).__name__}, {algorithm=!s}"
         tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
-        return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}"
+        kept = f", not in {self.precision.compute}: {some_of(self.kept_names)}" if self.kept_names else ""
+        return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}{kept}"
 
     @property
     def unit_names(self) -> list[str]:
         """Names of the units in the order of registration. The unit `(root)` has the parameters of no other unit."""
         return [unit.name for unit in self._units]
+
+    @property
+    def kept_names(self) -> list[str]:
+        """Names of the parameters that are not gathered in `precision.compute`, see `Precision.keep`."""
+        return [name for name, param in self.module.named_parameters() if param in self._dtypes.kept]
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -998,6 +1007,7 @@ class ShardLite(nn.Module):
         self._full.make_plain()
         validate.unmark_wrapped(self._units)
         self._hooks.uninstall()
+        take_inputs_as_they_are(self._dtypes.inputs)
         allow_conversions(module)
         unregister_model(self._bridge)
         for name in vars(self).keys() - vars(nn.Module()).keys():
@@ -1133,6 +1143,7 @@ class ShardLite(nn.Module):
         """Plan the units, check that all ranks have the same plan, and connect the ranks."""
         self._groups = ranks_of(group)
         plan = agree_on_plan(self.module, options, self._groups, ShardLite)
+        self._dtypes = plan.dtypes
         check_memory_limit(self.module, plan, options, self._groups.shards)
         self._context = share(self._groups, plan.device, options.timeout, options.route)
         self.ledger, self.trace = self._context.ledger, self._context.trace
@@ -1208,6 +1219,7 @@ class ShardLite(nn.Module):
     def _install(self, plan: Plan) -> None:
         """Hook the module, its gradients and all optimizers."""
         refuse_conversions(self.module, self._ignored_modules, self._ignored)
+        cast_inputs(self._dtypes.inputs, self._dtypes.outside)
         if not self._placement.single_rank:
             modules = needs(self.module, plan.units, self._units)
             roots = [unit.module for unit in plan.units]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardlite.checkpoint import REMEDY, Checkpoint, check_blocks, find
-from shardlite.errors import CheckpointError
+from shardlite.errors import CheckpointError, some_of
 
 _PARTS, _GROUPS, _DAMAGES = 9, 3, 5
 """Maximum numbers of lines for parts of the model, groups of the optimizer and damaged files."""
@@ -42,6 +42,8 @@ def inspect(path: str | os.PathLike[str], *, check: bool = True, every: bool = F
         yield "written by torch.distributed.checkpoint"
     else:
         yield "step {step}, saved by {ranks} ranks at stage {stage}, format {format}".format(**saved)
+        if kept := saved.get("kept"):
+            yield f"kept in a dtype of their own, beside the compute dtype: {some_of(kept)}"
     tensors = {name: each for name, each in checkpoint.entries.items() if isinstance(each, TensorStorageMetadata)}
     yield from _every(tensors) if every else _parts(checkpoint, tensors)
     yield from _optimizer(checkpoint, tensors)

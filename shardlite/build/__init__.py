@@ -16,6 +16,7 @@ from shardlite.build.init import (
     set_values,
     values_of,
 )
+from shardlite.build.keep import Dtypes, dtypes_of
 from shardlite.build.partition import UnitPlan, UnitPolicy, UnitRule, needs, partition_module
 from shardlite.build.plan import Plan, agree_on_plan, plan_flats, plan_units
 from shardlite.build.timeline import ACTIVATIONS, MOST_RANKS, Event, Kind, StepTimeline, check_memory_limit, timeline_of

@@ -5,16 +5,17 @@ In: a module and the options. Out: a `Plan`. This file does not use values of pa
 Legend: `W` ranks that share a model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from shardlite_kernels import stats_block
-from torch import nn
+from torch import Tensor, nn
 
 from shardlite.build import init, validate
+from shardlite.build.keep import Dtypes, dtypes_of
 from shardlite.build.partition import UnitPlan, applies, partition_module
 from shardlite.build.validate import Options
 from shardlite.comm import Ranks, agree
@@ -40,7 +41,13 @@ class FlatPlan(NamedTuple):
 
 
 def plan_flats(
-    plan: UnitPlan, world_size: int, precision: Precision, *, grain: int = ALIGN, device: torch.device
+    plan: UnitPlan,
+    world_size: int,
+    precision: Precision,
+    kept: Mapping[Tensor, torch.dtype],
+    *,
+    grain: int = ALIGN,
+    device: torch.device,
 ) -> list[FlatPlan]:
     """Return the plans of a unit's flats, one per kind of parameters, in the order of their first parameters.
 
@@ -48,6 +55,8 @@ def plan_flats(
         plan: planned unit.
         world_size: number of ranks that share the model.
         precision: dtypes of the model.
+        kept: dtypes of the parameters that are not gathered in the compute dtype. They are gathered without codes, and
+            their gradients are summed in at least fp32.
         grain: number of elements. The length of each shard is a multiple of this number.
         device: device of the full weights.
     """
@@ -55,21 +64,24 @@ def plan_flats(
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
     for param, name in plan.params.items():
         master = precision.master_of(param.dtype, trainable=param.requires_grad)
-        kinds.setdefault((master, precision.compute_of(param.dtype), param.requires_grad), {})[param] = name
+        compute = kept.get(param, precision.compute_of(param.dtype))
+        kinds.setdefault((master, compute, param.requires_grad), {})[param] = name
     flats = []
     for (master, compute, trainable), members in kinds.items():
-        split = precision.splits(master, trainable=trainable)
-        kept = compute if split else master
+        split = precision.splits(master, compute, trainable=trainable)
+        stored = compute if split else master
         layout = lay_out(
             [(name, tuple(param.shape)) for param, name in members.items()],
-            dtype=kept,
+            dtype=stored,
             trainable=trainable,
             world_size=world_size,
             grain=grain,
             matrix_align=max(ALIGN, _matrix_bytes(device) // compute.itemsize),
         )
-        as_codes = quantized and kept in QUANTIZABLE and compute in QUANTIZABLE
-        reduce, params = precision.reduce_of(master), list(members)
+        params, is_kept = list(members), any(param in kept for param in members)
+        as_codes = quantized and not is_kept and stored in QUANTIZABLE and compute in QUANTIZABLE
+        reduce = precision.reduce_of(master)
+        reduce = torch.promote_types(reduce, torch.float32) if is_kept else reduce
         flats.append(FlatPlan(layout, compute, reduce, params, split, as_codes, plan.replicated))
     return flats
 
@@ -82,6 +94,7 @@ class Plan(NamedTuple):
     """Planned flats of each unit."""
 
     device: torch.device
+    dtypes: Dtypes
     in_parts: bool = False
     """Whether gradients are added in a tree over the parts of a global batch, even on a single rank."""
 
@@ -111,7 +124,7 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Ranks, wrapper: t
         settings = (
             f"stage {options.stage}",
             f"prefetch {options.prefetch}",
-            f"{replace(options.precision, quantized_gather=False)}",  # `_describe` compares `quantized_gather`
+            f"{replace(options.precision, quantized_gather=False, keep=None)}",  # `_describe` compares both
             f"{options.route}",
             f"buffers {options.buffers!r}",
             f"{options.memory_limit or 'no memory limit'}",
@@ -133,8 +146,10 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
     units = partition_module(module, options.units, options.ignored, options.replicated)
     # With order="tree", norms combine statistics of blocks. No cut may divide a block, or norms would depend on `W`.
     grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
-    flats = [plan_flats(unit, world_size, options.precision, grain=grain, device=device) for unit in units]
-    return Plan(units, flats, device, in_parts=options.route.order == "tree")
+    roots = [unit.module for unit in units if unit.params]
+    dtypes = dtypes_of(module, options.precision, roots, options.ignored)
+    flats = [plan_flats(unit, world_size, options.precision, dtypes.kept, grain=grain, device=device) for unit in units]
+    return Plan(units, flats, device, dtypes, in_parts=options.route.order == "tree")
 
 
 def _matrix_bytes(device: torch.device) -> int:
@@ -148,9 +163,13 @@ def _matrix_bytes(device: torch.device) -> int:
 
 
 def _describe(plan: Plan) -> Iterable[str]:
+    if plan.dtypes.inputs:
+        yield f"{len(plan.dtypes.inputs)} modules that cast inputs"
     for unit, flats in zip(plan.units, plan.flats, strict=True):
         for flat in flats:
-            kind = f"{flat.layout.dtype}, {'trainable' if flat.layout.trainable else 'frozen'}"
+            kind = (
+                f"{flat.layout.dtype}, {'trainable' if flat.layout.trainable else 'frozen'}, gathered as {flat.compute}"
+            )
             place = f"in unit {unit.name or ROOT!r}{', gathered as codes' * flat.quantized}"
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 source = ", read from a file" * (init.values_of(param) is not None)

@@ -184,7 +184,12 @@ class _Save:
             self._discard()
             raise
         self._peers = peers.on_thread("save") if copied else peers
-        self._manifest = {"step": chosen[0], "ranks": peers.size, "stage": run.model.stage}
+        self._manifest = {
+            "step": chosen[0],
+            "ranks": peers.size,
+            "stage": run.model.stage,
+            "kept": run.model.kept_names,
+        }
         if (loops := ModelState(run.model).loops) is not None:
             self._manifest[files.LOOPS] = loops.finished
 

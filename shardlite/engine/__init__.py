@@ -6,7 +6,13 @@ packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.
 """
 
 from shardlite.engine.backward import Backward, in_backward
-from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
+from shardlite.engine.conversions import (
+    allow_conversions,
+    cast_floats,
+    cast_inputs,
+    refuse_conversions,
+    take_inputs_as_they_are,
+)
 from shardlite.engine.full_params import NO_COPY, FullParameters
 from shardlite.engine.local_shards import Shards, gather_param
 from shardlite.engine.module_buffers import Buffers

@@ -6,9 +6,10 @@ would have no effect (`.to()` the model's device). A conversion of a module that
 reaches the model. By then, PyTorch has converted the modules that come before the model.
 """
 
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -86,6 +87,69 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 # ---- inputs and outputs ----------------------------------------------------------------------------------------------
+
+_KEY = -2
+"""Key of the hooks that cast inputs. `torch.compile` guards on the keys, see `module_hooks.py`, which uses -1."""
+
+
+def cast_inputs(modules: Mapping[nn.Module, torch.dtype], outside: Collection[nn.Module] = ()) -> None:
+    """Let modules cast their floating-point inputs. Modules in `outside` leave autocast while their forward runs."""
+    for module, dtype in modules.items():
+        leaves = module in outside
+        handles = [module.register_forward_pre_hook(_casting(dtype, leaves), with_kwargs=True)]
+        if leaves:
+            handles.append(module.register_forward_hook(_return_to_autocast, always_call=True))
+        for table in _tables(module):
+            for handle in handles:
+                if handle.id in table:
+                    table[_KEY] = table.pop(handle.id)
+
+
+def take_inputs_as_they_are(modules: Iterable[nn.Module]) -> None:
+    """Undo `cast_inputs`."""
+    for module in modules:
+        for table in _tables(module):
+            table.pop(_KEY, None)
+
+
+def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    before: Any = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+    return (*before, module._forward_hooks, module._forward_hooks_always_called)
+
+
+@cache
+def _casting(dtype: torch.dtype, leaves: bool) -> Callable[..., Any]:
+    """Return a hook that casts inputs to `dtype`. All modules share it, or equal blocks would be compiled again."""
+
+    unchanged = (dtype, torch.int64)
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if leaves:
+            _leave_autocast(module)
+        if not kwargs and all(type(each) is Tensor and each.dtype in unchanged for each in args):
+            return None  # the usual case, without a search in containers
+        return cast_floats((args, kwargs), dtype)
+
+    return cast
+
+
+_LEFT = "_left_autocast"
+"""Attribute of a module whose forward runs outside of autocast: the kinds of devices for which autocast was on."""
+
+
+def _leave_autocast(module: nn.Module) -> None:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if kinds:
+        setattr(module, _LEFT, kinds)
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
+
+
+def _return_to_autocast(module: nn.Module, *_: Any) -> None:
+    if hasattr(module, _LEFT):
+        for kind in getattr(module, _LEFT):
+            torch.set_autocast_enabled(kind, True)
+        delattr(module, _LEFT)
 
 
 def cast_floats(container: Any, dtype: torch.dtype) -> Any:

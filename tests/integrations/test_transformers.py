@@ -1,6 +1,7 @@
 """`transformers.Trainer` with ShardLite: equal to the bit to the same program with DDP."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -486,6 +487,32 @@ def experts(make: Maker) -> Any:
 def test_parameters_that_peft_adapts_are_recomputed(cluster, tmp_path):
     pytest.importorskip("peft", reason="needs peft")
     cluster.check(same_as_ddp, 2, tmp_path, 3, experts)
+
+
+def keeps(group: Any, folder: Path, stage: int) -> None:
+    """Body of a rank: what is kept computes in fp32, although the trainer's forward runs in autocast."""
+    from shardlite import Precision
+    from tests.support.trainers import maker
+
+    seen, model = set(), llama()
+
+    def note(name: str, linear: Any, args: Any, output: Tensor) -> None:
+        seen.add(("down" in name, args[0].dtype, linear.weight.dtype, output.dtype))
+
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_hook(partial(note, name))
+    precision = Precision(compute=torch.bfloat16, keep="mlp.down_proj")
+    with session(group, folder):
+        trainer = maker(folder, stage)(model=model, args={"bf16": True}, sharding={"precision": precision})
+        trainer.train()
+    assert seen == {(True, *[torch.float32] * 3), (False, *[torch.bfloat16] * 3)}
+    assert trainer.model_wrapped.kept_names == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
+
+
+@STAGES
+def test_a_trainer_in_bf16_keeps_modules_in_fp32(cluster, tmp_path, stage):
+    cluster.check(keeps, 2, tmp_path, stage)
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ from shardlite.build import (
     timeline_of,
     validate,
 )
-from shardlite.config import Precision
+from shardlite.config import Keep, Precision
+from shardlite.engine import cast_inputs
 from shardlite.errors import LayoutError
 from shardlite.whole import Owned, assign, is_hidden_matrix, ranges_of
 
@@ -171,7 +172,7 @@ class Planner:
 
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
         self.events = cache(self._trace)
-        """`events(compute, checkpoint)` returns the events of one step."""
+        """`events(compute, checkpoint, keep)` returns the events of one step."""
 
     @property
     def unit_names(self) -> list[str]:
@@ -184,7 +185,8 @@ class Planner:
         Raises:
             SourceError: the model cannot be traced.
         """
-        events = self.events(setting.precision.compute, setting.checkpoint)
+        precision = setting.precision
+        events = self.events(precision.compute, setting.checkpoint, precision.keep)  # type: ignore[arg-type]
         budget = self._units(setting)
         return RankPlan(setting, budget, timeline_of(budget, events), events)
 
@@ -219,19 +221,21 @@ class Planner:
     def _units(self, setting: Setting) -> Budget:
         return budget_of(self._plan(setting), setting.recipe, buffers=self._buffers)
 
-    def _trace(self, compute: torch.dtype | None, recomputes: bool) -> Sequence[Event]:
+    def _trace(self, compute: torch.dtype | None, recomputes: bool, keep: Keep = None) -> Sequence[Event]:
         how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
         self._progress(f"tracing a step{how}")
         module = self._make()
+        dtypes = plan_units(module, Options(precision=Precision(compute=compute, keep=keep)), 2, _META).dtypes
         for param in module.parameters():
             if compute is not None and param.is_floating_point():
-                param.data = param.data.to(compute)  # the dtype of gathered units; tied parameters stay tied
+                param.data = param.data.to(dtypes.kept.get(param, compute))  # as gathered; tied parameters stay tied
+        cast_inputs(dtypes.inputs)
         plan = plan_units(module, Options(), 2, _META)
         units = build_units(plan, placement_of(plan, Options(), 0, 2))
         if recomputes:
             _checkpoint(plan.units)
         with self._faking(), torch.enable_grad():
-            return trace(module, units, plan.units, self.source.loss(module, compute))
+            return trace(module, units, plan.units, self.source.loss(module, dtypes.model))
 
     def _make(self) -> nn.Module:
         with self._faking():

@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from shardlite.build import UnitPolicy, partition_module, plan_flats
+from shardlite.build import UnitPolicy, dtypes_of, partition_module, plan_flats
 from shardlite.config import Precision
-from shardlite.engine import cast_floats
+from shardlite.engine import cast_floats, cast_inputs
 from shardlite.params import ALIGN, Layout
 
 
@@ -112,7 +112,10 @@ class Twin:
         self._group = group
         shards, device = shards or world_size, next(module.parameters()).device
         whole = replace(precision, master=torch.float32)
-        plans = [plan_flats(part, shards, whole, device=device) for part in partition_module(module, units)]
+        parts = partition_module(module, units)
+        self._dtypes = dtypes_of(module, precision, [part.module for part in parts if part.params])
+        plans = [plan_flats(part, shards, whole, self._dtypes.kept, device=device) for part in parts]
+        cast_inputs(self._dtypes.inputs, self._dtypes.outside)
         self._flats = [flat for flats in plans for flat in flats]
         self._own = dict(module.named_parameters())
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
@@ -134,7 +137,7 @@ class Twin:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module. Floating-point tensors in the inputs and the output are cast as `precision` specifies."""
-        compute, output = self._precision.compute, self._precision.output
+        compute, output = self._dtypes.model, self._precision.output
         result = self.module(*(inputs if compute is None else cast_floats(inputs, compute)), **options)
         return result if output is None else cast_floats(result, output)
 
