@@ -290,7 +290,7 @@ def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precisio
                 f"parameter {name!r} is {param.dtype}, and gradients are reduced as real numbers. Before wrapping, "
                 "store two parts by `torch.nn.utils.parametrize.register_parametrization(module, name, Parts())`: "
                 "`forward(real, imag)` of Parts returns torch.complex(real, imag), and `right_inverse(x)` returns "
-                "(x.real.clone(), x.imag.clone()). The module still reads a complex tensor, and elementwise steps do not "
+                "(x.real.clone(), x.imag.clone()). The module still reads a complex tensor; elementwise steps do not "
                 "change"
             )
         if param.requires_grad and param.dtype not in SUMMABLE:
