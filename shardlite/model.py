@@ -153,7 +153,8 @@ class ShardLite(nn.Module):
             of these copies are not averaged.
         replicate: modules and parameters that every rank keeps whole at any stage, for example a router or a module
             that is called outside of the model's forward. Their gradients are averaged, at the end of the backward, and
-            every rank steps them, as at stage 0. The module's own parameters can be read at any time.
+            every rank steps them, as at stage 0. The module's own parameters can be read at any time. Quantized weights
+            of torchao may be here, if they are frozen, or in `ignore`.
         device: device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
             meta device, the default is the current CUDA device if the group supports CUDA, else the CPU.
         init: function that initializes tensors on the meta device. Rank 0 calls it with each module that owns such
@@ -218,13 +219,16 @@ class ShardLite(nn.Module):
         route, precision = take_deprecated(route, precision, deprecated)
         self.stage, self.precision, self.module = stage, precision, module
         self._ignored_modules, self._ignored = validate.split_entries("ignore", ignore)
+        _, replicated = validate.split_entries("replicate", replicate)
+        self._compound = validate.take_compound(replicated) - self._ignored
+        self._ignored |= self._compound
         options = Options(
             stage=stage,
             units=units,
             precision=precision,
             reshard_after_forward=reshard_after_forward,
             ignored=self._ignored,
-            replicated=validate.split_entries("replicate", replicate)[1],
+            replicated=replicated,
             device=device,
             init=init,
             prefetch=prefetch,
@@ -1161,7 +1165,7 @@ class ShardLite(nn.Module):
         error = broadcast_init(plan.units, self._units, self.module, options.init, context)
         validate.mark_wrapped(self._units)
         agree(self._groups, [], error, what="initial values", timeout=context.timeout)
-        broadcast_buffers(self.module, context)
+        broadcast_buffers(self.module, context, self._compound)
         for flat in flats_of(self._units):
             for memory in (flat.local, flat.low, flat.full):
                 if memory is not None:

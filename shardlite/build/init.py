@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.build.partition import UnitPlan
@@ -305,20 +306,30 @@ class _Source:
                 piece[begin:end].copy_(self._cut[1][begin + offset : end + offset])
 
 
-def broadcast_buffers(module: nn.Module, context: Context) -> None:
-    """Copy rank 0's buffers (for example running statistics) to all ranks.
+def broadcast_buffers(module: nn.Module, context: Context, compound: Collection[Tensor] = ()) -> None:
+    """Copy rank 0's buffers (for example running statistics) and the parameters in `compound` to all ranks.
 
     A buffer that already has rank 0's values is not written, because such a buffer may be an expanded view (a mask),
     which does not allow writes.
     """
+    whole = [(name, param) for name, param in module.named_parameters() if param in compound]
     with torch.no_grad():
-        for name, buffer in module.named_buffers():
+        for name, buffer in (each for pair in (*module.named_buffers(), *whole) for each in _inner(*pair)):
             flat = buffer.detach().reshape(-1).clone()
             operation = context.operation(f"buffer {name!r}", "buffers")
             for transport in context.transports:
                 broadcast(flat, transport, operation=operation)
             if not torch.equal(flat.view(buffer.shape), buffer):
                 buffer.copy_(flat.view(buffer.shape))
+
+
+def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names of the tensors of which `tensor` consists, and these tensors: ordinarily `tensor` itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        for each in tensor.__tensor_flatten__()[0]:
+            yield from _inner(f"{name}.{each}", getattr(tensor, each))
+    else:
+        yield name, tensor
 
 
 class _Blank(NamedTuple):

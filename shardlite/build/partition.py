@@ -170,7 +170,8 @@ def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
-    children = [child for child in module if _numel(child.parameters())]
+    # A place of a list may have no module (`None`).
+    children = [child for child in module._modules.values() if child is not None and _numel(child.parameters())]
     classes = [type(child) for child in children]
     alike = [child for child in children if classes.count(type(child)) > 1]
     share = _numel({param for child in alike for param in child.parameters()})

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.build.init import Init
@@ -95,6 +96,16 @@ def split_entries(keyword: str, given: Iterable[nn.Module | nn.Parameter]) -> tu
     if strange := [each for each in entries if not isinstance(each, nn.Module | nn.Parameter)]:
         raise LayoutError(f"{keyword} must contain modules and parameters only, got {type(strange[0]).__name__}")
     return modules, params.union(*(each.parameters() for each in modules))
+
+
+def take_compound(replicated: set[Tensor]) -> set[Tensor]:
+    """Remove frozen parameters that consist of other tensors (quantized weights), and return them.
+
+    They have no gradients, so every rank keeps them whole as they are.
+    """
+    compound = {each for each in replicated if is_traceable_wrapper_subclass(each) and not each.requires_grad}
+    replicated -= compound
+    return compound
 
 
 def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
@@ -262,11 +273,25 @@ def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precisio
                 f"parameter {name!r} is a DTensor, so it is already sharded or replicated: wrap a model of plain "
                 "tensors. For replicas, pass a two-dimensional mesh as `group`"
             )
+        if is_traceable_wrapper_subclass(param):
+            raise LayoutError(
+                f"parameter {name!r} is a {type(param).__name__}, which consists of other tensors, so it cannot be cut "
+                "into shards: pass its module in `ignore`, so that each rank keeps its own values, or, if it is "
+                "frozen, in `replicate`, so that every rank gets rank 0's values"
+            )
         if param.device.type not in ("cpu", "cuda", "meta"):
             raise LayoutError(f"parameter {name!r} is on {param.device}: only the CPU and CUDA are supported")
         if param.grad is not None:
             raise LayoutError(
                 f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before wrapping"
+            )
+        if param.requires_grad and param.is_complex():
+            raise LayoutError(
+                f"parameter {name!r} is {param.dtype}, and gradients are reduced as real numbers. Before wrapping, "
+                "store two parts by `torch.nn.utils.parametrize.register_parametrization(module, name, Parts())`: "
+                "`forward(real, imag)` of Parts returns torch.complex(real, imag), and `right_inverse(x)` returns "
+                "(x.real.clone(), x.imag.clone()). The module still reads a complex tensor; elementwise steps do not "
+                "change"
             )
         if param.requires_grad and param.dtype not in SUMMABLE:
             raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")

@@ -186,27 +186,55 @@ class FullParameters:
         raise LayoutError(NO_COPY)
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Let the state dicts of sharded modules have names inside the context, with tensors on the meta device."""
+    def naming(self) -> Iterator[dict[Tensor, nn.Parameter]]:
+        """Inside the context, stand-ins on the meta device take the places of the module's parameters.
+
+        So state dicts have names, and code of the program that changes state dicts has tensors to compute with.
+
+        Returns:
+            The parameter of each stand-in.
+        """
         modules = set(self._module.modules()) - scripts(self._module)
+        own = {each: dict(each._parameters) for each in modules}
+        params = {param for params in own.values() for param in params.values() if param is not None}
+        stand_ins = {param: nn.Parameter(_shape_of(param), requires_grad=False) for param in params}
+        for each, its in own.items():
+            each._parameters.update({name: stand_ins.get(param) for name, param in its.items()})  # type: ignore[arg-type]
         self._reading = True
-        for each in modules:
-            vars(each)["_save_to_state_dict"] = partial(_save_names, each)
         try:
-            yield
+            yield {stand_in: param for param, stand_in in stand_ins.items()}
         finally:
             self._reading = False
-            for each in modules:
-                del vars(each)["_save_to_state_dict"]
+            for each, its in own.items():
+                each._parameters.update(its)
 
     def entries(self) -> dict[str, Tensor]:
-        """Return the module's own parameters and persistent buffers, each under all of its names."""
-        self._reading = True
+        """Return the module's own parameters and persistent buffers, each under all of its names.
+
+        The program may change the names, by hooks or methods (`state_dict`). A tensor that the program leaves out, or
+        computes other tensors from, has its name in the module, as in `full_parameters()`. Nothing is computed here.
+        """
+        own = dict(self._own())
         try:
-            entries = self._module.state_dict(keep_vars=True)
-        finally:
-            self._reading = False
-        return {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+            with self.naming() as param_of:
+                given = self._module.state_dict(keep_vars=True)
+        except Exception:  # the program's code needs values, so it computes
+            return own
+        named = {
+            name: own.get(name, value) if value not in param_of else param_of[value]
+            for name, value in given.items()
+            if isinstance(value, Tensor) and (value in param_of or not value.is_meta or name in own)
+        }
+        kept = set(named.values())
+        return named | {name: entry for name, entry in own.items() if entry not in kept}
+
+    def _own(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's own parameters and persistent buffers under their names in the module."""
+        for path, each in self._module.named_modules(remove_duplicate=False):
+            buffers = {k: v for k, v in each._buffers.items() if k not in each._non_persistent_buffers_set}
+            for name, value in (*each._parameters.items(), *buffers.items()):
+                if value is not None:
+                    yield f"{path}.{name}".lstrip("."), value
 
     def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool, whole: bool = False) -> LayoutError | None:
         """Return an error that says why a state dict does not fit the model, or `None` if the state dict fits.
@@ -226,7 +254,8 @@ class FullParameters:
         if strict and (missing or unknown):
             return LayoutError(
                 f"the state dict {lacking(missing, unknown)}: was it saved from another model, or from a wrapped one "
-                "without full_state_dict()?"
+                "without full_state_dict()? If the module's code computes its state dict, use `module.load_state_dict` "
+                "inside `gathered()`"
             )
         part = next((name for name, value in state_dict.items() if isinstance(value, ShardTensor)), None)
         if whole and part is not None:
@@ -315,13 +344,9 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
             state_dict[f"{prefix}{name}"] = apart(value)
 
 
-def _save_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: bool) -> None:
-    """Write the module's own entries into a state dict, with parameters on the meta device."""
-    own: dict[str, Any] = {}
-    type(module)._save_to_state_dict(module, own, prefix, True)
-    for name, value in own.items():
-        is_param = isinstance(value, nn.Parameter)
-        state_dict[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_param else value
+def _shape_of(param: Tensor) -> Tensor:
+    """Return a tensor on the meta device with the shape and the dtype of a parameter."""
+    return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,11 @@ class Shards:
         found = (self._by_param.get(param) for param in params)
         return next((each.slot.name for each in found if each is not None and each.param is not each.shard), None)
 
+    def are_parts_of(self, params: Iterable[Tensor]) -> bool:
+        """Return whether any of `params` is a shard that may be less than a whole parameter."""
+        found = (self._by_id.get(id(param)) for param in params)
+        return self.are_parts and any(each is not None and each.flat.rank is not None for each in found)
+
     def check(self) -> None:
         """Check that the program has not changed a shard in a way that would have no effect.
 

@@ -289,14 +289,16 @@ class ModuleHooks:
         self._depth[unit] -= 1
         if self._depth[unit]:
             return
-        if unit.was_touched() | (unit.writes() != self._written.pop(unit)):
+        written = unit.was_touched() | (unit.writes() != self._written.pop(unit))
+        if written:
             take_over_all(unit)
-            if self._calls is not None:  # the backward of this forward uses the new weights
-                self._calls.current[unit].version = unit.version()
         if self._calls is not None:
             call = self._calls.current.pop(unit)
+            read = call.version
+            if written:  # the backward of this forward uses the new weights
+                call.version = unit.version()
             if in_backward():
-                self._calls.expect_backward(call)
+                self._calls.expect_backward(call, read)
         self._gatherer.reshard(unit)
 
     def _check_locations(self, unit: Unit) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -237,6 +237,9 @@ _adopted: WeakSet[Optimizer] = WeakSet()
 
 _known: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
 """For each optimizer, the number of its parameters at the latest lookup of its models."""
+
+_dense: Any = WeakTensorKeyDictionary()
+"""The dense gradients of parameters that SparseAdam is stepping."""
 
 _unwrapped: Any = WeakTensorKeyDictionary()
 """The shards of models that were unwrapped."""
@@ -461,14 +464,26 @@ def before_step(
         model.before_step(optimizer)
     if models and isinstance(optimizer, AdamW) and optimizer.max_norm is not None:
         optimizer.norm = _norm_for(optimizer, models)
+    if isinstance(optimizer, SparseAdam):
+        _make_sparse(optimizer)
     return None
 
 
 def after_step(optimizer: Optimizer, *_: Any) -> None:
     """Record which parameters a step has changed."""
+    for param in params_of(optimizer) if isinstance(optimizer, SparseAdam) else ():
+        param.grad = _dense.pop(param, param.grad)
     stepped = [param for param in params_of(optimizer) if param.grad is not None]
     for model in models_of(optimizer):
         model.after_step(stepped)
+
+
+def _make_sparse(optimizer: Optimizer) -> None:
+    """Give wrapped models' gradients the rows that any rank has used. Gradients are dense after their reduction."""
+    for param in params_of(optimizer):
+        if param.grad is not None and not param.grad.is_sparse and id(param) in _models:
+            _dense[param] = param.grad
+            param.grad = param.grad.to_sparse(1)
 
 
 def _norm_for(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> Tensor:
@@ -521,8 +536,14 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
             f"{type(optimizer).__name__} would step only the upper half of split weights "
             '(master="split24"): use shardlite.AdamW, or a master in fp32'
         )
-    if model.shards.are_parts:
-        _check_elementwise(optimizer)
+    if not model.shards.are_parts_of(params):
+        return
+    if isinstance(optimizer, SparseAdam):
+        raise LayoutError(
+            "SparseAdam cannot step shards, because it steps whole rows: wrap the model with replicate=[embedding], so "
+            "that every rank steps the whole table, or use shardlite.AdamW, which needs no sparse gradients"
+        )
+    _check_elementwise(optimizer)
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:

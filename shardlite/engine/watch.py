@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, cast
@@ -130,12 +130,16 @@ class _Part:
     is_whole: bool
     """Whether the shard has all elements."""
 
+    cuts: Callable[[], Sequence[int]]
+    """Function that returns the `W + 1` cuts between ranks, as indices of elements of the parameter."""
+
     @staticmethod
     def of(flat: Flat, index: int) -> "_Part":
         slot, (start, stop) = flat.layout.slots[index], flat.range_of(index)
         cuts = enumerate(pairwise(flat.cuts_of(index)))
         without = [rank for rank, (first, end) in cuts if first == end]
-        return _Part(slot.name, start, stop, slot.numel, slot.shape, without, stop - start == slot.numel)
+        cut = partial(slot.cut, flat.layout.cuts)
+        return _Part(slot.name, start, stop, slot.numel, slot.shape, without, stop - start == slot.numel, cut)
 
 
 _known: Any = WeakTensorKeyDictionary()
@@ -328,13 +332,22 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raise if a function combines a shard, or its gradient, with a tensor of the shape of the whole parameter.
+    """Raise if a function combines a shard, or its gradient, with elements that are not those of the shard.
 
-    In a hand-written step, the other tensor may be the parameter itself. In a moving average, the other tensor may be
-    a copy that was made before wrapping.
+    In a hand-written step, the other tensor may be the whole parameter. In a moving average, the other tensor may be a
+    whole copy that was made before wrapping, or a shard of another model.
     """
     for together in _side_by_side(args):
-        parts = [known.part for known in map(_known_as, together) if known is not None and not known.part.is_whole]
+        all_parts = [known.part for known in map(_known_as, together) if known is not None]
+        for part, other in pairwise(all_parts):
+            if part.shape == other.shape and part.cuts() != other.cuts():
+                raise LayoutError(
+                    f"{getattr(func, '__name__', func)} of shards of {part.name!r} and {other.name!r}, which "
+                    "are cut at different elements: parameters that were trainable and frozen when a model was wrapped "
+                    "lie apart. For equal cuts wrap both models with the same options and the same `requires_grad`, "
+                    "and freeze the teacher afterwards (`teacher.requires_grad_(False)`); or use `shardlite.EMA`"
+                )
+        parts = [part for part in all_parts if not part.is_whole]
         for each in together:
             copied = not isinstance(each, _Watched) and any(
                 part.numel > 1 and each.shape == part.shape for part in parts

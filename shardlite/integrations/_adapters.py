@@ -36,9 +36,9 @@ def names_in_file(model: ShardLite, adapter: str) -> dict[str, str]:
     inner: Any = model.module
     config = inner.peft_config[adapter]
     named = {name: torch.empty(each.shape, device="meta") for name, each in ModelState(model).full.entries().items()}
-    owners = {id(each): name for name, each in [*inner.named_parameters(), *named.items()]}
     # At inference, PEFT saves the parameter of a prompt encoder. While it trains, PEFT saves what the encoder computes.
     with ModelState(model).full.naming(), replaced(config, inference_mode=True):
+        owners = {id(each): name for name, each in [*inner.named_parameters(), *named.items()]}
         saved = get_peft_model_state_dict(inner, state_dict=named, adapter_name=adapter)
     owned = {key: owners.get(id(value)) for key, value in saved.items()}
     computed = [key for key, name in owned.items() if name is None]

@@ -305,7 +305,8 @@ def _pieces(run: Sequence[tuple[StateSlot, Tensor]], unscale: bool) -> Iterator[
 
 def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     """View elements `[start, stop)` of the tensor's storage, outside of autograd."""
-    return torch.as_strided(tensor.data, (stop - start,), (1,), start)
+    # `.detach()`, and not `.data`: a view of a shard's `.data` would refuse `shard.data = ...` of the program.
+    return torch.as_strided(tensor.detach(), (stop - start,), (1,), start)
 
 
 # ---- states ---------------------------------------------------------------------------------------------------------

@@ -196,8 +196,7 @@ class Flat:
 
     def cuts_of(self, index: int) -> list[int]:
         """Return the `W + 1` cuts between ranks, as indices of elements of slot `index`."""
-        slot = self.layout.slots[index]
-        return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
+        return self.layout.slots[index].cut(self.layout.cuts)
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Return the part of a gradient shard that belongs to each trainable slot."""

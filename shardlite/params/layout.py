@@ -98,6 +98,10 @@ class Slot:
         first = min(max(self.start, start), stop)
         return first - start, max(min(self.stop, stop), first) - start
 
+    def cut(self, cuts: Sequence[int]) -> list[int]:
+        """Return the cuts between ranks as indices of elements of this parameter."""
+        return [min(max(cut - self.start, 0), self.numel) for cut in cuts]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:

@@ -207,7 +207,7 @@ class Calls:
         self.current: dict[Unit, Call] = {}
         """Calls whose forward is running."""
 
-    def expect_backward(self, call: Call) -> None:
+    def expect_backward(self, call: Call, read: int) -> None:
         """Keep a unit unsharded after its recomputation inside a backward, until the backward has used the unit.
 
         With reentrant checkpointing, the nodes of `call` use the unit. Non-reentrant checkpointing discards the
@@ -218,6 +218,8 @@ class Calls:
             call.unshard()
         earlier = [each for each in self.live[call.unit] if each is not call]
         if earlier:
+            if earlier[-1].version == read:
+                earlier[-1].version = call.version
             earlier[-1].unshard()
 
     @contextmanager

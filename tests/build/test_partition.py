@@ -55,6 +55,14 @@ def test_automatic_units_of_sequences():
     assert unit_names(nn.Linear(4, 4)) == [""]
 
 
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+def test_places_of_a_list_without_a_module(kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"layers": kind()})
+    for place, child in enumerate([Block(), None, Block(), None]):
+        model["layers"].add_module(str(place), child)
+    assert unit_names(model) == unit_names(model, Block) == ["layers.0", "layers.2"]
+
+
 def test_policies():
     model = Language(vocabulary=500, tied=True)
     assert unit_names(model, Block) == ["", "blocks.0", "blocks.1", "blocks.2"]

@@ -1,5 +1,6 @@
 """User code with autograd, threads and hooks works, or raises an error with a remedy."""
 
+import copy
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, LayoutError, ShardLite
 from tests.support.models.residual import WIDTH, Block, net
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_bits, take_step
 
 WORDS = 200
 
@@ -89,13 +90,28 @@ def test_optimizers_in_hooks(group: Any, stage: int) -> None:
 # ---- sparse gradients ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.stages(1, 3)
+@pytest.mark.stages(0, 3)
 def test_sparse_adam(group: Any, stage: int) -> None:
+    """Each rank steps whole tables, whose gradients are averaged. Only rows that some rank has used are stepped."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block())
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage, replicate=[plain[0]])
+    pairs = [(each, optim.SparseAdam([next(each.parameters())], lr=0.1)) for each in (model, twin)]
+    for step in range(4):
+        words = torch.randint(0, WORDS // 2, (2, 6), generator=torch.Generator().manual_seed(step))
+        for each, optimizer in pairs:
+            mine = words[group.rank()] if each is model else words
+            take_step(optimizer, each(mine).square().mean())
+    torch.testing.assert_close(model.full_state_dict()["0.weight"], twin[0].weight.detach())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sparse_adam_of_shards_is_refused(group: Any, stage: int) -> None:
     model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
     optimizer = optim.SparseAdam([next(model.parameters())])
     model(torch.arange(4)).sum().backward()
-    # At stage 0 shards are whole parameters, so PyTorch's own error is raised.
-    with pytest.raises(LayoutError if stage else RuntimeError, match=r"SparseAdam .*does not support dense gradients"):
+    with pytest.raises(LayoutError, match=r"wrap the model with replicate=\[embedding\]"):
         optimizer.step()
     model.zero_grad()
     optimizer = AdamW(model.parameters())

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from shardlite.engine.watch import EVERY, STEPS, SeenShard, _known
-from tests.support.twins.sharded import slow, take_step
+from tests.support.twins.sharded import same_states, slow, take_step
 
 WIDTH = 40
 
@@ -345,6 +345,37 @@ def test_moving_averages_over_whole_copies_are_refused(group: Any) -> None:
     for step in (lambda a, p: a.lerp_(p, 0.1), lambda a, p: a.mul_(0.9).add_(p.data, alpha=0.1)):
         with pytest.raises(LayoutError, match=r"of a whole parameter and a shard of '\d\."):
             update(step)
+
+
+def by_element(teacher: nn.Module, student: nn.Module) -> None:
+    for average, weight in zip(teacher.parameters(), student.parameters(), strict=True):
+        average.mul_(0.9).add_(weight.data, alpha=0.1)
+
+
+def by_list(teacher: nn.Module, student: nn.Module) -> None:
+    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
+
+
+@pytest.mark.stages(2, 3)
+@pytest.mark.parametrize("average", [by_element, by_list])
+@torch.no_grad()
+def test_a_teacher_that_is_cut_differently_is_refused(group: Any, average: Any, stage: int) -> None:
+    """The student has a frozen parameter, so equal models have other cuts if the teacher is frozen before wrapping."""
+    torch.manual_seed(3)
+    student = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
+    student[0].bias.requires_grad_(False)
+    teachers = [copy.deepcopy(student).requires_grad_(False), copy.deepcopy(student)]
+    plain = [copy.deepcopy(teachers[1]), copy.deepcopy(student)]
+    student, cut_differently, teacher = (ShardLite(each, group=group, stage=stage) for each in (student, *teachers))
+    if stage:
+        with pytest.raises(LayoutError, match=r"which are cut at different .*freeze the teacher afterwards"):
+            average(cut_differently, student)
+    teacher.requires_grad_(False)
+    for each in (*student.parameters(), *plain[1].parameters()):
+        each.add_(1.0)
+    average(teacher, student)
+    average(*plain)
+    same_states("the average", teacher.full_state_dict(), plain[0].state_dict())
 
 
 def test_copies_of_gradients_are_ordinary_in_the_end(group: Any) -> None:

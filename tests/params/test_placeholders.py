@@ -148,6 +148,33 @@ def test_former_data_keeps_its_values(group: Any, of: Any, stage: int) -> None:
             same_bits(f"{name} restored", param.detach(), before[name])
 
 
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+@pytest.mark.stages(0, 3)
+def test_data_is_moved_and_put_back_between_steps(group: Any, state: str, stage: int) -> None:
+    """Adversarial training moves weights, and puts copies back: the library itself has no views of `.data`."""
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    pairs = [
+        (each, AdamW(each.parameters(), lr=0.01, state=state if each is model else "fp32")) for each in (model, twin)
+    ]
+    for _ in range(3):
+        losses = []
+        for each, optimizer in pairs:
+            square(each).backward()
+            kept = [param.data.clone() for param in each.parameters()]
+            for param in each.parameters():
+                param.data.mul_(0.5)
+            losses.append(square(each))
+            losses[-1].backward()
+            for param, former in zip(each.parameters(), kept, strict=True):
+                param.data = former
+            optimizer.step()
+            optimizer.zero_grad()
+        if state == "fp32":
+            same_bits("moved", losses[0].detach(), losses[1].detach())
+
+
 @pytest.mark.stages(0, 3)
 def test_data_that_would_change_something_else_is_refused(group: Any, stage: int) -> None:
     plain = net()

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardlite import LayoutError, Precision, ShardLite
 from tests.support.models.residual import WIDTH, Block
@@ -95,6 +97,48 @@ def test_what_a_forward_writes_is_kept(group: Any, kind: type[nn.Module], stage:
         same_bits(f"loss {step}", *losses)
         full = model.full_state_dict()
         same_states(f"after step {step}", full, twin.state_dict())
+
+
+class Normalized(nn.Linear):
+    """Normalizes its weight before each use."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.copy_(functional.normalize(self.weight, dim=1))
+        return super().forward(x)
+
+
+class Checkpointed(nn.Module):
+    """A block of which checkpointing recomputes a part that writes its weights. It runs twice."""
+
+    def __init__(self, kind: Any, *, reentrant: bool) -> None:
+        super().__init__()
+        self.before, self.writes, self.reentrant = nn.Linear(WIDTH, WIDTH), kind(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.writes, self.before(x).tanh(), use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.stages(2, 3)
+@pytest.mark.parametrize("kind", [Normalized, Clamped])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.sample(2)
+def test_what_a_recomputation_writes_is_used_and_kept(group: Any, reentrant: bool, kind: Any, stage: int) -> None:
+    """As in a plain model, the backward uses the weights that the recomputation has written."""
+    plain = nn.Sequential(*(Checkpointed(kind, reentrant=reentrant) for _ in range(3)))
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage, units=Checkpointed)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, twin)]
+    for step in range(3):
+        x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(step))
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            take_step(optimizer, each(x).square().mean())
+        same_states(f"after step {step}", model.full_state_dict(), twin.state_dict())
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
