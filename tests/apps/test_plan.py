@@ -250,7 +250,7 @@ def test_cards_are_names_or_amounts():
 
 def test_ranks_that_own_equally_much_share_a_line():
     whole = [(0, 6)] * 5
-    members = [Owned(name=f"{i}", unit="", shape=(2, 3), ranges=whole, owner=i) for i in (0, 1, 3)]
+    members = [Owned(name=f"{i}", unit="", shape=(2, 3), ranges=whole, owner=i, place=i) for i in (0, 1, 3)]
     first, last = describe(members)
     assert first.startswith("ranks 0-1, 3, each: 1 parameters, 6 elements (33.3%; at most 0 of them")
     assert last.startswith("ranks 2, 4, each: 0 parameters")
