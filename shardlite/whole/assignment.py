@@ -9,7 +9,7 @@ Legend: `W` ranks. A load is a share of the work and a share of the elements of 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from operator import itemgetter
 
@@ -186,18 +186,28 @@ def _improve(free: Sequence[Owned], loads: Loads, ranks: int) -> None:
 
 
 def describe(members: Sequence[Owned]) -> list[str]:
-    """Return a line for each rank: what it owns, and its shares of the work and of the elements."""
+    """Return a line for ranks that own equally much: what each owns, and its shares of the work and of the elements."""
     ranks = len(members[0].ranges)
     loads = Loads(members, ranks)
     for each in members:
         loads.add(each, each.owner)
-    lines = []
+    alike: dict[tuple[int, int, str, str], list[tuple[int, int]]] = {}
     for rank in range(ranks):
         own = [each for each in members if each.owner == rank]
         moved = sum(each.numel - (each.ranges[rank][1] - each.ranges[rank][0]) for each in own)
         work, elements = loads.shares(rank)
-        lines.append(
-            f"rank {rank}: {len(own)} parameters, {sum(each.numel for each in own):,} elements ({elements:.1%}; "
-            f"{moved:,} of them from other ranks), {work:.1%} of the work"
-        )
-    return lines
+        key = len(own), sum(each.numel for each in own), f"{elements:.1%}", f"{work:.1%}"
+        alike.setdefault(key, []).append((rank, moved))
+    return [
+        f"{_ranks([rank for rank, _ in who])}: {count} parameters, {numel:,} elements ({elements}; "
+        f"{'at most ' * (len(who) > 1)}{max(moved for _, moved in who):,} of them from other ranks), {work} of the work"
+        for (count, numel, elements, work), who in alike.items()
+    ]
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """Return ascending ranks as text: `ranks 0-3, 7, each`."""
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return f"ranks {', '.join(f'{run[0]}-{run[-1]}' if len(run) > 1 else f'{run[0]}' for run in runs)}, each"

@@ -245,7 +245,7 @@ def test_train_starts_itself_once_per_rank(monkeypatch, tmp_path):
     assert cli.main(arguments) == 7
     assert started == [((3, arguments), {"restarts": 0})]
     assert launch.torchrun(3, arguments)[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "--", "shardlite"),
+        *("-m", "shardlite.apps.launch", "--standalone", "--nproc-per-node", "3", "-m", "--", "shardlite"),
         *arguments,
     ]
 

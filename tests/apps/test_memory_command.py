@@ -166,6 +166,18 @@ def test_processes_are_started_and_what_ends_them_is_reported():
     assert "has no attribute 'NoSuchModel'" in program.measure("ddp", 1)["error"]
 
 
+@pytest.mark.parametrize(("nbytes", "cell"), [(3 << 10, "tensors, KiB\n3"), (20 << 20, "tensors, MiB\n20")])
+def test_small_models_are_printed_in_kib(nbytes, cell):
+    row = json.loads((RESULTS / "footprint-mlp-2ranks.jsonl").read_text().splitlines()[0])
+    for name in {"pss_bytes", "predicted_bytes", "between_bytes", "made_bytes", "wrap_peak_bytes"} & row.keys():
+        del row[name]
+    columns = table.render(
+        [row | {"tensor_bytes": nbytes}], lambda cells: "\n".join(map(str, zip(*cells, strict=True)))
+    )
+    title, number = cell.split("\n")
+    assert f"('{title}', '{number}')" in columns
+
+
 def test_ranks_that_end_without_a_row_are_reported():
     assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).measure("ddp", 1)["error"]
 

@@ -15,6 +15,7 @@ from shardlite.apps.plan.simulate import scaling, simulate
 from shardlite.apps.plan.source import Source, SourceError, find_source
 from shardlite.build import ACTIVATIONS, Kind
 from shardlite.config import Precision
+from shardlite.whole.assignment import Owned, describe
 from tests.support.models.residual import Chain
 
 WIDTH = 16
@@ -245,3 +246,11 @@ def test_the_picture_of_memory_has_the_numbers_of_the_table(tmp_path, monkeypatc
 def test_cards_are_names_or_amounts():
     assert memory_of("H100") == memory_of("80GB") == 80 * 10**9
     assert memory_of("1.5 GiB") == 3 * 2**29
+
+
+def test_ranks_that_own_equally_much_share_a_line():
+    whole = [(0, 6)] * 5
+    members = [Owned(name=f"{i}", unit="", shape=(2, 3), ranges=whole, owner=i, place=i) for i in (0, 1, 3)]
+    first, last = describe(members)
+    assert first.startswith("ranks 0-1, 3, each: 1 parameters, 6 elements (33.3%; at most 0 of them")
+    assert last.startswith("ranks 2, 4, each: 0 parameters")

@@ -134,12 +134,6 @@ def test_a_file_that_is_no_toml_or_not_there_is_named(refused, file):
     assert f"{file} is not TOML: Invalid value (at line 1" in refused("--config", file)
 
 
-def test_python_3_10_reads_no_file(refused, file, monkeypatch):
-    file.write_text("steps = 3\n")
-    monkeypatch.setattr(command, "sys", SimpleNamespace(version_info=(3, 10, 2), version="3.10.2 (main)"))
-    assert f"{file}: option files require Python 3.11 or newer, this is 3.10.2" in refused("--config", file)
-
-
 def test_numbers_of_a_file_are_checked_like_others(refused, file):
     file.write_text("steps = 0\nranks = 2\n")
     assert "steps must be positive, got 0" in refused("--config", file)

@@ -89,6 +89,14 @@ def test_every_limit_has_a_reason_a_remedy_and_a_test():
         assert TEST.search(row[-1]), f"no test shows it: {row[0]}"
 
 
+def test_every_trick_says_how_and_has_a_test():
+    for row in cells((ROOT / "docs" / "tricks.md").read_text()):
+        assert len(row) == 4, row
+        assert all(row), row
+        assert row[1].startswith(("Works", "Refused")), row
+        assert TEST.search(row[-1]), f"no test shows it: {row[0]}"
+
+
 def test_every_row_has_a_test_for_what_we_say_of_ourselves():
     rows, notes = cells(PROGRAMS), items(PROGRAMS)
     assert len(rows) > 40

@@ -1,6 +1,7 @@
 """The code of the README runs unchanged."""
 
 import re
+import tomllib
 
 import pytest
 
@@ -47,6 +48,16 @@ def test_without_torchrun_the_program_says_how_to_start_it(tmp_path):
 
 def test_there_is_one_python_block_of_twelve_lines():
     assert [len([line for line in block.splitlines() if line]) for block in BLOCKS] == [12]
+
+
+def test_one_oldest_python_is_named_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    oldest = project["project"]["requires-python"].removeprefix(">=")
+    assert f"(Python {oldest} or newer" in README
+    assert f"| Python {oldest}, " in (ROOT / "docs" / "gpu.md").read_text()
+    assert f"Programming Language :: Python :: {oldest}" in project["project"]["classifiers"]
+    assert project["tool"]["mypy"]["python_version"] == oldest
+    assert project["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
 
 
 def test_make_targets_exist():

@@ -1,14 +1,12 @@
 """`shardlite train` on the command line, and the settings of a command that trains the GPT."""
 
-import sys
+import tomllib
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from shardlite.apps import launch
 from shardlite.apps.demo.settings import OPTIMIZERS, RATES, SIZES, Settings
@@ -73,9 +71,6 @@ def arguments_in(path: Path, parser: ArgumentParser) -> list[str]:
         precision = "bf16"
         in-backward = true
     """
-    if sys.version_info < (3, 11):
-        raise ValueError(f"{path}: option files require Python 3.11 or newer, this is {sys.version.split()[0]}")
-    tomllib: Any = import_module("tomllib")  # Python 3.10, which the library supports, has no `tomllib`
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:

@@ -133,6 +133,9 @@ def _resume(run: Run) -> tuple[list[Point], int]:
     if run.rank == 0 and found.source:
         source = folder if Path(found.source).parent == folder else found.source
         print(f"The run resumes after step {len(curve)} of {run.settings.steps}, from {source}.", flush=True)
+        before, now = found.get("options", {}), _options(run)
+        for name in (name for name in now if before.get(name, now[name]) != now[name]):
+            print(f"It continues with {name} {now[name]} instead of {before[name]}.", flush=True)
     return curve, found.get("sequences", 0)
 
 
@@ -142,11 +145,19 @@ def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
     if settings.checkpoints is None:
         return
     points = [(each.step, each.train, each.validation) for each in curve]
-    extra = {"curve": points, "sequences": drawn, **_scaling(run)}
+    extra = {"curve": points, "sequences": drawn, "options": _options(run), **_scaling(run)}
     if settings.redundancy is not None:
         save_in_memory(settings.checkpoints, run.model, run.optimizer, extra, step=step)
     if ends or step % settings.save_every == 0 or step == settings.steps:
         save(settings.checkpoints, run.model, run.optimizer, extra, step=step, keep=2)
+
+
+def _options(run: Run) -> dict[str, str]:
+    """Return the number of ranks and the settings that a resumed run may change, as text by name."""
+    chosen = asdict(run.settings)
+    for each in ("gpt", "out", "log", "checkpoints", "save_every", "redundancy"):
+        del chosen[each]
+    return {"ranks": f"{run.ranks}", **{name: f"{value}" for name, value in chosen.items()}}
 
 
 def _scaling(run: Run) -> dict[str, torch.amp.GradScaler]:

@@ -1,7 +1,7 @@
 """Describe where and when a row was measured."""
 
 import platform
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
         "machine": f"{gpu}{_processor()}, {usable_cores()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
 

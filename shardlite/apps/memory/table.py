@@ -1,6 +1,7 @@
 """Format tables of memory: rows of several systems, and one step by purpose next to its plan."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from shardlite.apps.memory.measure import Row
@@ -13,19 +14,29 @@ from shardlite.build import ACTIVATIONS
 
 _MALLOC = {"returns": "malloc returns large blocks to the system", "default": "malloc with its defaults"}
 
-_COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "system": ("system", lambda row: str(row["system"])),
-    "step, MiB": ("pss_bytes", lambda row: _mib(row["pss_bytes"])),
-    "/ FSDP2's": ("pss_vs_fsdp2", lambda row: f"{row['pss_vs_fsdp2']:.2f}"),
-    "tensors, MiB": ("tensor_bytes", lambda row: _mib(row["tensor_bytes"])),
-    "predicted, MiB": ("predicted_bytes", lambda row: _mib(row["predicted_bytes"])),
-    "measured / predicted": ("predicted_bytes", lambda row: f"{row['tensor_bytes'] / row['predicted_bytes']:.3f}"),
-    "between steps, MiB": ("between_bytes", lambda row: _mib(row["between_bytes"])),
-    "made, MiB": ("made_bytes", lambda row: _mib(row["made_bytes"])),
-    "wrapping, MiB": ("wrap_peak_bytes", lambda row: _mib(row["wrap_peak_bytes"])),
-    "unexplained": ("unexplained", lambda row: f"{100 * row['unexplained']:+.1f} %"),
+_COLUMNS: dict[str, tuple[str, Callable[[Row, str], str]]] = {
+    "system": ("system", lambda row, unit: str(row["system"])),
+    "step, %s": ("pss_bytes", lambda row, unit: _in(unit, row["pss_bytes"])),
+    "/ FSDP2's": ("pss_vs_fsdp2", lambda row, unit: f"{row['pss_vs_fsdp2']:.2f}"),
+    "tensors, %s": ("tensor_bytes", lambda row, unit: _in(unit, row["tensor_bytes"])),
+    "predicted, %s": ("predicted_bytes", lambda row, unit: _in(unit, row["predicted_bytes"])),
+    "measured / predicted": (
+        "predicted_bytes",
+        lambda row, unit: f"{row['tensor_bytes'] / row['predicted_bytes']:.3f}",
+    ),
+    "between steps, %s": ("between_bytes", lambda row, unit: _in(unit, row["between_bytes"])),
+    "made, %s": ("made_bytes", lambda row, unit: _in(unit, row["made_bytes"])),
+    "wrapping, %s": ("wrap_peak_bytes", lambda row, unit: _in(unit, row["wrap_peak_bytes"])),
+    "unexplained": ("unexplained", lambda row, unit: f"{100 * row['unexplained']:+.1f} %"),
 }
-"""For each column, a key of rows and a function that formats the cell. Columns whose key no row has are left out."""
+"""For each column, a key of rows and a function that formats the cell in a unit. `%s` in the title is the unit.
+
+Columns whose key no row has are left out.
+"""
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20}
+_FEW = 10 * 2**20
+"""A run whose rows all have fewer bytes in tensors is printed in KiB."""
 
 
 def runs(rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -52,13 +63,15 @@ def render(rows: Sequence[Row], table: Callable[[list[list[str]]], str] = aligne
 
 def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline) -> str:
     """Format the plan of a step next to its recorded timeline `ours`, and the peak of FSDP2's timeline `theirs`."""
-    rows = [["MiB of rank 0, each at its peak", "predicted", "measured", "beyond"]]
+    unit = "KiB" if theirs.peak < _FEW else "MiB"
+    size = partial(_in, unit, digits=2)
+    rows = [[f"{unit} of rank 0, each at its peak", "predicted", "measured", "beyond"]]
     for name, least, most, measured in comparison(plan, ours):
         outside = beyond(least, most, measured)
-        bounds = dict.fromkeys((_mib(least, 2), _mib(most, 2)))  # two bounds if the peak depends on when reductions end
+        bounds = dict.fromkeys((size(least), size(most)))  # two bounds if the peak depends on when reductions end
         predicted = " to ".join(bounds)
-        rows.append([name, predicted, _mib(measured, 2), f"{100 * outside:+.2f} %" if outside else "0 %"])
-    rows.append(["FSDP2, all together", "", _mib(theirs.peak, 2), ""])
+        rows.append([name, predicted, size(measured), f"{100 * outside:+.2f} %" if outside else "0 %"])
+    rows.append(["FSDP2, all together", "", size(theirs.peak), ""])
     return f"{heading(source, plan.setting)}\n{words(plan.setting)}\n\n{aligned(rows)}"
 
 
@@ -90,8 +103,9 @@ def _render_run(run: Sequence[Row], table: Callable[[list[list[str]]], str]) -> 
     if not measured:
         return "\n".join([f"{run[0]['model']}, {run[0]['ranks']} CPU ranks", *failures])
     keys = {key for row in measured for key in row}
-    columns = {name: column for name, column in _COLUMNS.items() if column[0] in keys}
-    cells = [[cell(row) if key in row else "" for key, cell in columns.values()] for row in measured]
+    unit = "KiB" if max(row["tensor_bytes"] for row in measured) < _FEW else "MiB"
+    columns = {name.replace("%s", unit): column for name, column in _COLUMNS.items() if column[0] in keys}
+    cells = [[cell(row, unit) if key in row else "" for key, cell in columns.values()] for row in measured]
     return "\n\n".join([_heading(measured[0]), table([list(columns), *cells]), *failures])
 
 
@@ -104,5 +118,5 @@ def _heading(row: Row) -> str:
     )
 
 
-def _mib(nbytes: int, digits: int = 0) -> str:
-    return f"{nbytes / 2**20:.{digits}f}"
+def _in(unit: str, nbytes: int, digits: int = 0) -> str:
+    return f"{nbytes / _UNITS[unit]:.{digits}f}"

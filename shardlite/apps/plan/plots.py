@@ -88,8 +88,10 @@ def _memory(planner: Planner, groups: Sequence[Group], card: int | None) -> Figu
         _write_line(axes, len(STYLES) + 1, "peak", [f"{size:.2f}" for size in below])
         axes.set_xticks([])
         if card is not None:
-            axes.axhline(card / 1e9, color="black", linestyle="--", linewidth=1.2, label=f"card, {card / 1e9:g} GB")
-            axes.legend(frameon=False, fontsize=8, loc="upper right")
+            axes.axhline(card / 1e9, color="black", linestyle="--", linewidth=1.2)
+            place: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 8}
+            axes.annotate(f"card, {card / 1e9:g} GB", (1, card / 1e9), (0, 2), ("axes fraction", "data"), **place)
+            axes.set_ylim(0, 1.1 * max(card / 1e9, *below))
         axes.set_xlim(-0.6, len(names) - 0.4)
         axes.set_ylabel("GB per rank at the peak", fontsize=9)
         axes.set_title(words(group.setting), fontsize=8, loc="left")
