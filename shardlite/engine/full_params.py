@@ -53,12 +53,20 @@ class FullParameters:
             param: (unit, flat, i) for unit in units for flat in unit.flats for i, param in enumerate(flat.params)
         }
         self._reading = False
+        self.gathers_states = False
+        """Whether `state_dict()` of a sharded module gathers weights, on every rank, and is not refused."""
+
+        self._states = ExitStack()  # left at the end of such a call
+        self._states_of: nn.Module | None = None
+        self._versions: list[int] = []
         self._hooks: list[RemovableHandle] = []
         reads = partial(self._refuse, "use full_state_dict() of the ShardLite model, or be inside `gathered()`")
         loads = partial(self._refuse, "use load_full_state_dict() of the ShardLite model, or load inside `gathered()`")
         for each in set(module.modules()) - scripts(module):
             self._hooks.append(each.register_state_dict_post_hook(_separate))  # type: ignore[no-untyped-call]
             if any(unit.needs_gather for unit in units):
+                self._hooks.append(each.register_state_dict_pre_hook(self._gather_states))  # type: ignore[no-untyped-call]
+                self._hooks.append(each.register_state_dict_post_hook(partial(self._end_states)))  # type: ignore[no-untyped-call]
                 self._hooks.append(each.register_state_dict_pre_hook(reads))  # type: ignore[no-untyped-call]
                 self._hooks.append(each.register_load_state_dict_pre_hook(loads))  # type: ignore[no-untyped-call]
 
@@ -186,12 +194,12 @@ class FullParameters:
         raise LayoutError(NO_COPY)
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Let the state dicts of sharded modules have names inside the context, with tensors on the meta device."""
+    def naming(self, values: Mapping[Tensor, Tensor] = {}) -> Iterator[None]:
+        """Let the state dicts of sharded modules have `values` of parameters, and meta tensors for other parameters."""
         modules = set(self._module.modules()) - scripts(self._module)
         self._reading = True
         for each in modules:
-            vars(each)["_save_to_state_dict"] = partial(_save_names, each)
+            vars(each)["_save_to_state_dict"] = partial(_save_names, each, values)
         try:
             yield
         finally:
@@ -250,6 +258,23 @@ class FullParameters:
         """Return the range of this rank's elements in an entry."""
         place = self._places.get(entry)
         return (0, entry.numel()) if place is None else place[1].range_of(place[2])
+
+    def _gather_states(self, module: nn.Module, prefix: str, _: bool) -> None:
+        """Gather the weights for the state dict of a module, unless this is part of such a call already."""
+        now = [unit.version() for unit in self._units]
+        if prefix or not self.gathers_states or (self._states_of not in (None, module) and self._versions == now):
+            return
+        self._states.close()  # an earlier call has raised
+        if not self._reading and any(map(self._is_sharded, module.modules())):
+            entries, whole = self.entries(), self.state_dict(rank=None)
+            self._states.enter_context(self.naming({entries[name]: value for name, value in whole.items()}))
+            self._states_of, self._versions = module, now
+
+    def _end_states(self, module: nn.Module, *_: object) -> None:
+        """End the call of `state_dict()` for which weights were gathered."""
+        if self._states_of is module:
+            self._states.close()
+            self._states_of = None
 
     def _refuse(self, instead: str, module: nn.Module, *_: object) -> None:
         """Raise unless the module is gathered.
@@ -315,13 +340,16 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
             state_dict[f"{prefix}{name}"] = apart(value)
 
 
-def _save_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: bool) -> None:
-    """Write the module's own entries into a state dict, with parameters on the meta device."""
+def _save_names(
+    module: nn.Module, values: Mapping[Tensor, Tensor], state_dict: dict[str, Any], prefix: str, _: bool
+) -> None:
+    """Write the module's own entries into a state dict, with `values` or meta tensors in the places of parameters."""
     own: dict[str, Any] = {}
     type(module)._save_to_state_dict(module, own, prefix, True)
     for name, value in own.items():
         is_param = isinstance(value, nn.Parameter)
-        state_dict[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_param else value
+        named = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_param else value
+        state_dict[name] = values.get(value, named) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

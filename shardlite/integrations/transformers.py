@@ -327,8 +327,8 @@ class ShardLiteMixin:
             if state_dict is None:
                 state_dict = wrapped.full_state_dict(rank=rank)
         save_files = super()._save  # type: ignore[misc]
-        with savable(wrapped):
-            together(wrapped, "save the model", lambda: save_files(output_dir, state_dict))
+        with savable(wrapped, state_dict):  # a trainer of the program may leave `state_dict` unread
+            together(wrapped, "save the model", lambda: self.args.should_save and save_files(output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """Save the shards, or the whole state on rank 0."""
