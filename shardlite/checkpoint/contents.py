@@ -82,20 +82,21 @@ def names_of(model: ShardLite, optimizer: Optimizer | None) -> list[list[str]]:
     A parameter outside of the model, such as one of the loss, has a number instead. Its state is that of one rank.
 
     Raises:
-        CheckpointError: the optimizer has a shard of another model.
+        CheckpointError: the optimizer has no parameter of the model, or a shard of another model.
     """
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    own = len(names)
+    groups, own = optimizer.param_groups if optimizer is not None else (), len(names)
+    is_other = not any(param in names for group in groups for param in group["params"])
 
     def name_of(param: Tensor) -> str:
-        if param not in names and models_with([param]):
+        if param not in names and (is_other or models_with([param])):
             raise CheckpointError(
                 f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that is not one of "
                 "`model.parameters()`: a checkpoint has the state of one model. Save the other model separately"
             )
         return names.setdefault(param, f"(outside of the model).{len(names) - own}")
 
-    return [[*map(name_of, group["params"])] for group in (optimizer.param_groups if optimizer is not None else ())]
+    return [[*map(name_of, group["params"])] for group in groups]
 
 
 # ---- extra ----------------------------------------------------------------------------------------------------------

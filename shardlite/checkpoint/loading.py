@@ -287,9 +287,7 @@ class _StateOnDisk:
         entries = [(name, key, entry) for name, each in self._moments.items() for key, entry in each.items()]
         sizes = [(name, _name(key), self._checkpoint.size_of(entry)) for name, key, entry in entries]
         self._numbers = numbers_among(
-            (key, self._like(name).numel(), size.numel())
-            for name, key, size in sizes
-            if size is not None
+            (key, self._like(name).numel(), size.numel()) for name, key, size in sizes if size is not None
         )
 
     def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
