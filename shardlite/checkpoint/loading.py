@@ -349,7 +349,8 @@ class _StateOnDisk:
 
     def _like(self, name: str) -> Tensor:
         """Return a tensor of the shape of a whole parameter, which may be outside of the model."""
-        return self._targets.get(self._prefix + name, self._params[name])
+        found: Tensor = self._targets.get(self._prefix + name, self._params[name])
+        return found
 
     def _target(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor of the parameter's shape. This rank's part of the tensor is `local`."""

@@ -122,7 +122,7 @@ class FailureReports:
         """Error that ends all waits of this rank, or `None`. It was found by an operation that no caller waits for."""
 
         self.deciding = Lock()
-        """Held while an operation collects reports for a verdict. The rank has failed by then, for other threads too."""
+        """Held while an operation collects reports for a verdict. The rank has failed by then, on other threads too."""
 
         self.failed = ""
         """Why this rank has failed permanently, or `""`. A failed rank starts no further operations."""
