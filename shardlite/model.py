@@ -1,11 +1,11 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
-from inspect import ismethod
+from inspect import isgenerator, ismethod
 from typing import Any
 
 import torch
@@ -380,6 +380,8 @@ class ShardLite(nn.Module):
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._running():
                 results = method(*args, **kwargs)
+            if isgenerator(results):
+                return self._steps(results)
             for each in tree_leaves(results):
                 if isinstance(each, Optimizer):
                     # The module has built this optimizer from its own parameters, but an optimizer must step shards.
@@ -387,6 +389,23 @@ class ShardLite(nn.Module):
             return results
 
         return call
+
+    def _steps(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Yield what a generator yields. Its body runs as a method does, and the code between its steps does not."""
+        advance = partial(next, generator)
+        while True:
+            with self._running():
+                try:
+                    value = advance()
+                except StopIteration as end:
+                    return end.value
+            try:
+                advance = partial(generator.send, (yield value))
+            except GeneratorExit:
+                generator.close()
+                raise
+            except BaseException as error:
+                advance = partial(generator.throw, error)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.optim import Optimizer
 
+from shardlite.engine import models_with
 from shardlite.errors import CheckpointError, check_optimizer
 from shardlite.model import ShardLite
 from shardlite.whole import WholeParameters
@@ -90,20 +91,24 @@ def kind_of(optimizer: Optimizer | None) -> str:
 def names_of(model: ShardLite, optimizer: Optimizer | None) -> list[list[str]]:
     """Return the names of the parameters in each param group of an optimizer.
 
+    A parameter outside of the model, such as one of the loss, has a number instead. Its state is that of one rank.
+
     Raises:
-        CheckpointError: the optimizer has a parameter that is not the model's.
+        CheckpointError: the optimizer has no parameter of the model, or a shard of another model.
     """
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    groups, own = optimizer.param_groups if optimizer is not None else (), len(names)
+    is_other = not any(param in names for group in groups for param in group["params"])
 
     def name_of(param: Tensor) -> str:
-        if param not in names:
+        if param not in names and (is_other or models_with([param])):
             raise CheckpointError(
                 f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that is not one of "
                 "`model.parameters()`: a checkpoint has the state of one model. Save the other model separately"
             )
-        return names[param]
+        return names.setdefault(param, f"(outside of the model).{len(names) - own}")
 
-    return [[*map(name_of, group["params"])] for group in (optimizer.param_groups if optimizer is not None else ())]
+    return [[*map(name_of, group["params"])] for group in groups]
 
 
 # ---- extra ----------------------------------------------------------------------------------------------------------

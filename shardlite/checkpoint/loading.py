@@ -224,6 +224,8 @@ class _StateOnDisk:
         self.groups: list[dict[str, Any]] = []
         if optimizer is not None:
             names = names_of(model, optimizer)
+            held = (param for group in optimizer.param_groups for param in group["params"])
+            self._params = {**self._params, **dict(zip(chain.from_iterable(names), held, strict=True))}
             self._find_state(set(chain.from_iterable(names)))
             if isinstance(optimizer, WholeParameters):
                 self._find_wholes(optimizer)
@@ -303,9 +305,7 @@ class _StateOnDisk:
         entries = [(name, key, entry) for name, each in self._moments.items() for key, entry in each.items()]
         sizes = [(name, _name(key), self._checkpoint.size_of(entry)) for name, key, entry in entries]
         self._numbers = numbers_among(
-            (key, self._targets[self._prefix + name].numel(), size.numel())
-            for name, key, size in sizes
-            if size is not None
+            (key, self._like(name).numel(), size.numel()) for name, key, size in sizes if size is not None
         )
 
     def _check_optimizer(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
@@ -362,12 +362,17 @@ class _StateOnDisk:
         return (
             _name(key) not in self._numbers
             and name not in self._wholes
-            and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
+            and self._checkpoint.size_of(entry) == self._like(name).shape
         )
+
+    def _like(self, name: str) -> Tensor:
+        """Return a tensor of the shape of a whole parameter, which may be outside of the model."""
+        found: Tensor = self._targets.get(self._prefix + name, self._params[name])
+        return found
 
     def _target(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor of the parameter's shape. This rank's part of the tensor is `local`."""
-        mine = self._targets[self._prefix + name]
+        mine = self._like(name)
         return ShardTensor(local, mine.shape, mine.start) if isinstance(mine, ShardTensor) else local
 
     def load_weights(self, _: ShardLite) -> None:

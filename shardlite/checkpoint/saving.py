@@ -374,6 +374,8 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
         if is_state and (param := str(paths[name][2])) in whole:
             return whole[param]
         owner = str(paths[name][2]) if is_state else name.removeprefix("model.")
+        if is_state and f"model.{owner}" not in entries:  # of a parameter outside of the model
+            return peers.shard == 0
         sharded = state.shard is not None and owner not in kept_whole
         if sharded and isinstance(value, ShardTensor):
             return True

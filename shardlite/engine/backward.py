@@ -207,6 +207,8 @@ class Backward:
         if self._outstanding[unit]:
             self._outstanding[unit] -= 1
             run.recomputed[unit] += 1
+        elif unit not in self._recorded:
+            run.anew.add(unit)
 
     def forget_forwards(self) -> None:
         """Forget earlier forwards, because a step has changed the weights that they used."""
@@ -283,7 +285,7 @@ class Backward:
         unit is then reduced at the end of the backward. So are replicated parameters, because modules may use them
         without a forward that the model sees.
         """
-        if unit.replicated:
+        if unit.replicated or unit in run.anew:
             return False
         if unit not in self._hidden:
             return run.has_all(unit, rounds=1)

@@ -53,12 +53,20 @@ class FullParameters:
             param: (unit, flat, i) for unit in units for flat in unit.flats for i, param in enumerate(flat.params)
         }
         self._reading = False
+        self.gathers_states = False
+        """Whether `state_dict()` of a sharded module gathers weights, on every rank, and is not refused."""
+
+        self._states = ExitStack()  # left at the end of such a call
+        self._states_of: nn.Module | None = None
+        self._versions: list[int] = []
         self._hooks: list[RemovableHandle] = []
         reads = partial(self._refuse, "use full_state_dict() of the ShardLite model, or be inside `gathered()`")
         loads = partial(self._refuse, "use load_full_state_dict() of the ShardLite model, or load inside `gathered()`")
         for each in set(module.modules()) - scripts(module):
             self._hooks.append(each.register_state_dict_post_hook(_separate))  # type: ignore[no-untyped-call]
             if any(unit.needs_gather for unit in units):
+                self._hooks.append(each.register_state_dict_pre_hook(self._gather_states))  # type: ignore[no-untyped-call]
+                self._hooks.append(each.register_state_dict_post_hook(partial(self._end_states)))  # type: ignore[no-untyped-call]
                 self._hooks.append(each.register_state_dict_pre_hook(reads))  # type: ignore[no-untyped-call]
                 self._hooks.append(each.register_load_state_dict_pre_hook(loads))  # type: ignore[no-untyped-call]
 
@@ -186,10 +194,11 @@ class FullParameters:
         raise LayoutError(NO_COPY)
 
     @contextmanager
-    def naming(self) -> Iterator[dict[Tensor, nn.Parameter]]:
-        """Inside the context, stand-ins on the meta device take the places of the module's parameters.
+    def naming(self, values: Mapping[Tensor, Tensor] = {}) -> Iterator[dict[Tensor, nn.Parameter]]:
+        """Inside the context, stand-ins take the places of the module's parameters.
 
-        So state dicts have names, and code of the program that changes state dicts has tensors to compute with.
+        So state dicts have names, and code of the program that changes state dicts has tensors to compute with. A
+        stand-in has the parameter's entry in `values`; without one, it is on the meta device.
 
         Returns:
             The parameter of each stand-in.
@@ -197,14 +206,15 @@ class FullParameters:
         modules = set(self._module.modules()) - scripts(self._module)
         own = {each: dict(each._parameters) for each in modules}
         params = {param for params in own.values() for param in params.values() if param is not None}
-        stand_ins = {param: nn.Parameter(_shape_of(param), requires_grad=False) for param in params}
+        given = {param: values[param] if param in values else _shape_of(param) for param in params}
+        stand_ins = {param: nn.Parameter(value, requires_grad=False) for param, value in given.items()}
         for each, its in own.items():
             each._parameters.update({name: stand_ins.get(param) for name, param in its.items()})  # type: ignore[arg-type]
-        self._reading = True
+        reading, self._reading = self._reading, True
         try:
             yield {stand_in: param for param, stand_in in stand_ins.items()}
         finally:
-            self._reading = False
+            self._reading = reading
             for each, its in own.items():
                 each._parameters.update(its)
 
@@ -279,6 +289,23 @@ class FullParameters:
         """Return the range of this rank's elements in an entry."""
         place = self._places.get(entry)
         return (0, entry.numel()) if place is None else place[1].range_of(place[2])
+
+    def _gather_states(self, module: nn.Module, prefix: str, _: bool) -> None:
+        """Gather the weights for the state dict of a module, unless this is part of such a call already."""
+        now = [unit.version() for unit in self._units]
+        if prefix or not self.gathers_states or (self._states_of not in (None, module) and self._versions == now):
+            return
+        self._states.close()  # an earlier call has raised
+        if not self._reading and any(map(self._is_sharded, module.modules())):
+            entries, whole = self.entries(), self.state_dict(rank=None)
+            self._states.enter_context(self.naming({entries[name]: value for name, value in whole.items()}))
+            self._states_of, self._versions = module, now
+
+    def _end_states(self, module: nn.Module, *_: object) -> None:
+        """End the call of `state_dict()` for which weights were gathered."""
+        if self._states_of is module:
+            self._states.close()
+            self._states_of = None
 
     def _refuse(self, instead: str, module: nn.Module, *_: object) -> None:
         """Raise unless the module is gathered.

@@ -107,7 +107,7 @@ def _clip(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for model in models_with(params):
         unsharded = model.shards.first_unsharded(params)
-        if unsharded is not None:
+        if unsharded is not None and all(param.grad is None for param in params):
             raise LayoutError(
                 f"clip_grad_norm_ was given the unsharded parameter {unsharded!r}, which has no "
                 "gradient: pass parameters() of the ShardLite model, not those of a module around or in it"

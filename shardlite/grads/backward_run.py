@@ -80,6 +80,11 @@ class BackwardRun:
         self.recomputed: Counter[Unit] = Counter()
         """Number of forwards of each unit that this backward has recomputed."""
 
+        self.anew: set[Unit] = set()
+        """Units whose forward a hook of the program has run inside this backward, as GradCache does. A backward of each
+        such forward may follow.
+        """
+
         self.arrivals: Counter[Unit] = Counter()
         """Number of gradients that have arrived, by unit. In a reentrant backward a parameter may have several."""
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardlite.checkpoint import load_optimizer_state
 from shardlite.errors import LayoutError
 from shardlite.integrations._wrapping import adopt, holds, read_on_first, replaced
-from shardlite.model import ShardLite
+from shardlite.model import ModelState, ShardLite
 
 
 def wrap(
@@ -50,6 +50,7 @@ def wrap(
     elif backend != DynamoBackend.NO:
         compile_in_place = compile_regions_fsdp2 if plugin.use_regional_compilation else nn.Module.compile
         compile_in_place(wrapped.module, **compiles)
+    ModelState(wrapped).full.gathers_states = True  # as `save_pretrained()` on all ranks expects
     vars(wrapped)["_is_accelerate_prepared"] = True
     accelerator._models.append(wrapped)
     return wrapped

@@ -1,7 +1,7 @@
 """Adapters of PEFT on a sharded model: what is needed to save them, and how their files are read."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +73,20 @@ def adapter_weights(model: ShardLite, rank: int | None) -> dict[str, Tensor] | N
 
 
 @contextmanager
-def savable(model: ShardLite) -> Iterator[None]:
-    """Let PEFT save adapters on one rank inside the context. Collective.
+def savable(model: ShardLite, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let state dicts of the module and of its parts have whole `weights` inside the context. Collective.
 
-    PEFT reads the names of parts of the model. It also runs prompt encoders, which is done here on every rank.
+    Other parameters are on the meta device. PEFT also runs prompt encoders, which is done here on every rank.
     """
     inner: Any = model.module
-    configs = getattr(inner, "peft_config", {})
-    if not configs:
-        yield
-        return
-    with torch.no_grad():
-        prompts = {
-            name: inner.get_prompt_embedding_to_save(name)
-            for name, config in configs.items()
-            if config.is_prompt_learning
-        }
-    known = {"get_prompt_embedding_to_save": prompts.__getitem__} if prompts else {}
-    with replaced(inner, **known), ModelState(model).full.naming():
+    entries = ModelState(model).full.entries()
+    prompts = {name for name, config in getattr(inner, "peft_config", {}).items() if config.is_prompt_learning}
+    read = [name for name, _ in inner.named_parameters() if prompts and name.startswith("prompt_encoder.")]
+    with torch.no_grad(), model.gathered(*read, writeback=False) if read else nullcontext():
+        known = {name: inner.get_prompt_embedding_to_save(name).cpu() for name in prompts}
+    values = {entries[name]: weight for name, weight in weights.items()}
+    computed = {"get_prompt_embedding_to_save": known.__getitem__} if prompts else {}
+    with replaced(inner, **computed), ModelState(model).full.naming(values):
         yield
 
 

@@ -14,7 +14,7 @@ Tried with accelerate 1.15.0.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -30,6 +30,7 @@ from shardlite.comm import agree
 from shardlite.engine import models_with, params_of
 from shardlite.errors import CommError, LayoutError
 from shardlite.grads import Mode
+from shardlite.integrations._adapters import savable
 from shardlite.integrations._wrapping import (
     adopt,
     bare,
@@ -261,27 +262,31 @@ class _Save:
         self._get_state_dict = accelerator.get_state_dict
         self._hooked = bool(accelerator._save_model_state_pre_hook)
         self._own: list[Any] = []
+        self._hooks = ExitStack()
 
     def run(self, original: _Original, *args: Any, **kwargs: Any) -> Any:
         """Call accelerate's method, with weights of sharded models only for hooks of the program."""
         accelerator = self._accelerator
         handle = accelerator.register_save_state_pre_hook(self._save_sharded)  # the last hook: others have run
         plain = [each for each in self._optimizers if not _model_of(accelerator, each)]
-        with replaced(accelerator, _optimizers=plain, get_state_dict=self._weights):
+        with replaced(accelerator, _optimizers=plain, get_state_dict=self._weights), self._hooks:
             try:
                 return original(accelerator, *args, **kwargs)
             finally:
                 handle.remove()
 
     def _weights(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the weights that hooks get."""
+        """Return the weights that hooks get. Until they have run, `state_dict()` of the module has them too."""
         if not isinstance(model, ShardLite):
             return self._get_state_dict(model, unwrap)
         self._own.append(self._get_state_dict(model, unwrap) if self._hooked else {})
+        if self._hooked:
+            self._hooks.enter_context(savable(model, self._own[-1]))
         return self._own[-1]
 
     def _save_sharded(self, models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
         """Save sharded models, and leave the weights of other models to accelerate."""
+        self._hooks.close()
         if len(weights) == len(models):  # a hook may have put other dicts into the list
             pairs = zip(models, list(weights), strict=True)
             weights[:] = [each for model, each in pairs if not isinstance(model, ShardLite)]

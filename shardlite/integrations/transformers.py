@@ -11,9 +11,11 @@ without a launcher nothing is wrapped, and the program is warned.
 Tried with transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
 """
 
+import json
 import shutil
+import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from hashlib import sha256
 from math import prod
@@ -36,7 +38,7 @@ from shardlite import (
     save,
 )
 from shardlite.comm import ranks_of
-from shardlite.errors import some_of
+from shardlite.errors import ShardWarning, some_of
 from shardlite.integrations._adapters import adapter_files, adapter_weights, read_adapter, savable
 from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced, together
 from shardlite.integrations.pretrained import read_converted
@@ -50,7 +52,7 @@ try:
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_pt_utils import get_model_param_count
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-    from transformers.training_args import OptimizerNames, ParallelMode
+    from transformers.training_args import ParallelMode
 
     from shardlite.integrations._accelerator import place, read_file, read_weights, whole_weights, wrap, wrapper_of
 except ImportError as error:
@@ -68,15 +70,15 @@ STATE = "optimizer.pt"
 
 OPTIMIZERS = frozenset(
     {
-        OptimizerNames.ADAMW_TORCH,
-        OptimizerNames.ADAMW_TORCH_FUSED,
-        OptimizerNames.SGD,
-        OptimizerNames.ADAGRAD,
-        OptimizerNames.RMSPROP,
-        OptimizerNames.ADAFACTOR,
+        *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
+        *("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"),
+        *("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"),
     }
 )
 """Values of `TrainingArguments(optim=...)` that are accepted. Adafactor steps whole parameters (`WholeParameters`)."""
+
+_NEEDS_MODEL = ("galore", "apollo", "lomo")
+"""Parts of values whose classes take more from `Trainer` than parameters and options."""
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -198,8 +200,8 @@ class ShardLiteMixin:
             self._hand_shards(wrapped)
         return wrapped
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does.
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does. `resume_from_checkpoint=True` passes over unfinished checkpoints.
 
         Raises:
             ValueError: the arguments have `bf16_full_eval`, `fp16_full_eval`, or `sync_each_batch` with `counts_items`.
@@ -216,8 +218,10 @@ class ShardLiteMixin:
                 "sync_each_batch=True reduces each batch, but counts_items=True counts the items of a whole step: set "
                 "one of them to False"
             )
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_finished(Path(self.args.output_dir)) or True
         try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.is_in_train = False  # also after an error
 
@@ -254,11 +258,14 @@ class ShardLiteMixin:
     def create_optimizer(self: Any, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer from the unsharded parameters. It gets shards when the model is wrapped."""
         if self.optimizer is None and self._shards:
-            if self.optimizer_cls_and_kwargs is None and self.args.optim not in OPTIMIZERS:
+            name = str(getattr(self.args.optim, "value", self.args.optim))
+            if self.optimizer_cls_and_kwargs is None and name not in OPTIMIZERS:
+                instead = (
+                    ", or pass optimizer_cls_and_kwargs=(the class, its options), which is checked before it steps"
+                )
                 raise ValueError(
-                    f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r} was not tried with sharded "
-                    f"weights: use one of {sorted(each.value for each in OPTIMIZERS)}, or pass "
-                    "optimizer_cls_and_kwargs=(the class, its options), which is checked before it steps"
+                    f"optim={name!r} was not tried with sharded weights: use one of {sorted(OPTIMIZERS)}"
+                    f"{'' if any(each in name for each in _NEEDS_MODEL) else instead}"
                 )
             self._built_by_trainer = True
         return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
@@ -286,7 +293,8 @@ class ShardLiteMixin:
             for group in optimizer.param_groups
             if group["params"]
         ]
-        self.optimizer = WholeParameters(groups, type(optimizer), **optimizer.defaults)
+        _, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self.optimizer = WholeParameters(groups, type(optimizer), **options)
 
     def add_callback(self: Any, callback: Any) -> None:
         """Add a callback. TRL's `SyncRefModelCallback` gets whole weights."""
@@ -327,8 +335,8 @@ class ShardLiteMixin:
             if state_dict is None:
                 state_dict = wrapped.full_state_dict(rank=rank)
         save_files = super()._save  # type: ignore[misc]
-        with savable(wrapped):
-            together(wrapped, "save the model", lambda: save_files(output_dir, state_dict))
+        with savable(wrapped, state_dict):  # a trainer of the program may leave `state_dict` unread
+            together(wrapped, "save the model", lambda: self.args.should_save and save_files(output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """Save the shards, or the whole state on rank 0."""
@@ -517,6 +525,17 @@ def _read_state(folder: Path) -> Any:
             f"and {file} to load the files, or the files to load the shards"
         )
     return state
+
+
+def _last_finished(folder: Path) -> str | None:
+    """Return the last checkpoint in a folder whose save has ended, because the state of the trainer is written last."""
+    found = {int(each.name.rpartition("-")[2]): each for each in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")}
+    for _, each in sorted(found.items(), reverse=True):
+        with suppress(OSError, ValueError):
+            json.loads((each / TRAINER_STATE_NAME).read_text())
+            return str(each)
+        warnings.warn(f"{each} is passed over: its save has not ended", ShardWarning, stacklevel=3)
+    return None
 
 
 def _digests(folder: Path) -> dict[str, str]:

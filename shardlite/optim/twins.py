@@ -95,6 +95,10 @@ class Original:
             for fresh, group in zip(twin.param_groups, self.groups, strict=True):
                 _overlay(fresh, group.options)
         _overlay(vars(twin), self._plain)
+        if callable(
+            train := getattr(twin, "train", None)
+        ):  # of schedule-free optimizers, which step in train mode only
+            train()
         return twin
 
     def _built(self, groups: list[dict[str, Any]], attempts: Sequence[dict[str, Any]]) -> Optimizer:

@@ -206,6 +206,23 @@ def test_each_rank_writes_what_it_holds_and_tied_weights_once(cluster, tmp_path)
         assert tied[0] == tied[1] != {}
 
 
+def test_state_of_a_parameter_outside_of_the_model_is_saved(group: Any, path: Path) -> None:
+    def made() -> tuple[ShardLite, nn.Parameter, optim.Optimizer]:
+        model, scale = ShardLite(nn.Linear(4, 4), stage=3, group=group), nn.Parameter(torch.ones(4))
+        return model, scale, optim.AdamW([{"params": [*model.parameters(), scale]}], lr=0.1)
+
+    model, scale, optimizer = made()
+    (model(torch.ones(2, 4)) * scale).square().sum().backward()
+    optimizer.step()
+    save(path, model, optimizer)
+    again, other, loaded = made()
+    load(path, again, loaded)
+    torch.testing.assert_close(loaded.state[other], optimizer.state[scale], rtol=0, atol=0)
+    both = optim.AdamW([*model.parameters(), *again.parameters()])
+    with pytest.raises(CheckpointError, match="Save the other model separately"):
+        save(path, model, both)
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 

@@ -657,3 +657,33 @@ def test_the_checkpointing_script_has_the_losses_of_ddp_and_resumes(tmp_path):
         assert own == expected != ""
     resumed = run(script, "--output_dir", tmp_path / "own", "--resume_from_checkpoint", tmp_path / "own" / "epoch_0")
     assert "resumed checkpoint performance" in resumed
+
+
+class Savable(nn.Linear):
+    """Saves itself as models of Transformers and Diffusers do."""
+
+    def save_pretrained(self, file: Path) -> None:
+        torch.save(self.state_dict(), file)
+
+
+def test_a_model_may_save_itself_on_every_rank_and_in_a_hook_on_one(group, tmp_path):
+    with program(group, stage=3) as make:
+        accelerator, module = make(), Savable(4, 4)
+        model = accelerator.prepare(module)
+        expected = model.full_state_dict()
+        own = tmp_path / f"{group.rank()}.pt"
+        for _ in range(2):
+            accelerator.unwrap_model(model).save_pretrained(own)
+            torch.testing.assert_close(torch.load(own), expected, rtol=0, atol=0)
+
+        def on_save(models: list[Any], weights: list[Any], folder: str) -> None:
+            if group.rank() == 0:
+                accelerator.unwrap_model(models[0]).save_pretrained(tmp_path / "hook.pt")
+                weights.pop()
+
+        accelerator.register_save_state_pre_hook(on_save)
+        accelerator.save_state(tmp_path / "state")
+        dist.barrier(group)
+        torch.testing.assert_close(torch.load(tmp_path / "hook.pt"), expected, rtol=0, atol=0)
+        with pytest.raises(LayoutError, match="load_full_state_dict"):
+            module.load_state_dict(expected)

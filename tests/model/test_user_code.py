@@ -262,3 +262,84 @@ def test_func_grad_inside_a_forward_works_below_stage_3(group: Any, stage: int) 
     model = ShardLite(net(3, TakesSlopes), group=group, stage=stage)
     with pytest.raises(LayoutError, match=r"inside `with model\.gathered\(\):`"):
         on_rows(model, Turn(0, 0, 0))
+
+
+# ---- programs around the model --------------------------------------------------------------------------------------
+
+
+class Yielding(nn.Module):
+    """Has a method that yields. [B, D] -> [B, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+    @torch.inference_mode()
+    def stream(self, x: Tensor) -> Any:
+        while True:
+            x = self.forward(x)
+            x = x + (yield x)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_method_that_yields_reads_weights(group, stage):
+    plain, model = Yielding(), Yielding()
+    model.load_state_dict(plain.state_dict())
+    model, x = ShardLite(model, stage=stage, group=group), torch.ones(2, WIDTH)
+    steps = [each.stream(x) for each in (plain, model)]
+    for sent in (None, 1.0, 2.0):
+        expected, got = [each.send(sent) for each in steps]
+        assert torch.equal(got, expected) or group.rank() > 0  # the weights are rank 0's
+    with pytest.raises(TypeError, match="Tensor"):  # raised in the body, at its `yield`
+        steps[1].send("no tensor")
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_hook_of_the_loss_may_run_forwards_and_backwards_of_parts(group, stage):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = ShardLite(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), stage=stage, group=group)
+    model.load_full_state_dict(plain.state_dict())
+    parts = torch.randn(group.size(), 6, 4).split(2, dim=1)
+
+    def backward_of(each: Any, x: list[Tensor]) -> None:
+        """Embed without gradients, and let a hook of the loss embed again, as GradCache does."""
+        with torch.no_grad():
+            found = [each(part) for part in x]
+
+        def again(scale: Tensor) -> None:
+            with torch.enable_grad():
+                for part, grad in zip(x, found, strict=True):
+                    ((each(part) * grad).sum() * scale).backward()
+
+        loss = torch.ones((), requires_grad=True)
+        loss.register_hook(again)
+        (loss * 2).backward()
+
+    backward_of(model, [part[group.rank()] for part in parts])
+    for rank in range(group.size()):
+        backward_of(plain, [part[rank] for part in parts])
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.full_grad(name), param.grad / group.size())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_from_before_wrapping_may_be_clipped(group, stage):
+    torch.manual_seed(0)
+    plain, module = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    params, expected = [*module.parameters()], [*plain.parameters()]
+    model = ShardLite(module, stage=stage, group=group)
+    model.load_full_state_dict(plain.state_dict())
+    for each in (model, plain):
+        each(torch.ones(2, WIDTH)).square().sum().backward()
+    norms = [nn.utils.clip_grad_norm_(each, 0.1) for each in (params, expected)]
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(model.full_grad("weight"), plain.weight.grad)
+    model.zero_grad()
+    with pytest.raises(LayoutError, match="was given the unsharded parameter"):
+        nn.utils.clip_grad_norm_(params, 0.1)

@@ -446,3 +446,22 @@ def test_a_step_follows_a_probe() -> None:
     probe_shards(optimizer)
     take_step(optimizer, sum(param.sum() for param in params))
     assert not any(param.eq(1).any() for param in params)
+
+
+class TrainsOnly(Own):
+    """Steps in train mode only, as schedule-free optimizers do."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        assert self.training
+        super().step(closure)
+
+
+def test_trials_step_in_train_mode():
+    optimizer = TrainsOnly(parameters())
+    assert probe_shards(optimizer).same
+    assert not optimizer.training

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardlite.comm.control.frames import frame_of
-from shardlite.comm.control.interrupts import LIBRARIES
+from shardlite.comm.control.interrupts import line_of_program
 from shardlite.errors import ShardLiteError
 
 log = logging.getLogger("shardlite")
@@ -75,9 +75,8 @@ def collectives_started(ranks: frozenset[int]) -> int:
 
 
 def _line_of_program(frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    found = line_of_program(frame)
+    return "" if found is None else f"{found.f_code.co_filename}, line {found.f_lineno}"
 
 
 def watch_collectives(look: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ from shardlite.comm.control.collective_waits import (
     watch_collectives,
 )
 from shardlite.comm.control.frames import frame_of
-from shardlite.comm.control.interrupts import LIBRARIES, SLOW, raise_pending_interrupt
+from shardlite.comm.control.interrupts import BRIDGES, LIBRARIES, SLOW, line_of_program, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
 from shardlite.errors import EVERY_RANK, SAME_PASSES, CommError
 
@@ -346,11 +346,8 @@ class FailureReports:
         """Return the line of the program that called this library, or `""`."""
         frame, found = frame_of(self._thread), None
         while frame is not None:  # from the innermost frame outwards, to find the outermost call of the library
-            if frame.f_code.co_filename.startswith(LIBRARIES[0]):
-                outer = frame.f_back
-                while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
-                    outer = outer.f_back
-                found = outer or found
+            if frame.f_code.co_filename.startswith(LIBRARIES[0]) and not frame.f_code.co_filename.startswith(BRIDGES):
+                found = line_of_program(frame) or found
             frame = frame.f_back
         return "" if found is None else f", called in {found.f_code.co_filename}, line {found.f_lineno}"
 

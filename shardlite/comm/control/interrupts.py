@@ -48,6 +48,9 @@ LIBRARIES = (
 )
 """Folders of this library and of PyTorch, and a file that lies between them. They do not belong to the program."""
 
+BRIDGES = f"{LIBRARIES[0]}integrations{os.sep}"
+"""The folder of the bridges to trainers. A trainer calls them, and they call the program again."""
+
 _PAUSE = 1e-3
 """Seconds between two checks whether the library has returned."""
 
@@ -55,6 +58,8 @@ _OURS = (LIBRARIES[0], f"{Path(shardlite_kernels.__file__).parent}{os.sep}")
 _PROGRAMS = tuple(f"{_OURS[0]}apps{os.sep}{name}" for name in ("cli.py", "demo", "verify"))
 _PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+_SCRIPTS = f"{sysconfig.get_paths()['scripts']}{os.sep}"
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, CodeType)), None)
 """Code of PyTorch's wrapper of each optimizer's `step`, which calls the pre-hooks, the step and the post-hooks.
 
@@ -66,6 +71,26 @@ _reports: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """The `FailureReports` of all models. (Their class cannot be imported here, since its file imports this file.)"""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def line_of_program(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the program, from `frame` outwards, or `None`.
+
+    Installed packages, such as a trainer, are the program only if nothing else is.
+    """
+    nearest = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(LIBRARIES):
+            if not _is_installed(file):
+                return frame
+            nearest = nearest or frame
+        frame = frame.f_back
+    return nearest
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((_STANDARD, "<frozen", _SCRIPTS)) or any(each in file for each in _PACKAGES)
 
 
 def report_uncaught(reports: Any) -> None:
@@ -89,7 +114,8 @@ def _report_and_call(
 
 def _raised_in(frames: TracebackType | None) -> str:
     """Return the line of the program in which the exception was raised, or which called the library that raised it."""
-    own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(LIBRARIES)]
+    outside = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(LIBRARIES)]
+    own = [frame for frame in outside if not _is_installed(frame.filename)] or outside
     return f", raised in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
