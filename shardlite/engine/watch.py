@@ -53,6 +53,7 @@ _SINGLE = _BY_POSITION | _functions("item __float__ __int__ __bool__ __index__ t
 """Functions that may raise for an empty tensor although they are elementwise."""
 
 _UNJUDGED = _functions("backward register_hook __deepcopy__ __reduce_ex__ __repr__ __format__", Tensor)
+_UNJUDGED |= _functions("backward grad", torch.autograd)  # `engine/patches.py` judges these in every step
 
 _NOT_TAGGED = (
     "copy_ zero_ fill_ cat stack masked_fill masked_fill_ where index index_put_ masked_select _to_copy lift_fresh "

@@ -422,3 +422,9 @@ def test_a_compiled_optimizer(group: Any) -> None:
         for p, was, grad in zip(model.parameters(), before, grads, strict=True):
             torch.testing.assert_close(p.detach(), was - 0.1 * grad)
         optimizer.zero_grad()
+
+
+def test_gradients_by_shards_have_one_error_where_a_rank_has_no_element(group: Any) -> None:
+    model, loss = model_and_loss(group)
+    with pytest.raises(LayoutError, match=r"torch\.autograd\.grad with respect to a shard"):
+        torch.autograd.grad(loss(), list(model.parameters()))
