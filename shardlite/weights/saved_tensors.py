@@ -77,7 +77,8 @@ class Call:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"weights of unit {self.unit.name!r} are at version {now}; expected version {self.version} instead. "
-                "Was the optimizer stepped, or were weights loaded, between this forward and its backward?"
+                "Was the optimizer stepped, or were weights loaded, between this forward and its backward? "
+                "AdamW(in_backward=True) steps in every backward outside of `model.no_sync()`"
             )
 
     def release(self) -> None:
@@ -369,7 +370,7 @@ _transformed: WeakSet[Calls] = WeakSet()
 
 
 def check_transform(outputs: Sequence[Any]) -> None:
-    """Check that a backward of `torch.func`, such as a function that `vjp` has returned, finds the weights that it saved.
+    """Check that a backward of `torch.func`, such as what `vjp` has returned, finds the weights that it saved.
 
     PyTorch does not compare versions there, so the backward would compute with placeholders.
 
@@ -387,8 +388,8 @@ def check_transform(outputs: Sequence[Any]) -> None:
         seen.add(node)
         if any(map(_is_placeholder, _saved_by(node))):
             raise LayoutError(
-                "a function that torch.func.vjp returned inside `with model.gathered():` was called outside of it, where "
-                "the weights that it needs are freed: call it inside `with model.gathered():` too, on every rank"
+                "a function that torch.func.vjp returned inside `with model.gathered():` was called outside of it, "
+                "where the weights that it needs are freed: call it inside `with model.gathered():` too, on every rank"
             )
         left += [following for following, _ in node.next_functions]
 
