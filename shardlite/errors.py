@@ -36,15 +36,17 @@ class DesyncError(CommError):
 
 SAME_PASSES = (
     "Before each step, every rank must run the same number of forwards and backwards. If ranks have different numbers "
-    "of micro-batches, iterate over them with `for batch in model.join(batches)`; or, at stages 0 to 2, run all but "
-    "the last backward of each rank inside `model.no_sync()`"
+    "of micro-batches, iterate over them with `for batch in model.join(batches)`; if ranks evaluate different numbers "
+    "of batches, or end early, evaluate inside `with model.gathered():`; or, at stages 0 to 2, run all but the last "
+    "backward of each rank inside `model.no_sync()`"
 )
 """The remedy that the message of a `DesyncError` gives."""
 
 
 EVERY_RANK = (
     "Every rank must call the model, its methods (full_state_dict(), gathered(), clip_grad_norm_(), ...), and save() "
-    "and load(): do not put these calls under `if rank == 0:`, only what prints or writes their results"
+    "and load(): do not put these calls under `if rank == 0:`, only what prints or writes their results. If ranks "
+    "evaluate different numbers of batches, evaluate inside `with model.gathered():`"
 )
 """The remedy if ranks wait for each other in different calls, or a rank has not come."""
 

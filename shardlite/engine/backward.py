@@ -300,6 +300,7 @@ class Backward:
         """
         run = self._run
         assert run is not None, "autograd calls back once per backward"
+        run.check_latest()
         with self._streams.at_home():
             self._gatherer.end_pass()  # first, because peers may still need weights before they can reduce
             if run.has_gradients and run.mode is Mode.PART:

@@ -40,7 +40,7 @@ from shardlite.engine.optimizer_states import load_state_of_shards, state_of_sha
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
 from shardlite.params import Shard
-from shardlite.weights import set_hooks_aside
+from shardlite.weights import check_transform, set_hooks_aside
 
 
 def _zero_grad(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -142,8 +142,10 @@ def _run_backward(original: _Original, outputs: Any, *args: Any, accumulate_grad
     """Run a backward that may be limited to some inputs, `args[3]`. Shards stand for the module's own parameters.
 
     Raises:
-        LayoutError: the gradients of shards are to be returned (`torch.autograd.grad`).
+        LayoutError: the gradients of shards are to be returned (`torch.autograd.grad`), or a transform of `torch.func`
+            needs weights that are freed.
     """
+    check_transform(outputs)
     before, (inputs, *after) = args[:3], args[3:]
     ours = {id(each): model for each in inputs if (model := model_with_param(each)) is not None}
     if not ours:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from shardlite.comm import SPARE, Moment, Work
-from shardlite.errors import PhaseError
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping
 from shardlite.grads.reducer import Reducer
@@ -67,9 +67,10 @@ class BackwardRun:
     """Optimizer that updates the weights with the means of this backward. `None`: means are stored."""
 
     has_gradients = False
-    latest: tuple[nn.Parameter, Tensor] | None = None
-    """The parameter with the latest gradient, and that gradient. Hooks of the program read the gradient here, because
-    the bucket may be in reduction.
+    latest: tuple[nn.Parameter, Tensor, int] | None = None
+    """The parameter with the latest gradient, that gradient, and its version.
+
+    Hooks of the program read the gradient here, because the bucket may be in reduction.
     """
 
     def __init__(self, reducer: Reducer, mode: Mode) -> None:
@@ -139,7 +140,9 @@ class BackwardRun:
         Raises:
             PhaseError: the unit was already reduced in this backward.
         """
-        self.latest = (param, grad) if has_user_hooks else None
+        if self.latest is not None:
+            self.check_latest()
+        self.latest = (param, grad, grad._version) if has_user_hooks else None
         bucket = self._buckets[unit]
         if unit in self.reduced:
             raise PhaseError(
@@ -151,6 +154,18 @@ class BackwardRun:
         bucket.add_gradient(param, grad if self._reducer.counts else None, has_user_hooks=has_user_hooks)
         self.arrivals[unit] += 1
         return self.arrivals[unit] % bucket.expected == 0
+
+    def check_latest(self) -> None:
+        """Check that hooks of the program have not written to the latest gradient, which is stored already.
+
+        Raises:
+            LayoutError: a hook has written to it.
+        """
+        if self.latest is not None and self.latest[1]._version != self.latest[2]:
+            raise LayoutError(
+                "a hook of register_post_accumulate_grad_hook has written to the gradient of a module's parameter "
+                "after it was taken for the reduction: return the new gradient from a hook of `param.register_hook`"
+            )
 
     def has_all(self, unit: Unit, rounds: int) -> bool:
         """Return whether every parameter of a unit has received `rounds` gradients."""

@@ -15,6 +15,7 @@ from shardlite.weights.saved_tensors import (
     Calls,
     are_innermost,
     can_push_hooks,
+    check_transform,
     pop_hooks,
     push_hooks,
     set_hooks_aside,

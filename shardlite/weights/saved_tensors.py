@@ -23,13 +23,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.autograd.graph import Node, _engine_run_backward
 
 from shardlite.errors import LayoutError
-from shardlite.params import Unit, is_plain, storage_key
+from shardlite.params import Placeholder, Unit, is_plain, storage_key
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
 
@@ -75,7 +77,8 @@ class Call:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"weights of unit {self.unit.name!r} are at version {now}; expected version {self.version} instead. "
-                "Was the optimizer stepped, or were weights loaded, between this forward and its backward?"
+                "Was the optimizer stepped, or were weights loaded, between this forward and its backward? "
+                "AdamW(in_backward=True) steps in every backward outside of `model.no_sync()`"
             )
 
     def release(self) -> None:
@@ -202,7 +205,7 @@ class Calls:
         """Number of running `gathered()`. Inside, weights stay in memory without handles."""
 
         self.transformed = False
-        """Whether `torch.func.grad` or a similar function has saved weights without handles in this `gathered()`."""
+        """Whether a function of `torch.func` has saved weights without handles in this `gathered()`."""
 
         self.current: dict[Unit, Call] = {}
         """Calls whose forward is running."""
@@ -355,7 +358,51 @@ def set_hooks_aside() -> Iterator[None]:
             pop_hooks()
             aside.append(hooks)
             hooks.calls.transformed = True
+            _transformed.add(hooks.calls)
         yield
     finally:
         while aside:
             _push(aside.pop())
+
+
+_transformed: WeakSet[Calls] = WeakSet()
+"""Models inside whose `gathered()` a function of `torch.func` has saved weights without handles."""
+
+
+def check_transform(outputs: Sequence[Any]) -> None:
+    """Check that a backward of `torch.func`, such as what `vjp` has returned, finds the weights that it saved.
+
+    PyTorch does not compare versions there, so the backward would compute with placeholders.
+
+    Raises:
+        LayoutError: it needs weights of a model that is no longer inside `gathered()`.
+    """
+    left = [each.grad_fn for each in outputs if isinstance(each, Tensor) and is_functorch_wrapped_tensor(each)]
+    if not left or not _transformed:
+        return
+    seen: set[Node] = set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(map(_is_placeholder, _saved_by(node))):
+            raise LayoutError(
+                "a function that torch.func.vjp returned inside `with model.gathered():` was called outside of it, "
+                "where the weights that it needs are freed: call it inside `with model.gathered():` too, on every rank"
+            )
+        left += [following for following, _ in node.next_functions]
+
+
+def _saved_by(node: Node) -> Iterator[Any]:
+    """Yield what a node of a graph has saved, tensors and others."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            yield getattr(node, name)
+    yield from getattr(node, "saved_tensors", ())
+
+
+def _is_placeholder(saved: Any) -> bool:
+    while isinstance(saved, Tensor) and is_functorch_wrapped_tensor(saved):
+        saved = get_unwrapped(saved)
+    return isinstance(saved, Placeholder)

@@ -71,6 +71,30 @@ def test_hooks_for_accumulated_gradients(group: Any, stage: int) -> None:
         rows(model)
 
 
+@pytest.mark.stages(0, 2, 3)
+def test_hooks_that_write_to_accumulated_gradients(group: Any, stage: int) -> None:
+    """A write after the reduction has begun is refused. A hook that returns a gradient is the remedy."""
+    model, twin = wrapped(group, stage)
+
+    def double(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.grad.mul_(2)
+
+    handles = [param.register_post_accumulate_grad_hook(double) for param in model.module.parameters()]
+    with pytest.raises(LayoutError, match=r"has written to the gradient .* hook of `param\.register_hook`"):
+        rows(model).backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    for param in model.module.parameters():
+        param.register_hook(lambda grad: grad * 2)
+    rows(model).backward()
+    rows(twin).backward()
+    for name, param in twin.named_parameters():
+        dist.all_reduce(param.grad, group=group)
+        same_bits(name, model.full_grad(name), param.grad * 2 / group.size())
+
+
 @pytest.mark.stages(1, 3)
 def test_optimizers_in_hooks(group: Any, stage: int) -> None:
     """An optimizer for each parameter that steps in a hook (PyTorch's recipe) is told to be another."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
@@ -261,6 +262,48 @@ def test_gradients_of_gradients(group: Any, stage: int) -> None:
     duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
     for _ in range(2):
         duo.step(penalised)
+
+
+@pytest.mark.stages(0, 2, 3)
+def test_a_penalty_in_a_backward_of_its_own(group: Any, stage: int) -> None:
+    """The first backward has stepped weights that the second needs. In `no_sync()` it steps nothing."""
+
+    def parts(model: nn.Module) -> tuple[Tensor, Tensor]:
+        x = torch.ones(3, 7, requires_grad=True) * (1 + group.rank())
+        out = model(x).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out, slope.square().sum()
+
+    torch.manual_seed(0)
+    module, twin = MLP([7, 33, 5]), MLP([7, 33, 5])
+    twin.load_state_dict(module.state_dict())
+    model, wrong = (ShardLite(copy.deepcopy(module), group=group, stage=stage) for _ in range(2))
+    out, penalty = parts(wrong)
+    stepping = AdamW(wrong.parameters(), in_backward=True)
+    out.backward(retain_graph=True)
+    with pytest.raises(
+        RuntimeError, match=r"steps in every backward.*no_sync\(\)" if stage == 3 else "inplace operation"
+    ):
+        penalty.backward()
+    del stepping
+    optimizer, ordinary = (
+        AdamW(model.parameters(), lr=0.01, in_backward=True),
+        torch.optim.AdamW(twin.parameters(), lr=0.01),
+    )
+    for _ in range(2):
+        out, penalty = parts(model)
+        with model.no_sync():
+            out.backward(retain_graph=True)
+        penalty.backward()
+        optimizer.step()
+        sum(parts(twin)).backward()
+        for param in twin.parameters():
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= group.size()
+        ordinary.step()
+        ordinary.zero_grad()
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
 
 
 @pytest.mark.ranks(1)

@@ -139,3 +139,27 @@ def test_a_rank_without_a_batch_is_an_error_on_all_ranks(group):
     expected = r"(?s)join\(\): rank 0 of 2 ranks got no batch.*sampler=DistributedSampler\(dataset\)"
     with pytest.raises(LayoutError, match=expected):
         next(model.join([1] if group.rank() else []))
+
+
+@pytest.mark.stages(0, 2, 3)
+def test_evaluations_of_different_lengths_inside_gathered(group, stage):
+    """What errors tell: ranks may evaluate different numbers of batches, or end early, and train on."""
+    model, other = (ShardLite(net(), group=group, stage=stage) for _ in range(2))
+    twin, rank = net(), group.rank()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    batches = batches_of(0, 2)
+    for _ in range(2):
+        twin.load_state_dict(model.full_state_dict())
+        model.eval()
+        with model.gathered(), torch.no_grad():
+            for number, x in enumerate(batches):
+                same_bits("an output", model(x), twin(x))
+                if number == rank:
+                    break
+        model.train()
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            loss_of(each, batches[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.full_state_dict().items():
+        same_bits(name, value, other.full_state_dict()[name])

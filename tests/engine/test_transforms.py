@@ -132,6 +132,36 @@ def test_a_backward_after_gathered_of_what_it_saved(group: Any) -> None:
         later.sum().backward()
 
 
+@pytest.mark.stages(2, 3)
+def test_a_function_of_vjp_that_is_called_after_gathered(group: Any, stage: int) -> None:
+    """It has saved the weights themselves, which are then placeholders."""
+    model, twin = wrapped(group, stage), net()
+    point, direction = drawn()
+    own = dict(model.module.named_parameters())
+    with pytest.warns(EscapedViewWarning) if stage == 3 else nullcontext(), model.gathered():
+        whole = {name: param.detach() for name, param in own.items()}
+        backwards = {
+            "inputs": vjp(model, point)[1],
+            "inner": vjp(lambda x: vjp(model, x)[1](direction)[0], point)[1],
+            "parameters": vjp(lambda params: functional_call(model.module, params, (point,)), own)[1],
+        }
+        kept = vjp(lambda params: functional_call(model.module, params, (point,)), whole)[1]
+        expected = vjp(twin, point)[1](direction)[0]
+        same_bits("inside", backwards["inputs"](direction)[0], expected)
+    for backward in (*backwards.values(), vmap(backwards["inputs"])):
+        several = direction.expand(2, *direction.shape) if backward not in backwards.values() else direction
+        if stage == 3:
+            with pytest.raises(LayoutError, match=r"torch\.func\.vjp returned inside .*: call it inside"):
+                backward(several)
+        else:
+            backward(several)
+    with model.gathered():
+        same_bits("inside again", backwards["inputs"](direction)[0], expected)
+    twins = dict(twin.named_parameters())
+    for name, value in vjp(lambda params: functional_call(twin, params, (point,)), twins)[1](direction)[0].items():
+        same_bits(f"{name}, of detached weights", kept(direction)[0][name], value)
+
+
 @pytest.mark.stages(0, 3)
 def test_recorded_graphs(group: Any, stage: int) -> None:
     """The remedies: `jvp` (above), `torch.export` (`test_export.py`), and `unwrap()`."""
