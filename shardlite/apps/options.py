@@ -7,7 +7,7 @@ command, as `module:name` inside `shardlite.apps`.
 import json
 import sys
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
@@ -29,7 +29,16 @@ _DESCRIBED = json.loads(Path(__file__).with_name("options.json").read_text())
 COMMANDS: Mapping[str, Mapping[str, Any]] = _DESCRIBED["commands"]
 """Descriptions of the commands, in the order of `shardlite --help`."""
 
-_NAMED = {"int": int, "float": float, "path": Path, "switch": BooleanOptionalAction, "hidden": SUPPRESS}
+
+def _names(value: str) -> tuple[str, ...]:
+    """Return the names in a value, which are separated by commas."""
+    return tuple(filter(None, map(str.strip, value.split(","))))
+
+
+_NAMED = {
+    **{"int": int, "float": float, "path": Path, "names": _names},
+    **{"switch": BooleanOptionalAction, "hidden": SUPPRESS},
+}
 """The Python objects for the names that `options.json` uses."""
 
 
@@ -66,8 +75,8 @@ def dtype_of(name: str) -> "torch.dtype":
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
 
 
-def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
-    """Return the `Precision` that three options select. If `compute` is `None`, forward and backward cast nothing.
+def precision_of(compute: str | None, reduce: str, master: str, keep: Iterable[str] | None = None) -> "Precision":
+    """Return the `Precision` that options select. If `compute` is `None`, forward and backward cast nothing.
 
     Raises:
         ValueError: the dtypes cannot be combined.
@@ -76,6 +85,7 @@ def precision_of(compute: str | None, reduce: str, master: str) -> "Precision":
 
     return Precision(
         compute=None if compute is None else dtype_of(compute),
+        keep=keep,
         reduce=dtype_of(reduce),
         master="split24" if master == "split24" else dtype_of(master),
     )

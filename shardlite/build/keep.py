@@ -51,41 +51,43 @@ def dtypes_of(
     """
     if precision.compute is None:
         return Dtypes()
-    modules = _modules(model, precision.compute, _rule(model, precision.keep))
+    modules, borders = _modules(model, precision.compute, _rule(model, precision.keep))
     params = _params(model, precision, modules)
-    kept = {each: dtype for each, dtype in params.items() if dtype != precision.compute_of(each.dtype)}
-    kept = {each: dtype for each, dtype in kept.items() if each not in ignored}
+    own_dtype = {each: dtype for each, dtype in params.items() if dtype != precision.compute_of(each.dtype)}
+    kept = {each: dtype for each, dtype in own_dtype.items() if each not in ignored}
     inputs, never = {}, scripts(model) | {model}
-    for module, (dtype, outer) in modules.items():
+    for module, dtype in modules.items():
         own = [each.dtype if each in ignored else params[each] for each in _floats(module).values()]
         if precision.keep:
-            casts = bool(own) or dtype != outer or module in roots
-        else:
+            casts = bool(own) or module in borders or module in roots
+        else:  # a model that declares something casts in its own forward
             casts = bool(own) and _is_strict(module) and (bool(kept) or module in roots)
         if casts and module not in never and _statistics(module) is None:
             inputs[module] = own[0] if own else dtype
-    explicit = inputs if precision.keep else {}  # a model that declares something casts in its own forward
-    outside = [module for module, dtype in explicit.items() if dtype != precision.compute]
-    return Dtypes(modules[model][0], kept, inputs, outside)
+    outside = [each for each, dtype in inputs.items() if precision.keep and dtype != precision.compute]
+    return Dtypes(modules[model], kept, inputs, outside)
 
 
-def _modules(model: nn.Module, compute: torch.dtype, rule: Rule) -> dict[nn.Module, tuple[torch.dtype, torch.dtype]]:
-    """Return for each module its dtype, and the dtype of the module around it.
+def _modules(model: nn.Module, compute: torch.dtype, rule: Rule) -> tuple[dict[nn.Module, torch.dtype], set[nn.Module]]:
+    """Return the dtypes of modules, and the modules whose dtype is not that of the module around them.
 
     A module that occurs in several places is kept if it is kept in one of them.
     """
     at: dict[str, torch.dtype] = {}
-    found: dict[nn.Module, tuple[torch.dtype, torch.dtype]] = {}
+    found: dict[nn.Module, torch.dtype] = {}
+    borders = set()
     for path, module in model.named_modules(remove_duplicate=False):
         outer = at[path.rpartition(".")[0]] if path else compute
         at[path] = rule(path, module) or outer
-        if module not in found or found[module][0] == compute:
-            found[module] = at[path], outer
-    return found
+        if found.get(module, compute) == compute:
+            found[module] = at[path]
+        if at[path] != outer:
+            borders.add(module)
+    return found, borders
 
 
 def _params(
-    model: nn.Module, precision: Precision, modules: Mapping[nn.Module, tuple[torch.dtype, torch.dtype]]
+    model: nn.Module, precision: Precision, modules: Mapping[nn.Module, torch.dtype]
 ) -> dict[Tensor, torch.dtype]:
     """Return the dtype in which each floating-point parameter is gathered.
 
@@ -95,15 +97,18 @@ def _params(
     named = _named_params(model, precision.keep)
     found: dict[Tensor, dict[torch.dtype, str]] = {}
     for path, module in model.named_modules():
-        kept = {attribute for attribute in _floats(module) if (module, attribute) in named}
-        if kept and modules[module][0] != torch.float32 and len(kept) < len(_floats(module)) and _is_strict(module):
+        own = _floats(module)
+        kept = [attribute for attribute in own if modules[module] == torch.float32 or (module, attribute) in named]
+        if 0 < len(kept) < len(own) and _is_strict(module):
             raise LayoutError(
                 f"Precision: {type(module).__name__} {path!r} computes in one dtype, but of its parameters only "
                 f"{some_of(kept)} would be kept: keep the whole layer, with its name in keep=..."
             )
-        for attribute, param in _floats(module).items():
-            dtype = torch.float32 if (module, attribute) in named else modules[module][0]
-            dtype = _statistics(module) or (dtype if dtype != precision.compute else precision.compute_of(param.dtype))
+        for attribute, param in own.items():
+            dtype = torch.float32 if attribute in kept else modules[module]
+            if dtype == precision.compute:
+                dtype = precision.compute_of(param.dtype)  # some dtypes are never cast
+            dtype = _statistics(module) or dtype
             found.setdefault(param, {}).setdefault(dtype, f"{path}.{attribute}".lstrip("."))
     for dtypes in found.values():
         if len(dtypes) > 1:

@@ -57,7 +57,8 @@ def refuse_if_wrapped(
             raise LayoutError(
                 f"{type(module).__name__}: a wrapped model cannot be moved or converted, and this would convert "
                 f"{name!r}: call .to(), .half() and the like before wrapping. To compute in a different dtype, wrap "
-                "with Precision(compute=...) or use torch.autocast; for a plain model, call unwrap()"
+                "with Precision(compute=...) or use torch.autocast; if a forward converts this module, name it in "
+                "Precision(keep=...); for a plain model, call unwrap()"
             )
     return module
 

@@ -224,6 +224,17 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
 
 
+def test_the_command_plans_what_is_kept(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    fixed = ["--ranks", "2", "--checkpoint", "without", "--compute", "bf16", "--json", str(file)]
+    peaks = []
+    for keep in ([], ["--keep", ""], ["--keep", "attention"], ["--keep", "attention, mlp"]):
+        assert run(*fixed, *keep) == 0
+        peaks.append(json.loads(file.read_text())["groups"][0]["ranks"][0]["peak_bytes"])
+    assert "compute in bfloat16, keep=('attention', 'mlp'), reduce in float32" in capsys.readouterr().out
+    assert peaks[0] == peaks[1] < peaks[2] < peaks[3]
+
+
 def test_the_picture_of_memory_has_the_numbers_of_the_table(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="--plots needs it")
     from matplotlib.figure import Figure

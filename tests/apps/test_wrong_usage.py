@@ -43,6 +43,11 @@ def only_line(printed: str) -> str:
         ([*PLAN, "--cluster", "mine"], "is not one of dgx-h100"),
         ([*PLAN, "--ranks", "0"], "1 to 4096 ranks"),
         ([*PLAN, "--master", "split24"], 'master="split24" keeps weights as bf16'),
+        (
+            [*PLAN, "--compute", "bf16", "--keep", "mlp, nrm"],
+            "keep has 'nrm', but the model has no module or parameter",
+        ),
+        ([*PLAN, "--keep", "mlp"], "keep says what is not computed in the dtype `compute`: pass compute too"),
         ([*PLAN, "--context", "0"], "--context must be at least 1, got 0"),
         (["ring", "--ranks=0"], "--ranks is 0; it must be from 1 to 64"),
         (["ring", "--operation=all-reduce"], "argument --operation: invalid choice: 'all-reduce'"),

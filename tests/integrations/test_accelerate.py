@@ -37,7 +37,9 @@ from shardlite import AdamW, CheckpointError, LayoutError, PhaseError, Precision
 from shardlite.integrations import accelerate as integration
 from shardlite.integrations.accelerate import PATCHES, install, uninstall
 from tests.support.markdown import ROOT, cells
+from tests.support.models.kept import CastsRouter, Mixture, Router
 from tests.support.ranks.scripts import run_process, torchrun
+from tests.support.twins.sharded import same_states
 
 _BOUND = {"rtol": 1e-3, "atol": 1e-3}
 """Adam divides by the root of a mean of squares, so a tiny gradient of another last bit may step by a part of `lr`."""
@@ -82,9 +84,11 @@ def loader_of() -> Any:
     return DataLoader(data, batch_size=4)
 
 
-def train(accelerator: Accelerator, *, clip: bool = False, folder: Path | None = None) -> tuple[list[Tensor], Any]:
+def train(
+    accelerator: Accelerator, model: nn.Module | None = None, *, clip: bool = False, folder: Path | None = None
+) -> tuple[list[Tensor], Any]:
     """Train for an epoch; return losses, norms and weights. With a folder, go back to its state and train again."""
-    model = model_of()
+    model = model or model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     # The optimizer comes before its model.
@@ -163,6 +167,22 @@ def test_weights_are_gathered_in_16_bits_if_the_options_say_so(group):
     with program(group, precision=Precision(compute=torch.bfloat16)) as make:
         losses, _ = train(make(mixed_precision="bf16"))
         assert torch.stack(losses).isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["router", Router])
+@pytest.mark.stages(0, 3)
+def test_kept_modules_have_the_bits_of_ddp_with_the_same_casts(group, stage, keep):
+    """BatchNorm is kept too. DDP has fp32 weights in autocast, and a router that leaves autocast by itself."""
+    results = []
+    precision = Precision(compute=torch.bfloat16, keep=keep)
+    for router, own in ((CastsRouter, {}), (Router, {"stage": stage, "precision": precision})):
+        set_seed(0)
+        with program(group, **own) as make:
+            accelerator = make(gradient_accumulation_steps=2, mixed_precision="bf16")
+            losses, weights = train(accelerator, Mixture(10, 5, router))
+            results.append({**weights, "losses": torch.stack(losses)})
+    same_states("epoch", results[1], results[0])
 
 
 def step(accelerator: Any, *pairs: tuple[Any, Any]) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlite import AdamW, LayoutError, ShardLite, WholeParameters
+from shardlite import AdamW, LayoutError, Precision, ShardLite, WholeParameters
 from tests.support.lightning_runs import (
     TIMEOUT,
     Maker,
@@ -26,6 +26,7 @@ from tests.support.lightning_runs import (
     session,
     whole,
 )
+from tests.support.models.kept import CastsRouter, Mixture, Router
 from tests.support.ranks.scripts import run_process
 
 pytest.importorskip("lightning", "2.6", reason="needs lightning")
@@ -216,6 +217,16 @@ def second_trainer(make: Maker) -> Any:
 
 def mixed(make: Maker) -> Any:
     return trained(make(precision="bf16-mixed"), module())
+
+
+def kept(make: Maker) -> Any:
+    trainer = make(precision="bf16-mixed")
+    return trained(trainer, module(net=mixture(trainer)))
+
+
+def mixture(trainer: Any) -> nn.Module:
+    """Return a model whose router is kept by `Precision` or, with DDP, leaves autocast by itself."""
+    return Mixture(7, 5, CastsRouter if type(trainer.strategy).__name__.startswith("DDP") else Router)
 
 
 def true_bf16(make: Maker) -> Any:
@@ -482,6 +493,12 @@ def fabric_mixed(make: Maker) -> Any:
     return fabric_train(fabric, model, optimizer)
 
 
+def fabric_kept(make: Maker) -> Any:
+    fabric = make(precision="bf16-mixed")
+    model, optimizer = fabric.setup(net := mixture(fabric), torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return fabric_train(fabric, model, optimizer)
+
+
 def fabric_scaled(make: Maker) -> Any:
     from lightning.fabric.plugins import MixedPrecision
 
@@ -574,9 +591,11 @@ FABRIC = [
 NEAR_FABRIC = {fabric_norm: {"rtol": 1e-5, "atol": 1e-6}}
 
 
-def same_as_ddp(group: Any, folder: Path, stage: int, case: Any, bound: dict[str, float], fabric: bool) -> None:
+def same_as_ddp(
+    group: Any, folder: Path, stage: int, case: Any, bound: dict[str, float], fabric: bool, **options: Any
+) -> None:
     """Body of a rank: run a case with both and compare what it returns."""
-    plainly, sharded = on_both(group, folder, stage, case, fabric=fabric)
+    plainly, sharded = on_both(group, folder, stage, case, fabric=fabric, **options)
     assert_same(plainly, sharded, **bound)
 
 
@@ -615,6 +634,14 @@ def test_a_program_is_nearly_as_with_ddp_on_three_ranks(cluster, tmp_path, case)
 @pytest.mark.parametrize("case", [accumulation, gan, checkpoints, averaged_ema, norms, finetuning])
 def test_other_stages_are_as_ddp(cluster, tmp_path, stage, case):
     cluster.run(same_as_ddp, 2, tmp_path, stage, case, {}, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("case", [kept, fabric_kept])
+def test_kept_modules_are_as_with_ddp_and_the_same_casts(cluster, tmp_path, stage, case):
+    precision = Precision(compute=torch.bfloat16, keep=Router)
+    cluster.run(same_as_ddp, 2, tmp_path, stage, case, {}, case is fabric_kept, precision=precision)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

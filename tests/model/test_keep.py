@@ -264,6 +264,25 @@ def test_autocast_ends_at_kept_modules(group: Any, saves: bool | None) -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
+def test_a_layer_that_the_forward_converts_is_kept_as_the_error_says(group: Any) -> None:
+    """As in the routers of Switch Transformers."""
+
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = nn.Linear(7, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.classifier.to(WIDE)(x.to(WIDE))
+
+    for stage in some_stages(0, 3):
+        with pytest.raises(
+            LayoutError, match=r"if a forward converts this module, name it in Precision\(keep=\.\.\.\)"
+        ):
+            rows(ShardLite(Converts(), group=group, stage=stage, precision=BF16), Turn(0, 0, 0))
+        Pair(Converts, group, stage=stage, precision=Precision(compute=NARROW, keep="classifier")).step(rows)
+
+
 def test_a_model_without_what_is_kept_computes_as_before(group: Any) -> None:
     """`keep=()` switches the declarations off. A model that declares nothing has no hooks that cast."""
     model = ShardLite(Net(), group=group, precision=Precision(compute=NARROW))

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,19 @@ def on_both(
     *,
     fabric: bool = False,
     on_gpu: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any]:
-    """Return the results of a case with DDP and with ShardLite."""
+    """Return the results of a case with DDP and with ShardLite, whose strategy gets the options."""
     with session(group, folder, on_gpu=on_gpu):
         from shardlite.integrations.lightning import ShardLiteFabricStrategy, ShardLiteStrategy
 
         of = fabric_maker if fabric else maker
         ours = ShardLiteFabricStrategy if fabric else ShardLiteStrategy
         results = []
-        for name, strategy in (("ddp", "ddp" + UNUSED), ("sharded", lambda: ours(stage=stage, timeout=TIMEOUT))):
+        for name, strategy in (
+            ("ddp", "ddp" + UNUSED),
+            ("sharded", partial(ours, stage=stage, timeout=TIMEOUT, **options)),
+        ):
             torch.manual_seed(5)
             own = folder / name
             own.mkdir(exist_ok=True)

@@ -92,7 +92,7 @@ def setting_of(options: Namespace) -> Setting:
         ValueError: the dtypes cannot be combined.
     """
     return Setting(
-        precision=precision_of(options.compute, options.reduce, options.master),
+        precision=precision_of(options.compute, options.reduce, options.master, options.keep),
         state=options.state,
         in_backward=options.in_backward,
         prefetch=options.prefetch,

@@ -69,6 +69,7 @@ def words(setting: Setting) -> str:
     parts = [
         f"stage {setting.stage}",
         f"compute in {computing}",
+        "" if precision.keep is None else f"keep={precision.keep}",
         'master="split24"' if precision.master == "split24" else "",
         f"reduce in {str(precision.reduce).removeprefix('torch.')}",
         f'AdamW(state="{setting.state}"{", in_backward=True" * setting.in_backward})',

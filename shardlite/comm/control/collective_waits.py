@@ -34,6 +34,9 @@ _COLLECTIVES = ("barrier", "monitored_barrier", "all_", "reduce", "broadcast", "
 _ENDS_TOGETHER = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """First words of the collectives that end on no rank before all ranks have called them."""
 
+_ENDS_LAST = ("gather", "reduce")
+"""First words of the other collectives that do not end on their destination before all ranks have called them."""
+
 NAMED = "torch.distributed."
 """First words of the names of collectives."""
 
@@ -62,6 +65,11 @@ def collective_of(thread: int, ranks: frozenset[int]) -> tuple[str, str]:
 def may_end_alone(operation: str) -> bool:
     """Return whether the operation is a collective that ends on a rank although other ranks have not called it."""
     return operation.startswith(NAMED) and not operation.removeprefix(NAMED).lstrip("_").startswith(_ENDS_TOGETHER)
+
+
+def needs_all(operation: str) -> bool:
+    """Return whether the operation is a collective whose destination waits until all ranks have called it."""
+    return operation.startswith(NAMED) and operation.removeprefix(NAMED).startswith(_ENDS_LAST)
 
 
 def collectives_started(ranks: frozenset[int]) -> int:

@@ -23,6 +23,7 @@ from shardlite.comm.control.collective_waits import (
     collective_of,
     collectives_started,
     may_end_alone,
+    needs_all,
     watch_collectives,
 )
 from shardlite.comm.control.frames import frame_of
@@ -387,18 +388,19 @@ def _may_end(operations: Mapping[int, Sequence[str]], started: Mapping[int, int]
     """Return whether a rank waits in a collective for data that another rank has sent, and not for another rank.
 
     After a broadcast, for example, the source continues before the other ranks have received all data. A rank that has
-    started as many of the program's collectives as the waiting rank has called the collective too.
+    started as many of the program's collectives as the waiting rank has called the collective too. In a gather, senders
+    continue too, but it cannot end before all ranks have called it.
 
     Args:
         operations: names of the operations of each rank.
         started: number of the program's collectives that each rank has started.
     """
     return any(
-        started[other] >= started[rank]
+        (all if any(map(needs_all, own)) else any)(
+            started[other] >= started[rank] for other, its in operations.items() if not {*own} & {*its}
+        )
         for rank, own in operations.items()
         if any(map(may_end_alone, own))
-        for other in operations
-        if not {*own} & {*operations[other]}
     )
 
 

@@ -134,8 +134,11 @@ def receive_an_object(program: Program) -> None:
 
 
 def collect_losses(program: Program) -> None:
+    """Gather on rank 1. Other ranks that have sent their loss go on, and wait in their next step."""
     losses = [torch.ones(1) for _ in range(program.group.size())]
     dist.gather(torch.ones(1), losses if program.group.rank() == 1 else None, group_dst=1, group=program.group)
+    if program.group.rank() > 1:
+        program.step()
 
 
 def reach_another_call(program: Program) -> None:
@@ -203,6 +206,9 @@ def test_a_rank_that_receives_slowly_is_waited_for():
     assert _may_end(waits, {0: 4, 1: 4, 2: 3})
     assert not _may_end(waits, {0: 3, 1: 4, 2: 3})
     assert not _may_end({0: ["a gather"], 1: ["torch.distributed.barrier"]}, {0: 4, 1: 4})
+    collects = {0: ["a gather"], 1: ["torch.distributed.gather"], 2: ["a gather"]}
+    assert _may_end(collects, {0: 4, 1: 4, 2: 4})
+    assert not _may_end(collects, {0: 3, 1: 4, 2: 4})
 
 
 def test_ranks_in_different_calls_are_told_of_both(cluster):

@@ -64,6 +64,28 @@ class Declares(Net):
         return super().forward(x)
 
 
+class CastsRouter(Router):
+    """A router that computes in fp32 by itself, also in `torch.autocast`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
+
+
+class Mixture(nn.Module):
+    """A classifier with a norm that has running statistics, and experts that the router mixes."""
+
+    def __init__(self, inputs: int, classes: int, router: type[Router] = Router) -> None:
+        super().__init__()
+        self.inp, self.norm, self.router = nn.Linear(inputs, 8), nn.BatchNorm1d(8), router()
+        self.experts = nn.ModuleList(nn.Linear(8, classes) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.inp(x)).relu()
+        weights = self.router(x)
+        return sum(weights[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
 def conv() -> nn.Module:
     """Norms with running statistics: of batches, and one that PyTorch calls an instance norm."""
     norm = nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
