@@ -571,7 +571,9 @@ def test_parameters_from_before_prepare_are_clipped_and_whole_weights_saved(grou
         torch.testing.assert_close(model.clip_grad_norm_(float("inf")), torch.tensor(0.1))
         accelerator.save(accelerator.get_state_dict(model), tmp_path / "weights.pt")
         dist.barrier(group)
-        torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), model.full_state_dict(rank=None), rtol=0, atol=0)
+        torch.testing.assert_close(
+            torch.load(tmp_path / "weights.pt"), model.full_state_dict(rank=None), rtol=0, atol=0
+        )
 
 
 def test_wrong_options_are_refused():
