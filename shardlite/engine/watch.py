@@ -197,7 +197,9 @@ _used: dict[Any, _Operators] = {}
 @cache
 def _is_elementwise(operator: Any) -> bool:
     """Return whether an operator handles each element by itself, or returns a view."""
-    name, returns = operator.overloadpacket.__name__, operator._schema.returns
+    name, returns = str(operator.overloadpacket.__name__), operator._schema.returns
+    if operator._schema.is_mutable and operator.namespace not in ("aten", "prims"):
+        return True  # steps of other libraries' optimizers
     if (torch.Tag.pointwise in operator.tags and name not in _CONDITIONS) or name in _NOT_TAGGED.split():
         return True
     if name not in _SELECTIONS and any(
@@ -206,7 +208,7 @@ def _is_elementwise(operator: Any) -> bool:
         return True
     one = name.removeprefix("_foreach_")  # operators of lists have no tags
     if one == name:
-        return str(name).startswith("_fused_") and str(name).endswith("_")  # steps of optimizers
+        return name.startswith(("_fused_", "_amp_")) and name.endswith("_")  # steps of optimizers and scalers
     packet = getattr(torch.ops.aten, one, None)
     overloads = packet.overloads() if packet is not None and one != "max" else []
     return one in _NOT_TAGGED.split() or any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)

@@ -51,7 +51,10 @@ class Original:
         }
         self._plain = {name: value for name, value in self._attributes.items() if _is_plain(value)}
         inner = {name: type(value) for name, value in self._attributes.items() if isinstance(value, Optimizer)}
-        self._kept = {**self._plain, **inner}  # constructors take the class of an inner optimizer
+        self._records: dict[str, Any] = {}
+        for value in self._attributes.values():
+            self._records.update(_record(value))
+        self._kept = {**self._records, **self._plain, **inner}  # constructors take the class of an inner optimizer
         groups: dict[str, Group] = {}
         for given in optimizer.param_groups:
             options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
@@ -66,7 +69,7 @@ class Original:
 
     def key(self) -> str:
         """Return a text that is the same for optimizers of one class whose twins are the same."""
-        return repr((self.device, self.dtype, self._defaults, self.groups, self._plain))
+        return repr((self.device, self.dtype, self._defaults, self.groups, self._plain, self._records))
 
     def integers(self) -> list[int]:
         """Return all options that are integers."""
@@ -167,6 +170,12 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     plain = (bool, int, float, str, type, FunctionType, torch.dtype, torch.device, Enum)
     return value is None or isinstance(value, plain)
+
+
+def _record(value: Any) -> dict[str, Any]:
+    """Return the options in an attribute that only groups options, such as `args` of bitsandbytes' optimizers."""
+    options = {} if _is_plain(value) or callable(value) else getattr(value, "__dict__", {})
+    return options if _is_plain(options) else {}
 
 
 _COLLECTIVES = ("all_", "broadcast", "reduce_scatter", "isend", "irecv", "send", "recv", "batch_isend", "barrier")

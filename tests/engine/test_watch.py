@@ -330,6 +330,27 @@ def test_elementwise_optimizers_are_not_warned_of(group: Any) -> None:
             assert all(type(value) is Tensor for value in optimizer.state[shard].values() if torch.is_tensor(value))
 
 
+@torch.library.custom_op("shardlite_tests::step", mutates_args=("param",))
+def step_of_a_library(param: Tensor, grad: Tensor, lr: float) -> None:
+    if param.numel() == 0:
+        raise RuntimeError("no elements")
+    param -= lr * grad
+
+
+def test_steps_by_operators_of_other_libraries_are_not_warned_of(group: Any) -> None:
+    """They are called only for shards that have elements, as by bitsandbytes' optimizers in 32 bits."""
+    model, loss = model_and_loss(group)
+
+    def step() -> None:
+        loss().backward()
+        with torch.no_grad():
+            for shard in model.parameters():
+                if shard.numel():
+                    step_of_a_library(shard, shard.grad, 0.1)
+
+    assert heard(step) == []
+
+
 def test_moving_averages_over_whole_copies_are_refused(group: Any) -> None:
     """A moving average over a copy from before wrapping is refused in the words that every rank gets."""
     torch.manual_seed(3)

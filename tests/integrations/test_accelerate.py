@@ -562,12 +562,6 @@ def test_what_cannot_work_is_refused_by_name(group, tmp_path):
             accelerator.join_uneven_inputs([model], even_batches=False),
         ):
             pass
-        with pytest.raises(LayoutError, match="full_state_dict"):
-            plain.state_dict()
-        accelerator.backward(model(torch.ones(4, 10)).mean())
-        with pytest.raises(LayoutError, match="unsharded parameter"):
-            accelerator.clip_grad_norm_(plain.parameters(), 1.0)
-        model.zero_grad()
         with accelerator.no_sync(model):
             accelerator.backward(model(torch.ones(4, 10)).mean())
         with pytest.raises(PhaseError, match=r"if accelerator\.sync_gradients"):
@@ -583,6 +577,23 @@ def test_what_cannot_work_is_refused_by_name(group, tmp_path):
         accelerator.prepare(*models, shared)
         with pytest.raises(CheckpointError, match="one model"):
             accelerator.save_state(tmp_path)
+
+
+def test_parameters_from_before_prepare_are_clipped_and_whole_weights_saved(group, tmp_path):
+    """As programs end their steps, and themselves."""
+    with program(group, stage=3) as make:
+        accelerator, module = make(), model_of()
+        captured = list(module.parameters())
+        model = accelerator.prepare(module)
+        accelerator.backward(model(torch.ones(4, 10)).square().mean())
+        assert model.clip_grad_norm_(float("inf")) > 0.1
+        accelerator.clip_grad_norm_(captured, 0.1)
+        torch.testing.assert_close(model.clip_grad_norm_(float("inf")), torch.tensor(0.1))
+        accelerator.save(accelerator.get_state_dict(model), tmp_path / "weights.pt")
+        dist.barrier(group)
+        torch.testing.assert_close(
+            torch.load(tmp_path / "weights.pt"), model.full_state_dict(rank=None), rtol=0, atol=0
+        )
 
 
 def test_wrong_options_are_refused():

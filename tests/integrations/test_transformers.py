@@ -1,5 +1,6 @@
 """`transformers.Trainer` with ShardLite: equal to the bit to the same program with DDP."""
 
+import inspect
 import os
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,20 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks.scripts import ROOT, run_script
-from tests.support.trainers import SIZES, Maker, Rows, gpt2, history, llama, norms, on_both, session, t5, weights
+from tests.support.trainers import (
+    SIZES,
+    VOCABULARY,
+    Maker,
+    Rows,
+    gpt2,
+    history,
+    llama,
+    norms,
+    on_both,
+    session,
+    t5,
+    weights,
+)
 
 pytest.importorskip("transformers", "5.23", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -283,7 +297,25 @@ def smaller_batches(make: Maker) -> Any:
     return [weights(trainer), trainer._train_batch_size]
 
 
+def parameter_of_loss(make: Maker) -> Any:
+    """The optimizer also steps a parameter outside of the model, also into checkpoints."""
+    from transformers import Trainer
+
+    scale = torch.nn.Parameter(torch.ones(VOCABULARY))
+
+    class Scaled(Trainer):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD([*self.model.parameters(), scale], lr=0.1)
+            return self.optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Tensor:
+            return (model(input_ids=inputs["input_ids"]).logits * scale).logsumexp(-1).mean()
+
+    return [*trained(make(trainer=Scaled, args={"save_strategy": "steps", "save_steps": 2})), scale.detach()]
+
+
 CASES = [
+    parameter_of_loss,
     train_evaluate_predict,
     adamw,
     dropout,
@@ -772,6 +804,32 @@ def test_a_callback_that_reads_a_weight_on_rank_0_ends_in_an_error(doomed, tmp_p
     ended = doomed.run(prints_a_weight, 2, str(tmp_path / "run"), directory=tmp_path)
     assert all(each.kind for each in ended), ended
     assert "up_proj.weight" in ended[0].text
+
+
+def saves_on_rank_0(group: Any, folder: str) -> None:
+    """Body of a rank."""
+    from transformers import TrainerCallback
+
+    from tests.support.trainers import maker
+
+    class Saves(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.is_world_process_zero:
+                trainer.save_model(folder)
+
+    with session(group, Path(folder)):
+        trainer = maker(Path(folder), 3)(callbacks=[Saves()])
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_the_error_names_the_line_of_a_callback(doomed, tmp_path):
+    """It is the line of the program on the rank that has called, not one of the trainer."""
+    (tmp_path / "run").mkdir()
+    ended = doomed.run(saves_on_rank_0, 2, str(tmp_path / "run"), directory=tmp_path)
+    lines, first = inspect.getsourcelines(saves_on_rank_0)
+    line = first + next(index for index, text in enumerate(lines) if "save_model" in text)
+    assert f"called in {__file__}, line {line}\n" in ended[0].text, ended
 
 
 @pytest.mark.slow

@@ -23,11 +23,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardlite import EscapedViewWarning
+from shardlite import EscapedViewWarning, ShardLite
 from tests.support.internals import users
 from tests.support.models.residual import WIDTH, Block, Chain, Nested, net, on_rows, rows
 from tests.support.models.small import VOCABULARY, LanguageModel, run_all
-from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, slow, trained
+from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, same_states, slow, trained
 
 Model = Callable[..., Any]
 
@@ -249,6 +249,56 @@ def test_two_forwards_before_one_backward(group: Any, stage: int) -> None:
         assert twice == {"0": 2, "1": 4, "2": 4, "3": 3}
     else:
         assert once == twice
+
+
+class Headed(nn.Module):
+    """A model that may leave its head to the program, as one whose loss is computed in chunks of tokens does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, *, skip_head: bool = False) -> Tensor:
+        hidden = self.body(x).tanh()
+        return hidden if skip_head else self.head(hidden)
+
+
+def chunked(model: Model, head: nn.Module, x: Tensor, after_backward: Callable[[], object]) -> None:
+    """Run a backward for each chunk of rows, and then the backward of what comes before the head."""
+    hidden = model(x, skip_head=True)
+    leaf = hidden.detach().requires_grad_()
+    for chunk in leaf.split(2):
+        functional.softplus(head(chunk)).square().sum().backward()
+        after_backward()
+    hidden.backward(leaf.grad)
+    after_backward()
+
+
+@pytest.mark.parametrize("stage", [3, slow(2), slow(0)])
+def test_a_backward_per_chunk_adds_means(group: Any, stage: int) -> None:
+    """Each backward is reduced and rounded by itself, as by FSDP2: `(m1 + m2) + m3`, not the mean of sums."""
+    torch.manual_seed(0)
+    module = Headed()
+    twins = [copy.deepcopy(module) for _ in range(group.size())]
+    model = ShardLite(module, group=group, stage=stage, units=nn.Linear)
+    inputs = [torch.randn(8, WIDTH) for _ in twins]
+    chunked(model, model.module.head, inputs[group.rank()], lambda: None)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    each: list[list[list[Tensor | None]]] = []  # gradients of each parameter, of each backward, of each twin
+    for twin, x in zip(twins, inputs, strict=True):
+        each.append([])
+
+        def take(twin: nn.Module = twin, to: list[Any] = each[-1]) -> None:
+            to.append([param.grad for param in twin.parameters()])
+            twin.zero_grad()
+
+        chunked(twin, twin.head, x, take)
+    for param, of_twins in zip(
+        twins[0].parameters(), zip(*(zip(*of, strict=True) for of in each), strict=True), strict=True
+    ):
+        means = [sum(parts) / len(twins) for parts in zip(*of_twins, strict=True) if parts[0] is not None]
+        param.data -= sum(means[1:], means[0])
+    same_states("weights", model.full_state_dict(rank=None), twins[0].state_dict())
 
 
 class Preference(nn.Module):

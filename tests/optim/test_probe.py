@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,17 @@ class Flag(Own):
         return LAMB.update(self, param, state, group) if self.trust else param.grad
 
 
+class Grouped(Own):
+    """Keeps its option in a record only, and does not let it be changed, as optimizers of bitsandbytes do."""
+
+    def __init__(self, params, trust: bool = False):
+        super().__init__(params)
+        self.args = SimpleNamespace(trust=trust)
+
+    def update(self, param, state, group):
+        return LAMB.update(self, param, state, group) if self.args.trust else param.grad
+
+
 class NotKept(Flag):
     """Takes an argument that it does not keep, so a twin is a copy."""
 
@@ -284,6 +296,8 @@ OTHERS: dict[str, tuple[Callable[[Any], Optimizer], bool | None, bool | None]] =
     "SAM": (lambda p: SAM(p, optim.SGD, lr=0.1, momentum=0.9), False, False),
     "no flag": (Flag, True, True),
     "flag": (lambda p: Flag(p, trust=True), False, True),
+    "option in a record": (lambda p: Grouped(p, trust=True), False, True),
+    "no option in a record": (Grouped, True, True),
     "argument that is not kept": (lambda p: NotKept(p, 2), False, True),
     "other argument that is not kept": (lambda p: NotKept(p, 0), True, True),
     "module": (lambda p: KeepsModule(p, 2), None, None),
