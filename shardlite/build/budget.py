@@ -158,12 +158,13 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
 
 def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
     """Return the budget of a flat. The memory of its mean is counted as `grads/reduce.py` allocates it."""
-    full, world_size, same = flat.gradients.full_numel, recipe.world_size, flat.reduce == flat.master
+    full, world_size, master = flat.gradients.full_numel, recipe.world_size, flat.master.to_real()
+    same = flat.reduce == master
     sent = (world_size - 1) * (full // world_size) * flat.reduce.itemsize
-    mean = full // world_size * flat.master.itemsize
+    mean = full // world_size * master.itemsize
     if flat.rank is None:
         sent += (world_size - 1) * mean  # the all-gather of the means
-        mean = 0 if same else full * flat.master.itemsize
+        mean = 0 if same else full * master.itemsize
     elif recipe.in_backward and world_size > 1:
         mean = 0  # the last addition of the reduction steps the weights
     elif same and (recipe.options.stage == 1 or world_size == 1):
