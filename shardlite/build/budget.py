@@ -201,14 +201,14 @@ def _storage_nbytes(flats: Iterable[Flat]) -> int:
 
 def _own_numel(flat: Flat) -> int:
     """Return the number of elements in each moment of this rank: the padded lengths of its parts of all slots."""
-    own = flat.own_range(flat.layout)
-    parts = (slot.within(*own) for slot in flat.layout.slots)
+    own = flat.own_range(flat.layout.real)
+    parts = (slot.within(*own) for slot in flat.layout.real.slots)
     return sum(round_up(stop - start, ALIGN) for start, stop in parts)
 
 
 def _moment_nbytes(flat: Flat, numel: int, state: str) -> int:
     """Return the bytes of both moments, each of which has `numel` elements."""
-    dtype = flat.master if state == "fp32" else FORMATS[state]
+    dtype = flat.master.to_real() if state == "fp32" else FORMATS[state]
     exponents = 2 * (numel // SCALE_BLOCK) if state == "int8" else 0
     return 2 * numel * dtype.itemsize + exponents
 
@@ -230,7 +230,7 @@ def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
     """Return the bytes that a step moves. A step reads and writes weights and moments, and only reads the gradient."""
     numel = _own_numel(flat)
     weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
-    return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.itemsize
+    return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.to_real().itemsize
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:
