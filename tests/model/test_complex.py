@@ -64,6 +64,14 @@ def loss(module: Callable[[Tensor], Tensor], seed: int) -> Tensor:
     return module(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))).float().square().mean()
 
 
+def resolve(module: nn.Module) -> list[Tensor]:
+    """Resolve conjugate gradients, which PyTorch's optimizers refuse, and return all gradients."""
+    for param in trainable(module):
+        if param.grad is not None:
+            param.grad = param.grad.resolve_conj()
+    return [param.grad for param in trainable(module) if param.grad is not None]
+
+
 class Duo:
     """A wrapped model and a plain twin, whose gradients are averaged over the ranks as real numbers."""
 
@@ -80,12 +88,9 @@ class Duo:
             with accumulating(self.model, mode):
                 loss(self.model, seed).backward()
             loss(self.twin, seed).backward()
-        for param in trainable(self.twin):
-            assert param.grad is not None
-            param.grad = param.grad.resolve_conj()
-            mean = as_real(param.grad)
-            dist.all_reduce(mean, group=self.group)
-            mean.div_(self.group.size())
+        for grad in resolve(self.twin):
+            dist.all_reduce(as_real(grad), group=self.group)
+            grad.div_(self.group.size())
 
     def step(self, *modes: str) -> None:
         self.backward(*(modes or ("step",)))
@@ -114,12 +119,25 @@ def test_training_has_the_bits_of_a_plain_twin(group: Any, stage: int) -> None:
 
 
 def test_optimizers_of_whole_parameters_and_replicated_parameters(group: Any) -> None:
-    make = partial(WholeParameters, make=optim.Adam, lr=0.01)
+    make = partial(WholeParameters, optimizer_class=optim.Adam, lr=0.01)
     for options in ({"stage": 0}, {"stage": 3}, {"stage": 3, "replicates": True}):
         duo = Duo(group, make, twin=partial(optim.Adam, lr=0.01), **options)
         for _ in range(2):
             duo.step()
         duo.compare()
+
+
+def test_ignored_parameters_are_stepped_by_our_adamw(group: Any) -> None:
+    module, twin = net(), net()
+    model = ShardLite(module, group=group, units=Spectral, ignore=[module[0].weight, module[1].gain])
+    optimizers = [make(trainable(each)) for make, each in ((AdamW, model), (optim.AdamW, twin))]
+    for step in range(2):
+        for each in (model, twin):
+            loss(each, step).backward()
+        resolve(twin)
+        for optimizer in optimizers:
+            take_step(optimizer)
+    close("ignored", model.full_state_dict(), twin.state_dict())
 
 
 @pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
@@ -129,16 +147,14 @@ def test_optimizers_of_whole_parameters_and_replicated_parameters(group: Any) ->
 def test_norms_are_those_of_real_numbers(group: Any, options: dict[str, Any]) -> None:
     """With gradients of one reduction, of several, and after writes. All ways to clip give the same."""
     duo = Duo(group, partial(optim.SGD, lr=0.1), **options)
-    ours, theirs = duo.model.parameters(), duo.twin.parameters()
     for modes in (("step",), ("sharded", "step"), ("step", "local", "step")):
         duo.backward(*modes)
-        theirs = trainable(duo.twin)
-        real = [as_real(param.grad) for param in theirs if param.grad is not None]
+        ours, theirs = trainable(duo.model), trainable(duo.twin)
+        real = [as_real(grad) for grad in resolve(duo.twin)]
         for kind in (1.0, 2.0, inf):
             norm = nn.utils.get_total_norm(real, kind)
             torch.testing.assert_close(duo.model.clip_grad_norm_(1e9, kind), norm)
         norm = nn.utils.clip_grad_norm_(theirs, 0.01)
-        ours = trainable(duo.model)
         torch.testing.assert_close(duo.model.clip_grad_norm_(0.01), norm)
         torch.testing.assert_close(nn.utils.clip_grad_norm_(ours, 0.005), nn.utils.clip_grad_norm_(theirs, 0.005))
         for name, param in duo.twin.named_parameters():
