@@ -118,6 +118,21 @@ def test_training_has_the_bits_of_a_plain_twin(group: Any, stage: int) -> None:
     assert type(module[0].weight) is nn.Parameter
 
 
+@pytest.mark.stages(0, 3)
+def test_parameters_show_their_own_gradients_before_the_reduction(group: Any, stage: int) -> None:
+    """They are complex while they wait for the reduction, and when they have been copied to its buffer."""
+    duo = Duo(group, partial(optim.SGD, lr=0.1), stage=stage)
+    for _ in range(2):
+        with duo.model.no_sync():
+            loss(duo.model, 0).backward()
+        loss(duo.twin, 0).backward()
+        resolve(duo.twin)
+        for ours, theirs in zip(trainable(duo.model.module), trainable(duo.twin), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            same_bits("own gradient", ours.grad, theirs.grad)
+
+
 def test_optimizers_of_whole_parameters_and_replicated_parameters(group: Any) -> None:
     make = partial(WholeParameters, optimizer_class=optim.Adam, lr=0.01)
     for options in ({"stage": 0}, {"stage": 3}, {"stage": 3, "replicates": True}):
