@@ -115,7 +115,7 @@ class Precision:
 
     def master_of(self, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
         """Return the dtype in which a parameter of `dtype` is stepped, and stored unless it is split."""
-        if not (trainable and dtype.is_floating_point):
+        if not (trainable and dtype.to_real().is_floating_point):
             return dtype
         return torch.promote_types(dtype, torch.float32)
 
@@ -130,7 +130,7 @@ class Precision:
 
     def reduce_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of weights stored in `dtype` are summed."""
-        return torch.float64 if dtype == torch.float64 else self.reduce
+        return torch.float64 if dtype.to_real() == torch.float64 else self.reduce
 
 
 def _entries_of(keep: Any) -> Keep:

@@ -158,12 +158,13 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
 
 def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
     """Return the budget of a flat. The memory of its mean is counted as `grads/reduce.py` allocates it."""
-    full, world_size, same = flat.gradients.full_numel, recipe.world_size, flat.reduce == flat.master
+    full, world_size, master = flat.gradients.full_numel, recipe.world_size, flat.master.to_real()
+    same = flat.reduce == master
     sent = (world_size - 1) * (full // world_size) * flat.reduce.itemsize
-    mean = full // world_size * flat.master.itemsize
+    mean = full // world_size * master.itemsize
     if flat.rank is None:
         sent += (world_size - 1) * mean  # the all-gather of the means
-        mean = 0 if same else full * flat.master.itemsize
+        mean = 0 if same else full * master.itemsize
     elif recipe.in_backward and world_size > 1:
         mean = 0  # the last addition of the reduction steps the weights
     elif same and (recipe.options.stage == 1 or world_size == 1):
@@ -200,14 +201,14 @@ def _storage_nbytes(flats: Iterable[Flat]) -> int:
 
 def _own_numel(flat: Flat) -> int:
     """Return the number of elements in each moment of this rank: the padded lengths of its parts of all slots."""
-    own = flat.own_range(flat.layout)
-    parts = (slot.within(*own) for slot in flat.layout.slots)
+    own = flat.own_range(flat.layout.real)
+    parts = (slot.within(*own) for slot in flat.layout.real.slots)
     return sum(round_up(stop - start, ALIGN) for start, stop in parts)
 
 
 def _moment_nbytes(flat: Flat, numel: int, state: str) -> int:
     """Return the bytes of both moments, each of which has `numel` elements."""
-    dtype = flat.master if state == "fp32" else FORMATS[state]
+    dtype = flat.master.to_real() if state == "fp32" else FORMATS[state]
     exponents = 2 * (numel // SCALE_BLOCK) if state == "int8" else 0
     return 2 * numel * dtype.itemsize + exponents
 
@@ -229,7 +230,7 @@ def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
     """Return the bytes that a step moves. A step reads and writes weights and moments, and only reads the gradient."""
     numel = _own_numel(flat)
     weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
-    return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.itemsize
+    return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.to_real().itemsize
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:

@@ -285,15 +285,7 @@ def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precisio
             raise LayoutError(
                 f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before wrapping"
             )
-        if param.requires_grad and param.is_complex():
-            raise LayoutError(
-                f"parameter {name!r} is {param.dtype}, and gradients are reduced as real numbers. Before wrapping, "
-                "store two parts by `torch.nn.utils.parametrize.register_parametrization(module, name, Parts())`: "
-                "`forward(real, imag)` of Parts returns torch.complex(real, imag), and `right_inverse(x)` returns "
-                "(x.real.clone(), x.imag.clone()). The module still reads a complex tensor; elementwise steps do not "
-                "change"
-            )
-        if param.requires_grad and param.dtype not in SUMMABLE:
+        if param.requires_grad and param.dtype.to_real() not in SUMMABLE:
             raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")
         if param.dtype == torch.float64 and precision.compute is not None:
             raise LayoutError(

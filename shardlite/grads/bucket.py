@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context, Transport
 from shardlite.errors import PhaseError
-from shardlite.params import Flat, Gradients, Slot, Unit, check_move
+from shardlite.params import Flat, Gradients, Slot, Unit, as_real, check_move
 
 PURPOSE = "gradient buckets"
 """The ledger's purpose for the memory of buckets, and of gradients that are not yet copied to buckets."""
@@ -77,7 +77,7 @@ class Bucket:
     """
 
     places: dict[int, Tensor] = field(default_factory=dict)
-    """For each parameter, by `id`: the view of `full` for its gradient, in the parameter's shape."""
+    """For each parameter, by `id`: the view of `full` for its gradient, in the parameter's shape (`as_real`)."""
 
     used: set[int] = field(default_factory=set)
     """The ids of the parameters whose gradients the bucket holds."""
@@ -148,7 +148,7 @@ class Bucket:
             )
         if grad is None:
             return
-        dense = grad.to_dense() if grad.is_sparse else grad
+        dense = as_real(grad.to_dense() if grad.is_sparse else grad)
         if not self.full:
             self.early[key] = early = dense.clone() if has_user_hooks else dense
             self.context.ledger.track(PURPOSE, early)
@@ -165,7 +165,8 @@ class Bucket:
         key = id(param)
         if self.phase is not Gradients.FILLING or key not in self.used:
             return None
-        return self.early[key] if key in self.early else self.places[key]
+        found = self.early[key] if key in self.early else self.places[key]
+        return torch.view_as_complex(found) if self.flats[self._slots[key][0]].master.is_complex else found
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients in the bucket by `factor`."""

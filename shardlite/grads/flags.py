@@ -8,7 +8,7 @@ from shardlite_kernels import send
 from torch import Tensor
 
 from shardlite.errors import NonFiniteWarning
-from shardlite.params import Flat, as_they_are
+from shardlite.params import Flat, as_real, as_they_are
 
 _MOST_SENT = 64
 
@@ -91,7 +91,7 @@ def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def any_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return an int32 tensor [], which is 1 if any of the tensors has a NaN or infinity, else 0."""
-    found = largest([tensor for tensor in tensors if tensor.numel()])
+    found = largest([as_real(tensor) for tensor in tensors if tensor.numel()])
     if not found:
         return torch.zeros((), dtype=torch.int32, device=device)
     alike = len({each.dtype for each in found}) == 1

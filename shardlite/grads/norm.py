@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from shardlite.comm import Context, all_gather
 from shardlite.errors import LayoutError, check_number
 from shardlite.grads.flags import largest
-from shardlite.params import ALIGN, Flat, as_they_are, round_up
+from shardlite.params import ALIGN, Flat, as_real, as_they_are, round_up
 
 
 class Squares(NamedTuple):
@@ -88,7 +88,7 @@ class ReducedNorm:
     def runs(self) -> Iterable[Tensor]:
         """Yield the memory of the gradients with their padding, [n] for each flat. All gradients must exist."""
         for flat in self._squares:
-            grads = [shard.grad for shard in flat.shards if id(shard) in self._marks and shard.grad is not None]
+            grads = [as_real(each.grad) for each in flat.shards if id(each) in self._marks and each.grad is not None]
             if parts := [grad for grad in grads if grad.numel()]:
                 yield _span(parts)
 
@@ -131,7 +131,7 @@ class Clipper:
                 so, shards consist of whole blocks.
         """
         self._by_blocks = by_blocks
-        self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
+        self._flats = [flat for flat in flats if flat.layout.real.dtype.is_floating_point]
         self._context = context
         self._reduced_norm = reduced_norm
         self._note = note
@@ -147,7 +147,7 @@ class Clipper:
         if not norm_type > 0:
             raise LayoutError(f"norm_type must be a positive number or inf, got {norm_type!r}")
         context, transport = self._context, self._context.inline[0]
-        doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
+        doubles = any(flat.layout.real.dtype == torch.float64 for flat in self._flats)
         dtype = torch.float64 if doubles else torch.float32
         own = self._norms_of_blocks(norm_type, only) if self._by_blocks else self._partial(norm_type, only, dtype)
         everyones = own.new_empty(transport.world_size, len(own))
@@ -183,7 +183,7 @@ class Clipper:
             if reduced_norm is None and (part := _own_part(flat, self._context.transport.rank, only)) is not None:
                 norms = _norm_of_each_block(part, norm_type)
             if norms is None:
-                blocks = flat.layout.shard_numel // flat.layout.grain
+                blocks = flat.layout.real.shard_numel // flat.layout.real.grain
                 norms = torch.zeros(blocks, dtype=torch.float64, device=self._context.device)
             own.append(norms)
         return torch.cat(own)
@@ -194,10 +194,10 @@ class Clipper:
 
         Blocks without parameters are left out, because their number depends on the number of ranks.
         """
-        counts = [flat.layout.shard_numel // flat.layout.grain for flat in self._flats]
+        counts = [flat.layout.real.shard_numel // flat.layout.real.grain for flat in self._flats]
         places, before = [], 0
         for flat, count in zip(self._flats, counts, strict=True):
-            blocks = torch.arange(-(-flat.layout.slots[-1].stop // flat.layout.grain))
+            blocks = torch.arange(-(-flat.layout.real.slots[-1].stop // flat.layout.real.grain))
             places.append(blocks // count * sum(counts) + before + blocks % count if count else blocks)
             before += count
         return torch.cat(places).to(self._context.device) if places else torch.zeros(0, dtype=torch.int64)
@@ -252,7 +252,7 @@ def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor 
     """Return a copy [S] of a rank's gradients of `flat`, with zeros in the gaps, or `None` without gradients."""
     own = None
     for first, piece in _pieces(flat, rank, only):
-        own = piece.new_zeros(flat.layout.shard_numel) if own is None else own
+        own = piece.new_zeros(flat.layout.real.shard_numel) if own is None else own
         own[first : first + piece.numel()] = piece
     return own
 
@@ -279,10 +279,10 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
 
 def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
     """For each gradient in a rank's part of the full buffer, yield its start and its values (1-D, not empty)."""
-    start, stop = flat.layout.shard_range(rank)
-    for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
+    start, stop = flat.layout.real.shard_range(rank)
+    for slot, shard in zip(flat.layout.real.slots, flat.shards, strict=True):
         if shard.grad is not None and (only is None or shard in only):
-            grad = shard.grad.reshape(-1)
+            grad = as_real(shard.grad).reshape(-1)
             first, last = slot.within(start, stop)
             if flat.rank is None:
                 grad = grad[start + first - slot.start : start + last - slot.start]

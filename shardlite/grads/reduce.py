@@ -283,7 +283,7 @@ class ReduceQueue:
 
     def _place(self, flat: Flat, full: Tensor, *, keeps: bool = False) -> Mean:
         """Return memory for a mean, or for a sum that is kept. The memory stays allocated while it has views."""
-        layout, dtype = flat.gradients, flat.master
+        layout, dtype = flat.gradients, flat.master.to_real()
         start, stop = layout.shard_range(self._context.transport.rank)
         if keeps:
             whole = own = full.new_empty(stop - start, dtype=dtype)

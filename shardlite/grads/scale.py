@@ -248,6 +248,7 @@ class SoloScale(Scale):
         """Initialize without hooks. `accumulates` returns whether a backward now adds to gradients of a later one."""
         super().__init__(device, 0, 1)
         self._shards = [shard for flat in flats for shard in flat.shards]
+        self._complex = [shard for shard in self._shards if shard.is_complex()]
         self._accumulates = accumulates
         self._hooked: set[Tensor] = set()
         self._task = -1  # the latest graph task
@@ -263,7 +264,7 @@ class SoloScale(Scale):
                 shard.register_hook(partial(_divided, ref(self)))  # type: ignore[no-untyped-call]
 
     def before_step(self) -> None:
-        """Check that gradients are divided.
+        """Check that gradients are divided. Resolve conjugate views, which PyTorch's optimizers cannot step.
 
         Raises:
             PhaseError: gradients were counted, but the accumulation has not ended.
@@ -273,6 +274,9 @@ class SoloScale(Scale):
                 "gradients were accumulated with counts, but not divided: run the last backward before a step outside "
                 "of no_sync(), or drop the gradients with zero_grad() of the model"
             )
+        for shard in self._complex:
+            if shard.grad is not None and shard.grad.is_conj():
+                shard.grad = shard.grad.resolve_conj()
 
     def forget(self, *, accumulates: bool) -> None:
         """Forget the counts of gradients that were used or dropped."""

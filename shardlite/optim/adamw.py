@@ -425,7 +425,7 @@ def _check_params(group: Group, moments: str) -> None:
                 f"AdamW: {which} is a placeholder in a wrapped model: build the optimizer from parameters() of the "
                 "ShardLite model"
             )
-        if param.dtype not in _DTYPES:
+        if param.dtype.to_real() not in _DTYPES:
             raise ValueError(f"AdamW: {which} must be of a floating dtype, got {param.dtype}")
         is_narrow = param.dtype != torch.float32 and ShardInfo.of(param).low is None
         if moments != "fp32" and is_narrow and ShardInfo.is_of(param):

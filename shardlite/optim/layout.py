@@ -32,7 +32,7 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode, use_t
 from torch import Tensor
 
 from shardlite.optim.counts import DeviceCounts, Group, HostCounts, RunSlice, StepCounts
-from shardlite.params import ALIGN, ShardInfo, is_padded, round_up
+from shardlite.params import ALIGN, ShardInfo, as_real, is_padded, round_up
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
@@ -99,10 +99,16 @@ class StateSlot:
         self.group = group
         self.number = number  # index among all parameters of the optimizer
         self.part = ShardInfo.of(param)
-        self.start = int(param.storage_offset())
+        real = self.real
+        self.start = int(real.storage_offset())
         self.low_start = 0 if self.part.low is None else int(self.part.low.storage_offset())
-        self.end = self.start + param.numel()
-        self.stop = self.start + round_up(param.numel(), ALIGN)  # the end of the padding
+        self.end = self.start + real.numel()
+        self.stop = self.start + round_up(real.numel(), ALIGN)  # the end of the padding
+
+    @property
+    def real(self) -> Tensor:
+        """The shard as real numbers, outside of autograd."""
+        return as_real(self.param.detach())
 
     def storage(self) -> tuple[int, torch.dtype, torch.device]:
         """Return a key that identifies the shard's storage. Each empty storage has a separate key."""
@@ -151,7 +157,7 @@ class Arena:
             numel += slot.stop - slot.start
         param = slots[0].param
         coded = moments == "int8"
-        dtype = param.dtype if moments == "fp32" and slots[0].part.low is None else FORMATS[moments]
+        dtype = param.dtype.to_real() if moments == "fp32" and slots[0].part.low is None else FORMATS[moments]
         self.avg = torch.zeros(numel, dtype=dtype, device=param.device)
         self.sq = torch.zeros(numel, dtype=torch.uint8 if coded else dtype, device=param.device)
         self.exponents = torch.zeros(2 if coded else 0, numel // SCALE_BLOCK, dtype=torch.uint8, device=param.device)
@@ -172,6 +178,8 @@ class Arena:
     def entry(self, slot: StateSlot) -> dict[str, Tensor]:
         """Return the optimizer state of one shard: moments in the shard's shape, and their exponents."""
         avg, sq, *exponents = self.state(slot, slot.start, slot.end).codes()
+        if slot.param.is_complex():
+            avg, sq = (moment.view(slot.param.dtype) for moment in (avg, sq))
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(MOMENTS, (avg, sq), strict=True)}
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
@@ -195,7 +203,7 @@ class Arena:
         if low is not None:
             low = _flat(low, first.low_start + start - first.start, first.low_start + stop - first.start)
         exponents = (each[groups] for each in self.exponents) if len(self.exponents) else (None, None)
-        return State(_flat(first.param, start, stop), self.avg[here], self.sq[here], low, *exponents)
+        return State(_flat(first.real, start, stop), self.avg[here], self.sq[here], low, *exponents)
 
 
 def _grouped(slots: Iterable[StateSlot], key: Callable[[StateSlot], Hashable]) -> list[list[StateSlot]]:
@@ -259,7 +267,7 @@ def steps_of(slots: Sequence[StateSlot], *, unscale: bool) -> Iterator[tuple[Ste
 
     The caller must step these elements before it requests the next ones.
     """
-    members = ((slot, grad) for slot in slots if (grad := slot.param.grad) is not None)
+    members = ((slot, as_real(grad)) for slot in slots if (grad := slot.param.grad) is not None)
     for run in runs(members, _in_one_buffer):
         for elements, grad in _pieces(run, unscale):
             yield run[0][0].counts, elements, grad

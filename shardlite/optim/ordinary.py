@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from shardlite.optim.counts import Amp, Group
 from shardlite.optim.layout import MOMENTS, canonical, check_dense, check_state
+from shardlite.params import as_real
 
 
 def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
@@ -38,9 +39,10 @@ def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any],
     if amp.factor is not None:
         grads = [grad * amp.factor.to(grad.device) for grad in grads]
     steps, avgs, sqs = ([states[param][name] for param in params] for name in ("step", *MOMENTS))
+    tensors, grads, avgs, sqs = ([*map(as_real, each)] for each in (params, grads, avgs, sqs))
     beta1, beta2 = group["betas"]
     adamw(
-        *(params, grads, avgs, sqs, [], steps),
+        *(tensors, grads, avgs, sqs, [], steps),
         fused=True,
         grad_scale=None if amp.grad_scale is None else torch.as_tensor(amp.grad_scale, dtype=torch.float32),
         found_inf=None if amp.found_inf is None else (torch.as_tensor(amp.found_inf) != 0).float(),

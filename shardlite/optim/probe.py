@@ -266,7 +266,7 @@ class _Instance:
             if self._swaps:
                 param.data, param.grad = _placeholder(view), None
 
-    def numbers(self) -> dict[tuple[str, str], float]:
+    def numbers(self) -> dict[tuple[str, str], complex]:
         """Return the numbers that the optimizer keeps per group, and per parameter that is not empty."""
         records: dict[str, Mapping[str, Any]] = {f"group {i}": g for i, g in enumerate(self._optimizer.param_groups)}
         for param, (piece, _) in zip(self._params, self._pieces, strict=True):
@@ -274,7 +274,7 @@ class _Instance:
             if param.numel() and isinstance(state, Mapping):
                 records[f"parameter {piece.param}"] = state
         return {
-            (key, name): float(value)
+            (key, name): value.item() if isinstance(value, Tensor) else value
             for key, record in records.items()
             for name, value in record.items()
             if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -388,7 +388,9 @@ class _Trial:
         values = torch.randn(
             self._numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
         )
-        return values.to(self._original.device, self._original.dtype)
+        dtype = self._original.dtype
+        values = torch.complex(values, values.flip(0)) if dtype.is_complex else values
+        return values.to(self._original.device, dtype)
 
 
 class _Run:

@@ -64,7 +64,8 @@ class Original:
             for param in given["params"]:
                 group.flags.setdefault(param.ndim, _flags(optimizer.state.get(param)))
         self.groups = [each for each in groups.values() if each.flags]
-        first = next(param for given in optimizer.param_groups for param in given["params"])
+        params = [param for given in optimizer.param_groups for param in given["params"]]
+        first = next((param for param in params if param.is_complex()), params[0])
         self.device, self.dtype = first.device, first.dtype
 
     def key(self) -> str:

@@ -6,7 +6,17 @@ ranks. Read `layout.py` first.
 
 from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import Buffer, storage_key
-from shardlite.params.layout import ALIGN, Layout, ShardInfo, Slot, allocate_arenas, is_padded, lay_out, round_up
+from shardlite.params.layout import (
+    ALIGN,
+    Layout,
+    ShardInfo,
+    Slot,
+    allocate_arenas,
+    as_real,
+    is_padded,
+    lay_out,
+    round_up,
+)
 from shardlite.params.parameters import (
     OTHER_SHAPES,
     Placeholder,

@@ -10,7 +10,7 @@ keeps the whole parameter, else `[k, 1, ...]`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from operator import attrgetter
@@ -68,7 +68,7 @@ class Flat:
     """Indices of the slots that have gradients."""
 
     gradients: Layout = field(init=False)
-    """Layout of the gradients. It contains the trainable slots only."""
+    """Layout of the gradients, as real numbers. It contains the trainable slots only."""
 
     _own_gradients: Sequence[Place] = field(init=False)
     """Place of each gradient's elements in this rank's gradient shard."""
@@ -87,8 +87,9 @@ class Flat:
     def follow_requires_grad(self) -> None:
         """Read `requires_grad` of the parameters, and update the record of slots that have gradients."""
         self.trainable_slots = self.trainable_now()
-        self.gradients = self.layout.only(self.trainable_slots, self.reduce)
-        self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
+        trained = self.layout.only(self.trainable_slots, self.layout.dtype)
+        self.gradients = replace(trained.real, dtype=self.reduce)
+        self._own_gradients = _places(trained, self.own_range(trained))
 
     @property
     def full_nbytes(self) -> int:
@@ -170,7 +171,7 @@ class Flat:
     def unbind(self) -> None:
         """Turn the module's parameters into placeholders: one NaN, expanded to the shape of each parameter."""
         if self.placeholder is None:
-            nan = float("nan") if self.compute.is_floating_point else 0
+            nan = float("nan") if self.compute.to_real().is_floating_point else 0
             self.placeholder = torch.full((), nan, dtype=self.compute, device=self.local.device)
             self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
         to_placeholders(zip(self.params, self._hidden, strict=True))
@@ -200,7 +201,7 @@ class Flat:
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Return the part of a gradient shard that belongs to each trainable slot."""
-        return mark_padded(views(mean, self._own_gradients))
+        return mark_padded(views(mean.view(self.master), self._own_gradients))
 
 
 def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:

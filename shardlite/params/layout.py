@@ -66,6 +66,11 @@ def views(memory: Tensor, places: Iterable[Place]) -> list[Tensor]:
     return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return `tensor` or, if it is complex, its real and imaginary parts, with a dimension of 2 at the end."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of one parameter in a full buffer: elements `[start, stop)`."""
@@ -140,6 +145,15 @@ class Layout:
     def views(self, full: Tensor) -> list[Tensor]:
         """Return a view of a full buffer for each slot, in the parameter's shape."""
         return views(full, self._places)
+
+    @cached_property
+    def real(self) -> Layout:
+        """Layout of the same memory as real numbers. A complex parameter is two of them, as in PyTorch's optimizers."""
+        if not self.dtype.is_complex:
+            return self
+        slots = tuple(Slot(slot.name, (*slot.shape, 2), 2 * slot.start) for slot in self.slots)
+        cuts = tuple(2 * cut for cut in self.cuts)
+        return replace(self, dtype=self.dtype.to_real(), slots=slots, cuts=cuts)
 
     @cached_property
     def shard_numel(self) -> int:

@@ -113,13 +113,14 @@ def _autograd_drops_handle() -> bool:
 class Handle:
     """A description of one view of a unit's full weights. The view can be created again from this description."""
 
-    __slots__ = ("call", "dtype", "offset", "size", "stride")
+    __slots__ = ("call", "conj", "dtype", "neg", "offset", "size", "stride")
 
     def __init__(self, call: Call, view: Tensor) -> None:
         self.size = view.size()
         self.stride = view.stride()
         self.offset = view.storage_offset()
         self.dtype = view.dtype
+        self.conj, self.neg = view.is_conj(), view.is_neg()  # `as_strided` ignores both
         self.call = call
         if call.handles == 0:
             call.calls.live[call.unit].append(call)
@@ -168,7 +169,9 @@ class Handle:
         assert buffer is not None, "a unit in use has a buffer"
         with isolated():
             (whole,) = buffer.views(self.dtype, lambda memory: [memory.view(self.dtype)])
-            return whole.as_strided(self.size, self.stride, self.offset)
+            view = whole.as_strided(self.size, self.stride, self.offset)
+            view = view.conj() if self.conj else view
+            return view._neg_view() if self.neg else view
 
 
 @dataclass(slots=True)

@@ -318,7 +318,7 @@ def test_bad_hyper_parameters(hyper, message):
 
 
 def test_bad_parameters():
-    good, bad = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    good, bad = (nn.Parameter(torch.ones(3).to(dtype)) for dtype in (torch.float32, torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="parameter 1 of the group must be of a floating dtype"):
         AdamW([good, bad])
     optimizer = AdamW([good])

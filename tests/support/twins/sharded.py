@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.build.partition import UnitPolicy
+from shardlite.params import as_real
 from tests.support.internals import flats, units
 from tests.support.twins.plain import RECIPES, Recipe, Twin
 
@@ -76,6 +77,7 @@ def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
     """Compare bits: 0 differs from -0, and a NaN is never equal."""
     assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
     assert got.shape == expected.shape, f"{what}: shape {list(got.shape)} instead of {list(expected.shape)}"
+    got, expected = as_real(got), as_real(expected)
     wrong = (got != expected) | (torch.signbit(got) != torch.signbit(expected))
     if wrong.any():
         pairs = list(zip(got[wrong][:3].tolist(), expected[wrong][:3].tolist(), strict=True))
