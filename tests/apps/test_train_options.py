@@ -20,7 +20,7 @@ from shardlite.apps.demo import command, report, train
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.log import COLUMNS, CSVLog, open_log
 from shardlite.apps.demo.optimizers import make_optimizer, optimizer_class
-from shardlite.apps.demo.report import Point, Progress, duration
+from shardlite.apps.demo.report import Point, Progress, StepTraffic, duration
 from shardlite.apps.demo.settings import OPTIMIZERS, SIZES, GPTConfig, Settings
 from shardlite.apps.options import add_command, dtype_of
 from shardlite.optim import probe_shards
@@ -282,6 +282,25 @@ def test_the_log_has_a_row_for_each_step(cluster, tmp_path):
             assert float(point[short]) == pytest.approx(float(row[name]), abs=0.6e-6)  # the curve has six decimals
         assert float(row["learning_rate"]) == pytest.approx(train.learning_rate(told, number))
         assert all(float(row[name]) > 0 for name in ("gradient_norm", "step_ms", "exposed_ms", "sent_mib", "held_mib"))
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(2, (66, 6.0, 3.0)), (3, (22, 2.0, 1.0))])
+def test_traffic_of_validations_is_left_out_where_they_gather_for_themselves(stage, expected):
+    sent = SimpleNamespace(nbytes=0, seconds=0.0, exposed=0.0)
+    traffic = StepTraffic(SimpleNamespace(stage=stage, traffic=lambda: {"blocks.0": {"gather": sent}}))
+
+    def send(times: int) -> None:
+        sent.nbytes, sent.seconds, sent.exposed = (
+            sent.nbytes + 11 * times,
+            sent.seconds + times,
+            sent.exposed + times / 2,
+        )
+
+    for _ in range(2):
+        send(1)
+        with traffic.leave_out():
+            send(2)
+    assert traffic.totals() == expected
 
 
 def test_steps_in_the_backward_have_no_norm(cluster, tmp_path):
