@@ -14,7 +14,7 @@ COLLECTED = {
     "shardlite/apps/plan/trace.py: __del__": "counts, and adds to a list of the planning thread",
     "shardlite/checkpoint/snapshot.py: os.close": "closes a file of memory",
     "shardlite/checkpoint/snapshot_holder.py: os.close": "closes the file of a process",
-    "shardlite/comm/control/store.py: self._queue.put": "a message to a thread; `SimpleQueue.put` takes no lock",
+    "shardlite/comm/control/store.py: end": "a message to a thread; `SimpleQueue.put` takes no lock",
     "shardlite/comm/shm/heap.py: os.close": "closes a file of memory",
     "shardlite/comm/shm/heap.py: self._reclaim": "frees pages, and appends to a deque",
     "shardlite/comm/shm/rendezvous.py: _close": "closes files of memory",
@@ -29,7 +29,7 @@ COLLECTED = {
 
 AT_EXIT = {
     "shardlite/checkpoint/lease.py: _give_up_all": "gives up leases",
-    "shardlite/comm/control/collective_waits.py: _end.set": "ends the thread that looks at collectives",
+    "shardlite/comm/control/threads.py: end_threads": "joins the threads that call PyTorch, but for those of queues",
     "shardlite/comm/streams.py: end_queues": "joins the threads of queues",
     "shardlite/comm/transport/nccl.py: _close": "shuts communicators down",
 }

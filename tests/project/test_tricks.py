@@ -387,7 +387,7 @@ def test_a_trick_gives_the_bits_of_its_twin(group: Any, name: str, stage: int) -
     compare(*TRICKS[name], group, stage)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.stages(0, 3)
 def test_forward_mode_derivatives(group: Any, stage: int) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit")  # PyTorch's own, where it makes tables for `jvp`

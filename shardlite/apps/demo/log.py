@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.demo.report import Point, Progress, totals
+from shardlite.apps.demo.report import Point, Progress, StepTraffic
 from shardlite.model import ShardLite
 
 COLUMNS = (
@@ -18,8 +18,7 @@ COLUMNS = (
 
 Losses are means over the ranks, in nats per byte. The gradient norm is the norm before clipping. The last four values
 belong to rank 0: duration of the step, time that computation waited for messages, bytes sent, and bytes held by the
-library after the step. The waiting time and the bytes sent are counted since the previous row, so they include a
-validation between the two rows.
+library after the step. The waiting time and the bytes sent are counted since the previous row, without validations.
 """
 
 Values = Mapping[str, float]
@@ -78,16 +77,18 @@ class TensorBoardLog:
 class Reporter:
     """Prints and logs the steps of a run. Only rank 0 has a reporter."""
 
-    def __init__(self, model: ShardLite, progress: Progress, log: CSVLog | TensorBoardLog | None) -> None:
-        self._model, self._progress, self._log = model, progress, log
-        self._before = totals(model.traffic())
+    def __init__(
+        self, model: ShardLite, traffic: StepTraffic, progress: Progress, log: CSVLog | TensorBoardLog | None
+    ) -> None:
+        self._model, self._traffic, self._progress, self._log = model, traffic, progress, log
+        self._before = traffic.totals()
 
     def show(self, point: Point, values: Values) -> None:
         """Print and log a finished step. The log also gets the traffic and the memory of this rank."""
         held = sum(each.now for each in self._model.memory().values())
         self._progress.show(point, held)
         if self._log is not None:
-            before, self._before = self._before, totals(self._model.traffic())
+            before, self._before = self._before, self._traffic.totals()
             nbytes, _, exposed = (now - then for now, then in zip(self._before, before, strict=True))
             own = {"exposed_ms": 1e3 * exposed, "sent_mib": nbytes / 2**20, "held_mib": held / 2**20}
             self._log.write(point.step, {**values, **own})

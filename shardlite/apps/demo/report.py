@@ -6,7 +6,8 @@ import csv
 import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +15,7 @@ from typing import TextIO
 
 from shardlite.apps.memory.peak import Footprint
 from shardlite.apps.tables import aligned
-from shardlite.comm import Sent
+from shardlite.model import ShardLite
 from shardlite.telemetry import format_bytes
 
 _SILENCE = 60.0
@@ -113,15 +114,45 @@ def printable(text: bytes) -> str:
     )
 
 
-def totals(traffic: Mapping[str, Mapping[str, Sent]]) -> tuple[int, float, float]:
-    """Return the bytes sent by this rank, the duration of its collectives, and the time that computation waited."""
-    sent = [each for purposes in traffic.values() for each in purposes.values()]
-    return sum(each.nbytes for each in sent), sum(each.seconds for each in sent), sum(each.exposed for each in sent)
+Totals = tuple[float, float, float]
+"""Bytes sent, seconds of collectives, and seconds that computation waited for them."""
 
 
-def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> str:
+class StepTraffic:
+    """Counts this rank's traffic without that of validations."""
+
+    def __init__(self, model: ShardLite) -> None:
+        """Begin to count. On a GPU, this starts the measurement of time."""
+        self._model, self._left_out = model, (0.0, 0.0, 0.0)
+        self._all()
+
+    def totals(self) -> Totals:
+        """Return the bytes sent, the duration of the collectives, and the time that computation waited for them."""
+        return _less(self._all(), self._left_out)
+
+    @contextmanager
+    def leave_out(self) -> Iterator[None]:
+        """Leave out the traffic of a validation, which runs inside this context.
+
+        Below stage 3 nothing is left out: what runs first after a step gathers the weights for all that follows.
+        """
+        before = self.totals()
+        yield
+        if self._model.stage == 3:
+            self._left_out = _less(self._all(), before)
+
+    def _all(self) -> Totals:
+        sent = [each for purposes in self._model.traffic().values() for each in purposes.values()]
+        return sum(each.nbytes for each in sent), sum(each.seconds for each in sent), sum(each.exposed for each in sent)
+
+
+def _less(totals: Totals, others: Totals) -> Totals:
+    return totals[0] - others[0], totals[1] - others[1], totals[2] - others[2]
+
+
+def describe_traffic(totals: Totals, steps: int) -> str:
     """Format means over the steps of a run: bytes sent, duration of collectives, and time that computation waited."""
-    nbytes, seconds, exposed = (total / steps for total in totals(traffic))
+    nbytes, seconds, exposed = (total / steps for total in totals)
     return (
         f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions take\n"
         f"{seconds * 1e3:.1f} ms, of which computation waits for {exposed * 1e3:.1f} ms."

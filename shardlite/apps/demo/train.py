@@ -25,7 +25,7 @@ from shardlite.apps.demo import report
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.log import Reporter, open_log
 from shardlite.apps.demo.optimizers import make_optimizer
-from shardlite.apps.demo.report import Point
+from shardlite.apps.demo.report import Point, StepTraffic
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, unigram_entropy
 from shardlite.apps.launch import on_signals, process_group
@@ -56,6 +56,7 @@ class Run:
     scaler: torch.amp.GradScaler
     """Gradient scaler, which is enabled if forward and backward run in fp16."""
 
+    traffic: StepTraffic
     rank: int
     ranks: int
     device: torch.device
@@ -98,7 +99,8 @@ def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
     optimizer = make_optimizer(model, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     peaks = [group["lr"] for group in optimizer.param_groups]
-    return Run(settings, corpus, model, optimizer, peaks, scaler, dist.get_rank(), dist.get_world_size(), device)
+    ranks = dist.get_rank(), dist.get_world_size()
+    return Run(settings, corpus, model, optimizer, peaks, scaler, StepTraffic(model), *ranks, device)
 
 
 def _make_gpt(settings: Settings) -> GPT:
@@ -177,13 +179,12 @@ def _learn(run: Run, curve: list[Point], drawn: int) -> Footprint | None:
         if run.rank == 0:
             progress = report.Progress(settings.steps, _sequences_per_step(run) * settings.gpt.context, first=first)
             log = None if settings.log is None else open_log(settings.log, settings.out, after=first)
-            reporter = until_the_end.enter_context(closing(Reporter(run.model, progress, log)))
+            reporter = until_the_end.enter_context(closing(Reporter(run.model, run.traffic, progress, log)))
         return _take_steps(run, curve, drawn, asked, reporter)
 
 
 def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, reporter: Reporter | None) -> Footprint | None:
     first, steps, footprint = len(curve), run.settings.steps, None
-    run.model.traffic()  # on a GPU, the first call starts the measurement of time
     for step in range(first, steps):
         if step == min(first + _MEASURED_STEP, steps - 1):
             values, footprint = _measured_step(run, step, drawn)
@@ -193,7 +194,8 @@ def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, reporter
         if step == first:
             track_state(run.model.ledger, run.optimizer)
         if (step + 1) * _VALIDATIONS // steps > step * _VALIDATIONS // steps:
-            values["validation_loss"] = _validate(run)
+            with run.traffic.leave_out():
+                values["validation_loss"] = _validate(run)
         curve.append(Point(step + 1, values["loss"], values.get("validation_loss")))
         if reporter is not None:
             reporter.show(curve[-1], values)
@@ -268,7 +270,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, 
     print(f"\n{report.describe_result(curve[-1].validation or math.nan, entropy)}")
     print(f"\nOne training step holds, each row at its highest:\n\n{report.footprint_table(footprints, plain)}\n")
     if run.ranks > 1:
-        print(f"{report.describe_traffic(run.model.traffic(), steps)}\n")
+        print(f"{report.describe_traffic(run.traffic.totals(), steps)}\n")
     print("\n".join(report.write_curve(run.settings.out, curve, entropy)), flush=True)
 
 

@@ -8,7 +8,6 @@ ranks of a model, and was the same a second ago, it publishes the wait. So a ste
 no message. A rank that computes, reads data or writes a file is in no collective, so it is waited for.
 """
 
-import atexit
 import logging
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from shardlite.comm.control.frames import frame_of
 from shardlite.comm.control.interrupts import line_of_program
+from shardlite.comm.control.threads import start_thread
 from shardlite.errors import ShardLiteError
 
 log = logging.getLogger("shardlite")
@@ -93,9 +93,7 @@ def watch_collectives(look: Callable[[], None]) -> None:
     with _starting:
         _looks.append(weakref.WeakMethod(look))
         if _thread is None or not _thread.is_alive():
-            # A daemon thread, because the process must not wait for a store that never answers.
-            _thread = Thread(target=_watch, name="shardlite-collectives", daemon=True)
-            _thread.start()
+            _thread = start_thread("collectives", _watch, _end.set)
 
 
 def _watch() -> None:
@@ -116,6 +114,3 @@ def _look() -> None:
                 log.debug("the program's collective is not published: %s", error)
             except Exception:
                 log.exception("the program's collective is not published")
-
-
-atexit.register(_end.set)

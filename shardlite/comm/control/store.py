@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from shardlite.comm.control.interrupts import SLOW, raise_pending_interrupt
 from shardlite.comm.control.process import Owner
+from shardlite.comm.control.threads import start_thread
 from shardlite.errors import CommError
 
 T = TypeVar("T")
@@ -59,9 +59,9 @@ class BoundedStore:
         self._owner = Owner()
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._late: Future[Any] | None = None
-        # A daemon thread, because the process must not wait for a call that never returns.
-        Thread(target=_answer, args=(store, self._queue), name="shardlite-store", daemon=True).start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
+        end = partial(self._queue.put, None)
+        start_thread("store", partial(_answer, store, self._queue), end)
+        weakref.finalize(self, end).atexit = False
 
     def ask(self, call: Callable[[Store], T], limit: float) -> T:
         """Return `call(store)`.

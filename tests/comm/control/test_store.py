@@ -13,6 +13,7 @@ from torch import nn
 
 from shardlite import ShardLite
 from shardlite.comm.control import store as control_store
+from shardlite.comm.control import threads
 from shardlite.comm.control.store import BoundedStore, all_gather_json, bounded_store
 from shardlite.errors import CommError
 from tests.support.patience import seconds
@@ -153,3 +154,18 @@ def test_no_pickle_is_loaded_from_a_rank_or_a_store():
     assert all("weights_only=True" in line for line in loads)
     for words in ("pickle.load", "_object(", "_object_list(", "import pickle", "torch.load("):
         assert [str(each) for each in sources if words in each.read_text()] == []
+
+
+def test_the_end_of_the_program_ends_and_joins_the_threads_that_call_pytorch(monkeypatch):
+    """Otherwise one that returns from C++ while the interpreter shuts down would abort the process."""
+    monkeypatch.setattr(threads, "_ends", {})
+    store = BoundedStore(dist.HashStore())
+    assert store.ask(lambda given: given.num_keys(), LIMIT) == 0
+    stop, done = threading.Event(), []
+    threads.start_thread("test", lambda: stop.wait(seconds(10)) and done.append(1), stop.set)
+    running = list(threads._ends)
+    threads.end_threads()
+    assert [each.name for each in running] == ["shardlite-store", "shardlite-test"]
+    assert done == [1]
+    assert not any(each.is_alive() for each in running)
+    assert not threads._ends
