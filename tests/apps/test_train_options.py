@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import io
 import os
+import signal
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -13,6 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardlite import ShardLite, config
 from shardlite.apps import cli, launch
@@ -429,3 +432,19 @@ def test_durations_have_hours_when_needed():
         *("0:00", "0:10", "1:01", "59:59"),
         *("1:00:00", "24:01:01"),
     ]
+
+
+def test_a_resumed_run_names_what_has_changed(cluster, tmp_path):
+    saved = ["--out", tmp_path, "--checkpoints", tmp_path / "run"]
+    train_with(cluster, tmp_path, *saved)
+    arguments = ["train", *TINY, "--steps", 7, "--lr", 0.002, *saved]
+    (alone,) = run_command(cluster, cli.main, *arguments, ranks=1)
+    assert "The run resumes after step 6 of 7" in alone.out
+    for change in ("ranks 1 instead of 2", "steps 7 instead of 6", "lr 0.002 instead of 0."):
+        assert f"It continues with {change}" in alone.out
+
+
+def test_a_signal_ends_the_launcher_in_one_line(monkeypatch):
+    monkeypatch.setattr(torchrun, "main", mock.Mock(side_effect=SignalException("got it", signal.SIGTERM)))
+    with pytest.raises(SystemExit, match=r"^shardlite: SIGTERM has ended all ranks$"):
+        launch.run_launcher()
