@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
 from time import monotonic, sleep
@@ -343,8 +343,9 @@ class ProgramStreams:
 
         Finalizers call this, on any thread and in any capture.
         """
-        if self._home is not None and _is_captured(self._home) == _is_captured(other):
-            self._home.wait_stream(other)
+        with suppress(RuntimeError):  # after an error of the device there is nothing to wait for
+            if self._home is not None and _is_captured(self._home) == _is_captured(other):
+                self._home.wait_stream(other)
 
     def record_stream(self, tensor: Tensor) -> None:
         """Record that the home stream uses a tensor of another stream. The memory is reused only after both streams."""

@@ -187,7 +187,7 @@ MUTANTS = {
         ProgramStreams, "record_stream", nothing, accumulates_elsewhere
     ),
     "a model is freed with operations in flight": Mutant(
-        ProgramStreams, "wait_for", nothing, partial(is_dropped, where="forward")
+        ProgramStreams, "wait_outside_captures", nothing, partial(is_dropped, where="forward")
     ),
     "a cache moves to another stream": Mutant(
         Backward, "_kept", lambda _: iter(()), partial(moves, event="an evaluation", reshard_after_forward=False)
