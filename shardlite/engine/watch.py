@@ -209,7 +209,7 @@ def _is_elementwise(operator: Any) -> bool:
     one = name.removeprefix("_foreach_")  # operators of lists have no tags
     if one == name:
         return name.startswith(("_fused_", "_amp_")) and name.endswith("_")  # steps of optimizers and scalers
-    packet = getattr(torch.ops.aten, one, None)
+    packet = getattr(torch.ops.aten, one.removesuffix("_"), None)
     overloads = packet.overloads() if packet is not None and one != "max" else []
     return one in _NOT_TAGGED.split() or any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
