@@ -489,9 +489,10 @@ class GradientShards:
             PhaseError: ranks divide by different numbers. Raised on every rank that shares the model.
         """
         used = [flag for reduction in reductions for flag in reduction.used]
-        flags = torch.cat([self._scale.share().message(used, self._sent), self._sent([0])])
+        # As many numbers as at the end of an accumulation, so that ranks that disagree receive each other's shares.
+        flags = torch.cat([self._scale.share().message(used, self._sent), self._sent([0] * (OPTIONS_NUMEL + 1))])
         self._all_reduce_flags(flags, self._context.transports[:1])
-        self._check(flags[len(used) : -1], self._context.transport.world_size)
+        self._check(flags[len(used) : -1 - OPTIONS_NUMEL], self._context.transport.world_size)
         for reduction in reductions:
             reduction.keep()
 
