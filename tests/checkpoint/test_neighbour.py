@@ -168,7 +168,8 @@ def test_load_takes_the_newest_of_memory_and_disk(group: Any, path: Path) -> Non
         assert (found.step, found.source) == (3, str(path / "step-00000003"))
         assert run.load(place).source == str(place)
         assert copied(run, path, 1)  # a new beginning: what was copied before is gone
-        assert held_by(Agent.of_this_process(), key_of(path))[str(dist.get_rank())] == [(1, 2)]
+        held = held_by(Agent.of_this_process(), key_of(path))[str(dist.get_rank())]
+        assert [each[:2] for each in held] == [(1, 2)]
         with pytest.raises(ValueError, match="step must be higher than that of the previous copy, 1, got 1"):
             copied(run, path, 1)
         assert run.load(path).step == 3
