@@ -399,6 +399,7 @@ def test_errors_say_what_may_be_asked_for(group, stage, rule, error, message):
 
 
 def test_ranks_must_agree_on_what_is_quantized(group):
-    expected = r"\(torch.float32, trainable, gathered as torch.float32\) in unit 'blocks.0', gathered as codes, rank 1 has"
+    kind = r"\(torch.float32, trainable, gathered as torch.float32\)"
+    expected = rf"{kind} in unit 'blocks.0', gathered as codes, rank 1 has"
     with pytest.raises(LayoutError, match=expected):
         wrap(group, 3, lambda name, _: name == f"blocks.{group.rank()}")
