@@ -169,6 +169,11 @@ class Shards:
                 if each.trainable != param.requires_grad:
                     each.follow()
 
+    def before_step(self) -> None:
+        """Check the shards. Do not watch them in the step, which the check of its optimizer's class has judged."""
+        self.check()
+        self._watch.stop()
+
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Record a step. Increment the versions of stepped shards, because PyTorch's fused optimizers do not."""
         self._trace.emit("step")

@@ -172,7 +172,7 @@ class OptimizerBridge:
         self.scale.before_step()
         self.in_backward.announce_change()
         self.gatherer.settle()
-        self.shards.check()
+        self.shards.before_step()
         self.step_options.note(options_of(optimizer))
         self.skips.before_step(optimizer)
 

@@ -162,11 +162,14 @@ def test_a_scaler_agrees_on_ignored_parameters_too(group):
         assert scaler.get_scale() == 2.0
 
 
-def test_what_lists_the_wrong_parameters_is_told_so(group):
-    """A module around a wrapped one lists parameters that have no gradients."""
-    outer = nn.Sequential(ShardLite(net(), group=group))
+def test_what_lists_the_wrong_parameters_is_right_or_told_so(group):
+    """A module around a wrapped one lists the module's own parameters: they are clipped, but cannot be stepped."""
+    model, twin = with_twin(net(), group)
+    outer = nn.Sequential(model)
     outer(ones()).sum().backward()
-    with pytest.raises(LayoutError, match=r"was given the unsharded parameter '0.0.weight'"):
-        nn.utils.clip_grad_norm_(outer.parameters(), 1.0)
+    twin(ones()).sum().backward()
+    norm = nn.utils.clip_grad_norm_(outer.parameters(), 0.1)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), torch.tensor(0.1))
     with pytest.raises((LayoutError, ValueError), match=r"of the ShardLite model"):
         AdamW(outer.parameters())

@@ -143,12 +143,20 @@ def only_unknown_body(group):
     model.load_full_state_dict(model.full_state_dict() | {"extra": torch.zeros(1)})
 
 
+class EightBits(nn.Module):
+    """A module whose parameter has a dtype that no transport adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, dtype=torch.float8_e4m3fn))
+
+
 @pytest.mark.parametrize(
     ("module", "options", "words"),
     [
         (nn.Sequential(nn.ReLU()), {}, "has no parameters to shard: all are ignored"),
         ([net()], {}, "wraps an nn.Module, got list"),
-        (nn.Linear(8, 8, dtype=torch.complex64), {}, "gradients of that dtype cannot be reduced"),
+        (EightBits(), {}, "gradients of that dtype cannot be reduced"),
         (net(), {"stage": 7}, "stage must be one of (0, 1, 2, 3), got 7"),
         (net(), {"prefetch": -1}, "must be at least 0, got -1"),
         (net(), {"prefetch": "1"}, "prefetch is a number of units and must be an int, got '1'"),
