@@ -90,7 +90,7 @@ def test_the_description_adds_up() -> None:
     first, others = describe(found)
     assert first.startswith("rank 0: 8 parameters, ")
     assert others.startswith("ranks 1-2, each: 4 parameters, ")
-    assert 8 + 2 * 4 == len(found)
+    assert len(found) == 8 + 2 * 4
 
 
 # ---- of a model -----------------------------------------------------------------------------------------------------
