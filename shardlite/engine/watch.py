@@ -187,7 +187,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the operator, and call it."""
         if not _is_elementwise(func):
             self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and func.overloadpacket.__name__.startswith("_foreach_"):
+            torch.autograd.graph.increment_version(args[0])  # PyTorch does not increment these versions in a mode
+        return result
 
 
 _used: dict[Any, _Operators] = {}
