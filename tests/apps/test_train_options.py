@@ -287,23 +287,22 @@ def test_the_log_has_a_row_for_each_step(cluster, tmp_path):
         assert all(float(row[name]) > 0 for name in ("gradient_norm", "step_ms", "exposed_ms", "sent_mib", "held_mib"))
 
 
-@pytest.mark.parametrize(("stage", "expected"), [(2, (66, 6.0, 3.0)), (3, (22, 2.0, 1.0))])
-def test_traffic_of_validations_is_left_out_where_they_gather_for_themselves(stage, expected):
-    sent = SimpleNamespace(nbytes=0, seconds=0.0, exposed=0.0)
-    traffic = StepTraffic(SimpleNamespace(stage=stage, traffic=lambda: {"blocks.0": {"gather": sent}}))
+def test_traffic_of_validations_is_left_out():
+    gather, unneeded = (SimpleNamespace(nbytes=0, seconds=0.0, exposed=0.0) for _ in range(2))
+    traffic = StepTraffic(SimpleNamespace(traffic=lambda: {"blocks.0": {"gather": gather, "take part": unneeded}}))
 
-    def send(times: int) -> None:
-        sent.nbytes, sent.seconds, sent.exposed = (
-            sent.nbytes + 11 * times,
-            sent.seconds + times,
-            sent.exposed + times / 2,
-        )
+    def step(nbytes: int, *, ends: int = 0) -> None:
+        gather.nbytes, gather.seconds = gather.nbytes + nbytes, gather.seconds + 2.0
+        unneeded.nbytes += ends
+        traffic.end_step()
+        assert traffic.step == (nbytes, 2.0, 0.0)
 
-    for _ in range(2):
-        send(1)
-        with traffic.leave_out():
-            send(2)
-    assert traffic.totals() == expected
+    step(10)
+    with traffic.leave_out():
+        gather.nbytes, gather.seconds = gather.nbytes + 40, gather.seconds + 1.0
+    step(5, ends=20)
+    step(12)
+    assert traffic.mean() == (11, 2.0, 0.0)
 
 
 def test_steps_in_the_backward_have_no_norm(cluster, tmp_path):

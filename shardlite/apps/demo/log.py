@@ -81,15 +81,13 @@ class Reporter:
         self, model: ShardLite, traffic: StepTraffic, progress: Progress, log: CSVLog | TensorBoardLog | None
     ) -> None:
         self._model, self._traffic, self._progress, self._log = model, traffic, progress, log
-        self._before = traffic.totals()
 
     def show(self, point: Point, values: Values) -> None:
         """Print and log a finished step. The log also gets the traffic and the memory of this rank."""
         held = sum(each.now for each in self._model.memory().values())
         self._progress.show(point, held)
         if self._log is not None:
-            before, self._before = self._before, self._traffic.totals()
-            nbytes, _, exposed = (now - then for now, then in zip(self._before, before, strict=True))
+            nbytes, _, exposed = self._traffic.step
             own = {"exposed_ms": 1e3 * exposed, "sent_mib": nbytes / 2**20, "held_mib": held / 2**20}
             self._log.write(point.step, {**values, **own})
 

@@ -119,30 +119,41 @@ Totals = tuple[float, float, float]
 
 
 class StepTraffic:
-    """Counts this rank's traffic without that of validations."""
+    """Counts this rank's traffic of each step, without validations.
+
+    The step after a validation finds weights that the validation has gathered, so the mean leaves it out. Both leave
+    out gathers that no rank needs. Only validations have them, because all ranks train the same units, and they may
+    end after the validation.
+    """
 
     def __init__(self, model: ShardLite) -> None:
         """Begin to count. On a GPU, this starts the measurement of time."""
-        self._model, self._left_out = model, (0.0, 0.0, 0.0)
-        self._all()
+        self._model, self._steps = model, list[Totals]()
+        self.step: Totals = (0, 0.0, 0.0)
+        """Traffic of the latest step: bytes sent, duration of the collectives, and the time that computation waited."""
+        self._before, self._is_like_others = self._all(), True
 
-    def totals(self) -> Totals:
-        """Return the bytes sent, the duration of the collectives, and the time that computation waited for them."""
-        return _less(self._all(), self._left_out)
+    def end_step(self) -> None:
+        """Count a step that has ended."""
+        before, self._before = self._before, self._all()
+        self.step = _less(self._before, before)
+        self._steps += [self.step] * self._is_like_others
+        self._is_like_others = True
 
     @contextmanager
     def leave_out(self) -> Iterator[None]:
-        """Leave out the traffic of a validation, which runs inside this context.
-
-        Below stage 3 nothing is left out: what runs first after a step gathers the weights for all that follows.
-        """
-        before = self.totals()
+        """Leave out a validation, which runs inside this context."""
         yield
-        if self._model.stage == 3:
-            self._left_out = _less(self._all(), before)
+        self._before, self._is_like_others = self._all(), False
+
+    def mean(self) -> Totals:
+        """Return the mean of the steps that did not follow a validation."""
+        nbytes, seconds, exposed = (sum(each) / len(self._steps) for each in zip(*self._steps, strict=True))
+        return nbytes, seconds, exposed
 
     def _all(self) -> Totals:
-        sent = [each for purposes in self._model.traffic().values() for each in purposes.values()]
+        units = self._model.traffic().values()
+        sent = [each for purposes in units for purpose, each in purposes.items() if purpose != "take part"]
         return sum(each.nbytes for each in sent), sum(each.seconds for each in sent), sum(each.exposed for each in sent)
 
 
@@ -150,9 +161,9 @@ def _less(totals: Totals, others: Totals) -> Totals:
     return totals[0] - others[0], totals[1] - others[1], totals[2] - others[2]
 
 
-def describe_traffic(totals: Totals, steps: int) -> str:
-    """Format means over the steps of a run: bytes sent, duration of collectives, and time that computation waited."""
-    nbytes, seconds, exposed = (total / steps for total in totals)
+def describe_traffic(mean: Totals) -> str:
+    """Format the traffic of a mean step: bytes sent, duration of collectives, and time that computation waited."""
+    nbytes, seconds, exposed = mean
     return (
         f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions take\n"
         f"{seconds * 1e3:.1f} ms, of which computation waits for {exposed * 1e3:.1f} ms."

@@ -69,14 +69,13 @@ def train(settings: Settings, corpus: Corpus) -> None:
         run = _set_up(settings, corpus, device)
         _announce(run)
         curve, drawn = _resume(run)
-        first = len(curve)
         sharded = _learn(run, curve, drawn)
         if len(curve) < settings.steps:
             if run.rank == 0:
                 print(f"Stopped by SIGTERM. The run can resume after step {len(curve)}, from {settings.checkpoints}.")
             return
         if sharded is not None:
-            _report(run, curve, sharded, plain, steps=settings.steps - first)
+            _report(run, curve, sharded, plain)
         _show_sample(run)
 
 
@@ -193,6 +192,7 @@ def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, reporter
         drawn += _sequences_per_step(run)
         if step == first:
             track_state(run.model.ledger, run.optimizer)
+        run.traffic.end_step()
         if (step + 1) * _VALIDATIONS // steps > step * _VALIDATIONS // steps:
             with run.traffic.leave_out():
                 values["validation_loss"] = _validate(run)
@@ -261,8 +261,8 @@ def _validate(run: Run) -> float:
     return _mean_over_ranks(sum(losses) / len(losses))
 
 
-def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, *, steps: int) -> None:
-    """Print the quality of the model, the memory of a step, and the mean traffic of the `steps` of this process."""
+def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
+    """Print the quality of the model, the memory of a step, and the traffic of a mean step."""
     footprints = [Footprint(**each) for each in all_gather_json(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
@@ -270,7 +270,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, 
     print(f"\n{report.describe_result(curve[-1].validation or math.nan, entropy)}")
     print(f"\nOne training step holds, each row at its highest:\n\n{report.footprint_table(footprints, plain)}\n")
     if run.ranks > 1:
-        print(f"{report.describe_traffic(run.traffic.totals(), steps)}\n")
+        print(f"{report.describe_traffic(run.traffic.mean())}\n")
     print("\n".join(report.write_curve(run.settings.out, curve, entropy)), flush=True)
 
 
