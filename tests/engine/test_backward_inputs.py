@@ -124,7 +124,7 @@ def test_calls_of_ddp_name_their_equivalents(group: Any) -> None:
 
 @pytest.mark.stages(0, 2, 3)
 def test_gradients_in_another_dtype_are_those_of_the_hook(group: Any, stage: int) -> None:
-    """Both round a rank's gradient to fp16, to 11 bits or a multiple of 2^-24. DDP also rounds the mean; this does not."""
+    """Both round gradients to fp16, to 11 bits or a multiple of 2^-24. DDP rounds their mean too."""
     model, twin = pair(group, stage)
     with pytest.raises(AttributeError, match=r"travel in another dtype use Precision\(reduce=\.\.\.\)"):
         model.register_comm_hook(None, fp16_compress_hook)
