@@ -171,15 +171,19 @@ class _Save:
             return self._make_folder(run.model, step) if peers.rank == 0 else -1, part
 
         def described(result: tuple[int, RankFile]) -> list[Any]:
-            return [result[0], step, run.optimizer is not None]
+            return [result[0], step, keep, run.optimizer is not None]
 
         try:
             (_, self._part), facts = peers.share(prepare, "save", described, check=check)
-            chosen, steps, has_optimizer = zip(*facts, strict=True)
+            chosen, steps, keeps, has_optimizer = zip(*facts, strict=True)
             if len(set(has_optimizer)) > 1:
                 raise CheckpointError("save: some ranks were given an optimizer, and others were not")
             if len(set(steps)) > 1:
                 raise CheckpointError(f"save: ranks were given different steps, {[*steps]} by rank")
+            if len(set(keeps)) > 1:
+                raise CheckpointError(
+                    f"save: ranks were given different values of keep, {[*keeps]} by rank: pass the same on every rank"
+                )
         except BaseException:
             self._discard()
             raise

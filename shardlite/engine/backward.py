@@ -22,7 +22,7 @@ from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.weight_stream import WeightStream
 from shardlite.errors import PhaseError
 from shardlite.grads import BackwardRun, Mode, Reducer, Stepping, open_run
-from shardlite.params import Unit, take_grad
+from shardlite.params import Unit, register_first, take_grad
 from shardlite.weights import Calls, Gatherer, Gathering
 
 
@@ -137,7 +137,8 @@ class Backward:
     def catch_gradients(self) -> None:
         """Register a hook that receives the gradient on each parameter that requires a gradient.
 
-        The hooks hold only weak references, because the garbage collector does not traverse a tensor's hooks.
+        The hook runs before those of the program, which find the gradient in the bucket. It holds only weak references,
+        because the garbage collector does not traverse a tensor's hooks.
         """
         me = weakref.ref(self)
         for unit in self._reducer.units:
@@ -145,7 +146,7 @@ class Backward:
                 if param.requires_grad and param not in self._caught:
                     take_grad(param)
                     hook = partial(_deliver, me, weakref.ref(unit))
-                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    register_first(param, hook)
                     self._caught.add(param)
 
     def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> None:
@@ -159,7 +160,9 @@ class Backward:
         grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True), it has a graph
         may_be_last = run.add_gradient(unit, param, grad, has_user_hooks=has_user_hooks)
         if may_be_last and run.mode is not Mode.LOCAL and self._is_complete(run, unit):
-            (run.keep_part if run.mode is Mode.PART else run.complete)(unit)
+            run.held = unit
+            if not has_user_hooks:
+                run.complete_held()
 
     def _begin_gradients(self, run: BackwardRun) -> None:
         """Prepare for the first gradient of a backward."""
@@ -175,11 +178,7 @@ class Backward:
 
         A gradient no longer counts as accumulated after its reduction.
         """
-        accumulated = self._reducer.buckets[unit].gradient(param)
-        latest = self._run.latest if self._run is not None else None
-        if accumulated is None and latest is not None and latest[0] is param:
-            return latest[1]
-        return accumulated
+        return self._reducer.buckets[unit].gradient(param)
 
     def drop_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """Drop the accumulated gradient of a parameter."""
@@ -300,7 +299,6 @@ class Backward:
         """
         run = self._run
         assert run is not None, "autograd calls back once per backward"
-        run.check_latest()
         with self._streams.at_home():
             self._gatherer.end_pass()  # first, because peers may still need weights before they can reduce
             if run.has_gradients and run.mode is Mode.PART:

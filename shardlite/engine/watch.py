@@ -235,7 +235,9 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         _used[key] = operators
     if operators.names or func in _SINGLE:
         _judge(func, operators.names, args, kwargs, known)
-    if not operators.names and _known_as(args[0] if args else None) is not None:
+    if operators.names and known.part.without:
+        _see_reordered(func, args, kwargs, result, known)
+    elif not operators.names and _known_as(args[0] if args else None) is not None:
         _see_results(func, args, result)
     return result
 
@@ -246,7 +248,7 @@ def _judge(
     """Warn or raise if a call is wrong for a shard, given the operators that are not elementwise."""
     look, part, kind, _ = known
     what = f"{getattr(func, '__name__', func)} of {kind} of {part.name!r}"
-    if part.without and _fails_if_empty(func, args, kwargs):
+    if part.without and _results_if_empty(func, args, kwargs) is None:
         raise LayoutError(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
@@ -275,23 +277,41 @@ def _flows(args: Sequence[Any], operators: set[str]) -> bool:
     return grads and operators <= _SUMS
 
 
-def _fails_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call would raise on a rank that has no element of the parameter."""
-
-    def emptied(value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)(map(emptied, value))
-        return value.new_empty((0, *[1] * (value.ndim - 1))) if _known_as(value) is not None else value
+def _results_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any] | None:
+    """Return the results of a call on a rank that has no element of the parameter. `None`: the call would raise."""
 
     if _writes(func):
-        return False
+        return ()
     try:
         with as_they_are(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            func(*map(emptied, args), **{name: emptied(value) for name, value in kwargs.items()})
+            result = func(*map(_emptied, args), **{name: _emptied(value) for name, value in kwargs.items()})
     except (RuntimeError, IndexError, ValueError):
-        return True
-    return False
+        return None
+    return result if isinstance(result, list | tuple) else [result]
+
+
+def _emptied(value: Any) -> Any:
+    """Return an argument as on a rank that has no element of the parameter."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_emptied, value))
+    return value.new_empty((0, *[1] * (value.ndim - 1))) if _known_as(value) is not None else value
+
+
+def _see_reordered(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any, known: _Known
+) -> None:
+    """Watch the results of a function such as `sort`, which are of the shard's size and so are empty on some ranks.
+
+    Reading one of their elements would raise on these ranks only.
+    """
+    if not isinstance(source := args[0] if args else None, Tensor):
+        return
+    seen = known._replace(kind=f"the result of {getattr(func, '__name__', func)} of {known.kind}")
+    results = result if isinstance(result, list | tuple) else [result]
+    for each, there in zip(results, _results_if_empty(func, args, kwargs) or (), strict=False):
+        if type(each) is Tensor and each.shape == source.shape and there.shape == _emptied(source).shape:
+            _see(each, seen)
 
 
 def _see_results(func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:

@@ -24,10 +24,11 @@ from operator import attrgetter
 from time import monotonic
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardlite.comm import SPARE, Moment, Work
-from shardlite.errors import LayoutError, PhaseError
+from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping
 from shardlite.grads.reducer import Reducer
@@ -67,11 +68,8 @@ class BackwardRun:
     """Optimizer that updates the weights with the means of this backward. `None`: means are stored."""
 
     has_gradients = False
-    latest: tuple[nn.Parameter, Tensor, int] | None = None
-    """The parameter with the latest gradient, that gradient, and its version.
-
-    Hooks of the program read the gradient here, because the bucket may be in reduction.
-    """
+    held: Unit | None = None
+    """Unit whose gradients are complete, but hooks of the program may still change the last of them in the bucket."""
 
     def __init__(self, reducer: Reducer, mode: Mode) -> None:
         self.mode = mode
@@ -132,7 +130,7 @@ class BackwardRun:
             unit: the parameter's unit.
             param: the module's parameter.
             grad: gradient of `param`.
-            has_user_hooks: whether hooks of the program see the gradient.
+            has_user_hooks: whether hooks of the program see the gradient, and may change it until the next one arrives.
 
         Returns:
             Whether all parameters of the unit may have equal numbers of gradients.
@@ -140,9 +138,7 @@ class BackwardRun:
         Raises:
             PhaseError: the unit was already reduced in this backward.
         """
-        if self.latest is not None:
-            self.check_latest()
-        self.latest = (param, grad, grad._version) if has_user_hooks else None
+        self.complete_held()
         bucket = self._buckets[unit]
         if unit in self.reduced:
             raise PhaseError(
@@ -151,21 +147,16 @@ class BackwardRun:
                 "`checkpoint(..., use_reentrant=False)`"
             )
         self._before_gradient(bucket, param)
-        bucket.add_gradient(param, grad if self._reducer.counts else None, has_user_hooks=has_user_hooks)
+        counted = grad if self._reducer.counts else torch.zeros_like(grad) if has_user_hooks else None
+        bucket.add_gradient(param, counted, has_user_hooks=has_user_hooks)
         self.arrivals[unit] += 1
         return self.arrivals[unit] % bucket.expected == 0
 
-    def check_latest(self) -> None:
-        """Check that hooks of the program have not written to the latest gradient, which is stored already.
-
-        Raises:
-            LayoutError: a hook has written to it.
-        """
-        if self.latest is not None and self.latest[1]._version != self.latest[2]:
-            raise LayoutError(
-                "a hook of register_post_accumulate_grad_hook has written to the gradient of a module's parameter "
-                "after it was taken for the reduction: return the new gradient from a hook of `param.register_hook`"
-            )
+    def complete_held(self) -> None:
+        """Reduce the unit that was held for hooks of the program, which have run."""
+        unit, self.held = self.held, None
+        if unit is not None:
+            (self.keep_part if self.mode is Mode.PART else self.complete)(unit)
 
     def has_all(self, unit: Unit, rounds: int) -> bool:
         """Return whether every parameter of a unit has received `rounds` gradients."""
@@ -217,6 +208,7 @@ class BackwardRun:
         Raises:
             CommError: a peer failed, timed out or called a different operation.
         """
+        self.complete_held()
         while (turn := self._next_unit()) is not None:
             self._start(turn, late=True)
         self._publish()

@@ -27,6 +27,7 @@ from shardlite.params.parameters import (
     detach,
     is_dtensor,
     is_plain,
+    register_first,
     scripts,
     take_grad,
 )

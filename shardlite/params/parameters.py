@@ -96,7 +96,8 @@ class Sharded:
         if value is not None:
             raise LayoutError(
                 f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: assign the "
-                "gradient to the shard, in `parameters()` of the ShardLite model"
+                "gradient to the shard, in `parameters()` of the ShardLite model, or write into the gradient in a hook "
+                "(`param.grad.copy_(...)`)"
             )
         home.drop_gradient()
 
@@ -204,6 +205,16 @@ def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor's class is, or was before its model was wrapped, `Tensor` or `nn.Parameter`."""
     kind = type(tensor)
     return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
+
+
+def register_first(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook on the accumulated gradient of `param`. It runs before the hooks that `param` already has."""
+    with as_they_are():
+        earlier = list(param._post_accumulate_grad_hooks or ())
+        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks: Any = param._post_accumulate_grad_hooks
+        for number in earlier:  # autograd reads the order of insertions, which `move_to_end` would not change
+            hooks[number] = hooks.pop(number)
 
 
 def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:

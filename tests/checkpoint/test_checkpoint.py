@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlite import EMA, AdamW, CheckpointError, Precision, ShardLite, load, save
+from shardlite import EMA, AdamW, CheckpointError, Precision, ShardLite, async_save, load, save
 from shardlite.checkpoint import Checkpoint, latest
 from shardlite.checkpoint.reading import read_metadata
 from shardlite.optim.layout import OptimizerLayout
@@ -185,6 +185,9 @@ def test_steps_are_numbered_and_the_newest_are_kept(group: Any, path: Path) -> N
         run.save(path, step="5")
     with pytest.raises(CheckpointError, match=r"ranks were given different steps, \[0, 1\]"):
         run.save(path, step=dist.get_rank(group))
+    for save_as in (save, async_save):
+        with pytest.raises(CheckpointError, match=r"different values of keep, \[1, None\] by rank: pass the same"):
+            save_as(path, run.model, run.optimizer, keep=1 if dist.get_rank(group) == 0 else None)
     assert_names(group, path, *kept)
     assert {each.name for each in path.glob(".*")} <= {".lease"}
 

@@ -1,5 +1,6 @@
 """Backwards that are limited to some inputs, by shards or by the module's own parameters."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from shardlite import LayoutError, ShardLite
+from shardlite import LayoutError, Precision, ShardLite
 from tests.support.models.residual import WIDTH, Block, net
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_bits, same_states, take_step
 
 
 def pair(group: Any, stage: int) -> tuple[ShardLite, nn.Module]:
@@ -113,10 +117,57 @@ def test_compiled_autograd_is_refused(group: Any, stage: int) -> None:
 
 def test_calls_of_ddp_name_their_equivalents(group: Any) -> None:
     model, _ = pair(group, 3)
-    with pytest.raises(AttributeError, match=r"Precision\(reduce="):
-        model.register_comm_hook(None, None)
-    with pytest.raises(AttributeError, match="remove the call"):
-        model._set_static_graph()
     with pytest.raises(TypeError, match=r"for batch in model\.join\(batches\)"):
         model.join()
     assert list(model.join([1])) == [1]
+
+
+@pytest.mark.stages(0, 2, 3)
+def test_gradients_in_another_dtype_are_those_of_the_hook(group: Any, stage: int) -> None:
+    """Both round gradients to fp16, to 11 bits or a multiple of 2^-24. DDP rounds their mean too."""
+    model, twin = pair(group, stage)
+    with pytest.raises(AttributeError, match=r"travel in another dtype use Precision\(reduce=\.\.\.\)"):
+        model.register_comm_hook(None, fp16_compress_hook)
+    ddp, alone = DistributedDataParallel(copy.deepcopy(twin), process_group=group), copy.deepcopy(twin)
+    ddp.register_comm_hook(group, fp16_compress_hook)
+    remedied = ShardLite(twin, group=group, stage=stage, units=Block, precision=Precision(reduce=torch.float16))
+    for each in (ddp, alone, remedied):
+        loss(each).backward()
+    sizes = {name: param.grad.abs() for name, param in alone.named_parameters()}
+    for (name, exact), param in zip(averaged(alone, group).items(), ddp.parameters(), strict=True):
+        dist.all_reduce(sizes[name], group=group)
+        got, rounding = remedied.full_grad(name), sizes[name] / group.size() * 2**-11 + 2**-25
+        assert bool(((got - exact).abs() <= rounding).all())
+        assert bool(((got - param.grad).abs() <= 3 * rounding).all())
+        assert not torch.equal(got, exact), "nothing was rounded"
+
+
+class Recurrent(nn.Module):
+    """Its first block runs twice, in reentrant checkpoints: DDP refuses this unless its graph is declared static."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = net(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], self.blocks[0], self.blocks[1]):
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.stages(0, 2, 3)
+def test_a_static_graph_needs_no_call(group: Any, stage: int) -> None:
+    torch.manual_seed(0)
+    module, twin = Recurrent(), Recurrent()
+    twin.load_state_dict(module.state_dict())
+    model = ShardLite(module, group=group, stage=stage, units=Block)
+    with pytest.raises(AttributeError, match="remove the call, because any graph may change"):
+        model._set_static_graph()
+    ddp = DistributedDataParallel(twin, process_group=group)
+    ddp._set_static_graph()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp)]
+    for step in range(2):
+        for each, optimizer in zip((model, ddp), optimizers, strict=True):
+            x = torch.randn(3, WIDTH, generator=Turn(step, dist.get_rank(), 0).generator()).requires_grad_()
+            take_step(optimizer, each(x).square().mean())
+    same_states("after two steps", model.full_state_dict(), twin.state_dict())

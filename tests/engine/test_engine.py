@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
-from shardlite import AdamW, LayoutError, ShardLite
+from shardlite import AdamW, LayoutError, ShardLite, WholeParameters
+from shardlite.params import Sharded
 from tests.support.models.residual import WIDTH, Block, net
 from tests.support.twins.sharded import Turn, same_bits, take_step
 
@@ -71,28 +73,85 @@ def test_hooks_for_accumulated_gradients(group: Any, stage: int) -> None:
         rows(model)
 
 
+def by_sgd(model: ShardLite) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+def by_adamw(model: ShardLite) -> optim.Optimizer:
+    return AdamW(model.parameters(), lr=0.1)
+
+
+def by_adamw_in_backward(model: ShardLite) -> optim.Optimizer:
+    return AdamW(model.parameters(), lr=0.1, in_backward=True)
+
+
+def by_whole_parameters(model: ShardLite) -> optim.Optimizer:
+    return WholeParameters(model.parameters(), optim.SGD, lr=0.1)
+
+
 @pytest.mark.stages(0, 2, 3)
-def test_hooks_that_write_to_accumulated_gradients(group: Any, stage: int) -> None:
-    """A write after the reduction has begun is refused. A hook that returns a gradient is the remedy."""
-    model, twin = wrapped(group, stage)
-
-    def double(param: nn.Parameter) -> None:
-        assert param.grad is not None
-        param.grad.mul_(2)
-
-    handles = [param.register_post_accumulate_grad_hook(double) for param in model.module.parameters()]
-    with pytest.raises(LayoutError, match=r"has written to the gradient .* hook of `param\.register_hook`"):
-        rows(model).backward()
-    for handle in handles:
+@pytest.mark.parametrize("make", [by_sgd, by_adamw, by_adamw_in_backward, by_whole_parameters])
+def test_a_late_hook_of_a_shard_is_refused_before_weights_change(group: Any, stage: int, make: Any) -> None:
+    """Registered between forward and backward. The error comes with the step, and the step works without the hook."""
+    model, _ = wrapped(group, stage)
+    optimizer = make(model)
+    last = list(model.parameters())[-1]
+    for register in (last.register_hook, last.register_post_accumulate_grad_hook):
+        before = [shard.detach().clone() for shard in model.parameters()]
+        loss = rows(model)
+        handle = register(lambda _: None)
+        with pytest.raises(
+            LayoutError, match=r"of parameter '2\.inner\.bias' has a hook.* register it on the module's"
+        ):
+            take_step(optimizer, loss)
+        for shard, value in zip(model.parameters(), before, strict=True):
+            same_bits("a shard", shard.detach(), value)
         handle.remove()
-    model.zero_grad()
-    for param in model.module.parameters():
-        param.register_hook(lambda grad: grad * 2)
-    rows(model).backward()
-    rows(twin).backward()
-    for name, param in twin.named_parameters():
-        dist.all_reduce(param.grad, group=group)
-        same_bits(name, model.full_grad(name), param.grad * 2 / group.size())
+        model.zero_grad()
+        take_step(optimizer, rows(model))
+        assert not all(map(torch.equal, model.parameters(), before))
+
+
+def double(param: nn.Parameter) -> None:
+    if isinstance(param, Sharded):
+        with pytest.raises(LayoutError, match=r"or write into the gradient in a hook \(`param\.grad\.copy_"):
+            param.grad = param.grad * 2
+        param.grad.copy_(param.grad * 2)
+    else:
+        param.grad = param.grad * 2
+
+
+def drop(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def drop_on_rank_1(param: nn.Parameter) -> None:
+    if dist.get_rank():
+        param.grad = None
+
+
+@pytest.mark.stages(0, 2, 3)
+@pytest.mark.parametrize("wraps_first", [True, False])
+def test_hooks_that_change_accumulated_gradients(group: Any, stage: int, wraps_first: bool) -> None:
+    """They write to or drop this rank's gradient of any parameter, as in DDP, also if they are older than the model."""
+    for hook in (double, drop_on_rank_1, drop):
+        torch.manual_seed(0)
+        module = net()
+        ddp = DistributedDataParallel(copy.deepcopy(module), process_group=group)
+        model = ShardLite(module, group=group, stage=stage, units=Block) if wraps_first else None
+        for param in (*module.parameters(), *ddp.parameters()):
+            param.register_post_accumulate_grad_hook(hook)
+        model = model or ShardLite(module, group=group, stage=stage, units=Block)
+        for each in (model, ddp):
+            with each.no_sync():
+                rows(each).backward()
+            rows(each).backward()
+        for name, param in ddp.module.named_parameters():
+            if hook is drop:  # DDP counts a parameter without a gradient as zero
+                assert dict(model.named_parameters())[name].grad is None
+                assert not param.grad.any()
+            else:
+                same_bits(name, model.full_grad(name), param.grad)
 
 
 @pytest.mark.stages(1, 3)

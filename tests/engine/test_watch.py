@@ -221,6 +221,9 @@ LONELY: dict[str, Callable[[Params], object]] = {
     "largest of all": lambda params: [p.grad.topk(1) for p in params],
     "quantile": lambda params: [p.grad.quantile(0.9) for p in params],
     "number": lambda params: [p.grad.view(-1)[:1].item() for p in params],
+    "middle of the sorted": lambda params: [p.grad.flatten().sort().values[len(p) // 2] for p in params],
+    "last of the sums": lambda params: [p.grad.abs().cumsum(0)[-1].item() for p in params],
+    "largest index": lambda params: [int(p.grad.argsort(descending=True)[0]) for p in params],
 }
 
 
@@ -271,7 +274,10 @@ def test_what_one_rank_cannot_do_no_rank_does(group: Any, name: str, stage: int)
     """What would fail on the rank that has nothing of a parameter fails on all, in the same words."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
-    with pytest.raises(LayoutError, match=r"of the gradient of the shard of '0\.bias': ranks \[0\] have no element"):
+    with (
+        warnings.catch_warnings(action="ignore", category=ShardWarning),
+        pytest.raises(LayoutError, match=r"of the gradient of the shard of '0\.bias': ranks \[0\] have no element"),
+    ):
         LONELY[name]([dict(model.named_parameters())["0.bias"]])
 
 

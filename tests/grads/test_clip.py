@@ -3,12 +3,14 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 from shardlite import LayoutError, PhaseError, ShardLite
@@ -247,18 +249,22 @@ def test_gradients_that_are_not_reduced_cannot_be_clipped(group: Any) -> None:
         clips: list[Callable[[], Any]] = [
             lambda model=model: model.clip_grad_norm_(0.1),
             lambda model=model: clip_grad_norm_(model.parameters(), 0.1),
+            lambda model=model: nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
             lambda model=model: clip_grad_value_(model.parameters(), 0.1),
         ]
-        assert [clip() for clip in clips] == [0, 0, None]
+        assert [clip() for clip in clips] == [0, 0, 0, None]
+        scaler, optimizer = GradScaler("cpu"), torch.optim.SGD(model.parameters())
+        scaler.scale(torch.zeros(()))
+        unscale = partial(scaler.unscale_, optimizer)
         with model.no_sync():
             loss(model, Turn(0, 0, 0)).backward()
             if group.size() > 1:
-                for clip in clips:
+                for clip in (*clips, unscale):
                     with pytest.raises(PhaseError, match="accumulated and not reduced yet: call it after the last"):
                         clip()
             with pytest.raises(PhaseError, match="accumulated and not reduced yet: call it after the last"):
                 model.full_grad("weight")
         loss(model, Turn(0, 0, 1)).backward()
-        for clip in clips:
+        for clip in (*clips, unscale):
             clip()
         assert model.full_grad("weight") is not None

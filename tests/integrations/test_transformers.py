@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -909,3 +910,53 @@ def test_only_finished_checkpoints_are_resumed(tmp_path):
     (tmp_path / "checkpoint-40").mkdir()
     with pytest.warns(ShardWarning, match="checkpoint-[34]0 is passed over: its save has not ended"):
         assert _last_finished(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+INTERRUPTED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "logging_steps": 1}
+
+
+def killed(group: Any, folder: str) -> None:
+    """Body of a rank: it is killed when the shards of step 4 are written, but not published."""
+    from shardlite.checkpoint.peers import Peers
+    from tests.support.trainers import maker
+
+    agree = Peers.agree
+
+    def die(peers: Peers, act: Any, what: str) -> Any:
+        if what == "save" and Path(folder, "checkpoint-4").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agree(peers, act, what)
+
+    with session(group, Path(folder)), mock.patch.object(Peers, "agree", die):
+        maker(Path(folder), 3)(args=INTERRUPTED).train()
+
+
+def goes_on(group: Any, folder: Path, stage: int) -> None:
+    """Body of a rank: resume the run that was killed."""
+    from shardlite.errors import ShardWarning
+    from tests.support.trainers import maker
+
+    with session(group, folder):
+        straight = maker(folder / "straight", stage)(args=INTERRUPTED)
+        straight.train()
+        again = maker(folder / "killed", stage)(args=INTERRUPTED)
+        with pytest.warns(ShardWarning, match="checkpoint-4 is passed over: its save has not ended"):
+            again.train(resume_from_checkpoint=True)
+        losses = [[each["loss"] for each in one.state.log_history if "loss" in each] for one in (straight, again)]
+        assert len(losses[0]) == 6
+        assert losses[0] == losses[1]
+        assert_same(weights(straight), weights(again))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_while_it_saved_is_resumed(cluster, doomed, tmp_path):
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    for ended in doomed.run(killed, 2, str(folder), directory=tmp_path):
+        assert ended.status == -signal.SIGKILL, ended
+    (unpublished,) = (folder / "checkpoint-4" / "shardlite").glob(".saving-*")
+    assert len(list(unpublished.glob("*.distcp"))) == 2
+    assert (folder / "checkpoint-4" / "model.safetensors").exists()
+    assert not (folder / "checkpoint-4" / "trainer_state.json").exists()
+    cluster.check(goes_on, 2, tmp_path, 3)
+    assert (folder / "checkpoint-4" / "trainer_state.json").exists()
