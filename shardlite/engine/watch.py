@@ -63,11 +63,17 @@ _NOT_TAGGED = (
 )
 """Operators that PyTorch does not call pointwise, but that are right for shards too: copies, new tensors and masks."""
 
-_CONDITIONS = {"any", "all", "equal", "_local_scalar_dense"}
+_CONDITIONS = {"any", "all", "equal", "allclose", "_local_scalar_dense"}
 """Operators for conditions that programs assert. Their results are not watched."""
 
-_SUMS = {"sum", "nansum", "dot", "vdot", "norm", "linalg_vector_norm", "_foreach_norm", "mse_loss"}
-"""Operators whose gradients are right if each rank calls them for its own part, as in a penalty in the loss."""
+_NORMS = {"norm", "linalg_vector_norm", "_foreach_norm"}
+_SUMS = {"sum", "nansum", "dot", "vdot", *_NORMS}
+"""Operators whose gradients are right if each rank calls them for its own part, as in a penalty in the loss. The
+gradient of a norm other than the sum of absolute values is right if the norm is squared."""
+
+_SQUARES = _functions("pow square __pow__", Tensor, torch)
+_CURVED = _SQUARES | _functions("sqrt rsqrt exp log log1p reciprocal norm prod", Tensor, torch)
+"""Functions of a sum whose gradients are wrong if each rank calls them for the sum of its own part."""
 
 _OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
 _ARITHMETIC: frozenset[Any] = frozenset().union(
@@ -157,6 +163,9 @@ class _Known(NamedTuple):
     placed: bool = False
     """Whether the tensor is a view of elements at some positions."""
 
+    wrong: frozenset[Any] | None = None
+    """Of a sum or a norm in the loss: the functions whose gradients would be wrong, or all but `_SQUARES` if empty."""
+
 
 def _first(arguments: Iterable[Any]) -> _Known | None:
     """Return the record of the first watched tensor in arguments and lists, if possible of a partial shard."""
@@ -216,6 +225,8 @@ def _is_elementwise(operator: Any) -> bool:
 
 def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: _Known) -> Any:
     """Call a function with a watched tensor. Warn or raise if it is wrong for a shard. Watch elementwise results."""
+    if known.wrong is not None:
+        return _judged_in_loss(func, args, kwargs, known)
     _check_write(func, args)
     key = (func, *map(type, args), *kwargs)
     operators = _used.get(key) or _Operators()
@@ -232,8 +243,24 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         _used[key] = operators
     if operators.names or func in _SINGLE:
         _judge(func, operators.names, args, kwargs, known)
-    if not operators.names and _known_as(args[0] if args else None) is not None:
+    if _flows(args, kwargs, operators.names) and not known.part.is_whole:
+        is_norm = not _NORMS.isdisjoint(operators.names) and 1 not in (*args[1:2], *kwargs.values())
+        for each in result if isinstance(result, list | tuple) else [result]:
+            _see(each, known._replace(kind=f"a sum of {known.kind}", wrong=frozenset() if is_norm else _CURVED))
+    elif not operators.names and _known_as(args[0] if args else None) is not None:
         _see_results(func, args, result)
+    return result
+
+
+def _judged_in_loss(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: _Known) -> Any:
+    """Call a function with a sum or a norm that flows into the loss. Warn if its gradient needs the other parts."""
+    with as_they_are():
+        result = func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if func in known.wrong if known.wrong else func not in _SQUARES and name not in ("__get__", "__repr__"):
+        _warn(f"{name} of {known.kind} of {known.part.name!r}", func, known)
+    elif type(result) is Tensor and all(_known_as(each) for each in args if isinstance(each, Tensor | list | tuple)):
+        _see(result, known._replace(wrong=_CURVED))
     return result
 
 
@@ -241,14 +268,21 @@ def _judge(
     func: Callable[..., Any], operators: set[str], args: Sequence[Any], kwargs: dict[str, Any], known: _Known
 ) -> None:
     """Warn or raise if a call is wrong for a shard, given the operators that are not elementwise."""
-    look, part, kind, _ = known
-    what = f"{getattr(func, '__name__', func)} of {kind} of {part.name!r}"
+    part = known.part
+    what = f"{getattr(func, '__name__', func)} of {known.kind} of {part.name!r}"
     if part.without and _fails_if_empty(func, args, kwargs):
         raise LayoutError(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
-    if part.is_whole or look.warned or operators <= _CONDITIONS or _flows(args, operators):
+    if not (part.is_whole or operators <= _CONDITIONS or _flows(args, kwargs, operators)):
+        _warn(what, func, known)
+
+
+def _warn(what: str, func: Callable[..., Any], known: _Known) -> None:
+    """Warn once per model that a value covers only a part."""
+    look, part = known.look, known.part
+    if look.warned:
         return
     look.warned = True
     warnings.warn(
@@ -257,28 +291,35 @@ def _judge(
         "`gathered()`. A step that needs such values (LAMB, adaptive clipping) belongs in an optimizer class, which "
         "`shardlite.WholeParameters` gives whole parameters. (This warning is given once per model.)",
         ShardWarning,
-        stacklevel=6 if isinstance(func, FunctionType) else 4,
+        stacklevel=7 if isinstance(func, FunctionType) else 5,
     )
 
 
-def _flows(args: Sequence[Any], operators: set[str]) -> bool:
+def _flows(args: Sequence[Any], kwargs: dict[str, Any], operators: set[str]) -> bool:
     """Return whether a gradient flows back through the call, as through a penalty in the loss.
 
     Sums give correct gradients even if each rank computes them for its own part of a parameter.
     """
+    sums = _SUMS | {"mse_loss", "smooth_l1_loss", "huber_loss"} if kwargs.get("reduction") == "sum" else _SUMS
+    if not (operators and operators <= sums and torch.is_grad_enabled()):
+        return False
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
-    grads = torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
-    return grads and operators <= _SUMS
+    return isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def _fails_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call would raise on a rank that has no element of the parameter."""
+    """Return whether a call would raise on a rank that has no element of the parameter.
+
+    On that rank, other tensors with the shape of the shard, such as old copies, have no element either.
+    """
+    shapes = [each.shape for each in (*args, *kwargs.values()) if isinstance(each, _Watched) and each in _known]
 
     def emptied(value: Any) -> Any:
         if type(value) in (list, tuple):
             return type(value)(map(emptied, value))
-        return value.new_empty((0, *[1] * (value.ndim - 1))) if _known_as(value) is not None else value
+        is_part = _known_as(value) is not None or (isinstance(value, Tensor) and value.shape in shapes)
+        return value.new_empty((0, *[1] * (value.ndim - 1))) if is_part else value
 
     if _writes(func):
         return False
