@@ -348,6 +348,18 @@ OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (
 )
 
 
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_of_a_step_are_watched(group: Any, when: str) -> None:
+    """The check of the optimizer's class knows nothing of them."""
+    model, loss = model_and_loss(group)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    register = getattr(optimizer, f"register_step_{when}_hook")
+    register(lambda optimizer, *_: norms_by_hand(optimizer.param_groups[0]["params"]))
+    loss().backward()
+    (message,) = heard(lambda: (optimizer.step(), optimizer.step()))
+    assert "covers only this rank's part" in message
+
+
 def test_elementwise_optimizers_are_not_warned_of(group: Any) -> None:
     """Elementwise optimizers get no warning, and the watch is invisible to them."""
     for make in OPTIMIZERS:
