@@ -57,8 +57,8 @@ _UNJUDGED |= _functions("backward grad", torch.autograd)  # `engine/patches.py` 
 
 _NOT_TAGGED = (
     "copy_ zero_ fill_ cat stack masked_fill masked_fill_ where isin index index_put_ masked_select _to_copy "
-    "lift_fresh empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full new_empty_strided empty "
-    "empty_strided full ones zeros arange scalar_tensor set_ resize_ record_stream is_pinned _pin_memory "
+    "lift_fresh empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full new_empty_strided "
+    "empty empty_strided full ones zeros arange scalar_tensor set_ resize_ record_stream is_pinned _pin_memory "
     "_amp_foreach_non_finite_check_and_unscale_"
 )
 """Operators that PyTorch does not call pointwise, but that are right for shards too: copies, new tensors and masks."""
@@ -313,7 +313,7 @@ def _fails_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
     On that rank, other tensors with the shape of the shard, such as old copies, have no element either.
     """
-    shapes = [each.shape for each in (*args, *kwargs.values()) if isinstance(each, _Watched) and each in _known]
+    shapes = [each.shape for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each in _known]
 
     def emptied(value: Any) -> Any:
         if type(value) in (list, tuple):

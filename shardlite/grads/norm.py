@@ -279,9 +279,7 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
     return _vector_norm(_vector_norm(rows, norm_type, dim=1), norm_type)
 
 
-def _pieces(
-    flat: Flat, rank: int, norm_type: float, only: Collection[Tensor] | None
-) -> Iterator[tuple[int, Tensor]]:
+def _pieces(flat: Flat, rank: int, norm_type: float, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
     """For each gradient in a rank's part of the full buffer, yield its start and its values (1-D, not empty).
 
     The square of a complex number is that of its two parts. Other norms are those of its absolute value and a zero.
