@@ -14,16 +14,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
@@ -46,25 +46,11 @@ _PLACED |= _functions("scatter_ scatter_add_ scatter_reduce_ masked_scatter_ fil
 _BY_POSITION = _functions("__getitem__ select narrow unbind diagonal", Tensor, torch)
 """Functions that return views of elements at some positions. Other elements would be written through such a view."""
 
-_SELECTIONS = {"slice", "select", "narrow"}
-"""Operators by which functions combine elements of different positions, such as `diff`."""
-
 _SINGLE = _BY_POSITION | _functions("item __float__ __int__ __bool__ __index__ tensor_split", Tensor)
 """Functions that may raise for an empty tensor although they are elementwise."""
 
 _UNJUDGED = _functions("backward register_hook __deepcopy__ __reduce_ex__ __repr__ __format__", Tensor)
 _UNJUDGED |= _functions("backward grad", torch.autograd)  # `engine/patches.py` judges these in every step
-
-_NOT_TAGGED = (
-    "copy_ zero_ fill_ cat stack masked_fill masked_fill_ where isin index index_put_ masked_select _to_copy "
-    "lift_fresh empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full new_empty_strided "
-    "empty empty_strided full ones zeros arange scalar_tensor set_ resize_ record_stream is_pinned _pin_memory "
-    "_amp_foreach_non_finite_check_and_unscale_"
-)
-"""Operators that PyTorch does not call pointwise, but that are right for shards too: copies, new tensors and masks."""
-
-_CONDITIONS = {"any", "all", "equal", "allclose", "_local_scalar_dense"}
-"""Operators for conditions that programs assert. Their results are not watched."""
 
 _NORMS = {"norm", "linalg_vector_norm", "_foreach_norm"}
 _SUMS = {"sum", "nansum", "dot", "vdot", *_NORMS}
@@ -180,47 +166,8 @@ def _known_as(argument: Any) -> _Known | None:
     return _known.get(argument) if isinstance(argument, _Watched) else None
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the names of the operators that a call uses and that are not elementwise."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Record the operator, and call it."""
-        if not _is_elementwise(func):
-            self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-_used: dict[Any, _Operators] = {}
+_used: dict[Any, Operators] = {}
 """The operators of each function that was called, by the function and the types of its arguments."""
-
-
-@cache
-def _is_elementwise(operator: Any) -> bool:
-    """Return whether an operator handles each element by itself, or returns a view."""
-    name, returns = str(operator.overloadpacket.__name__), operator._schema.returns
-    if operator._schema.is_mutable and operator.namespace not in ("aten", "prims"):
-        return True  # steps of other libraries' optimizers
-    if (torch.Tag.pointwise in operator.tags and name not in _CONDITIONS) or name in _NOT_TAGGED.split():
-        return True
-    if name not in _SELECTIONS and any(
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
-    ):
-        return True
-    one = name.removeprefix("_foreach_")  # operators of lists have no tags
-    if one == name:
-        return name.startswith(("_fused_", "_amp_")) and name.endswith("_")  # steps of optimizers and scalers
-    packet = getattr(torch.ops.aten, one.removesuffix("_"), None)
-    overloads = packet.overloads() if packet is not None and one != "max" else []
-    return one in _NOT_TAGGED.split() or any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
 
 def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: _Known) -> Any:
@@ -229,7 +176,7 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return _judged_in_loss(func, args, kwargs, known)
     _check_write(func, args)
     key = (func, *map(type, args), *kwargs)
-    operators = _used.get(key) or _Operators()
+    operators = _used.get(key) or Operators()
     try:
         with as_they_are(), nullcontext() if key in _used else operators:
             result = func(*args, **kwargs)
@@ -238,7 +185,7 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
             _judge(func, operators.names, args, kwargs, known)
         raise
     if func in _SINGLE or func is Tensor.__setitem__:  # written positions of a shard are checked above
-        operators.names -= _SELECTIONS
+        operators.names -= SELECTIONS
     if not isinstance(func, FunctionType) and func not in _SINGLE:
         _used[key] = operators
     if operators.names or func in _SINGLE:
@@ -275,7 +222,7 @@ def _judge(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
-    if not (part.is_whole or operators <= _CONDITIONS or _flows(args, kwargs, operators)):
+    if not (part.is_whole or operators <= CONDITIONS or _flows(args, kwargs, operators)):
         _warn(what, func, known)
 
 
