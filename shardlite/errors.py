@@ -38,7 +38,8 @@ SAME_PASSES = (
     "Before each step, every rank must run the same number of forwards and backwards. If ranks have different numbers "
     "of micro-batches, iterate over them with `for batch in model.join(batches)`; if ranks evaluate different numbers "
     "of batches, or end early, evaluate inside `with model.gathered():`; or, at stages 0 to 2, run all but the last "
-    "backward of each rank inside `model.no_sync()`"
+    "backward of each rank inside `model.no_sync()`. If a condition of shards, such as `p.grad.isnan().any()`, decides "
+    "whether to step, remove it: it may differ between ranks, and all ranks skip a step with a NaN anyway"
 )
 """The remedy that the message of a `DesyncError` gives."""
 

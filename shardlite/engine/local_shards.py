@@ -169,10 +169,14 @@ class Shards:
                 if each.trainable != param.requires_grad:
                     each.follow()
 
-    def before_step(self) -> None:
-        """Check the shards. Do not watch them in the step, which the check of its optimizer's class has judged."""
+    def before_step(self, *, hooked: bool) -> None:
+        """Check the shards. Do not watch them in the step, which the check of its optimizer's class has judged.
+
+        This check has not judged the hooks that the program may have registered for the step (`hooked`).
+        """
         self.check()
-        self._watch.stop()
+        if not hooked:
+            self._watch.stop()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Record a step. Increment the versions of stepped shards, because PyTorch's fused optimizers do not."""

@@ -172,7 +172,8 @@ class OptimizerBridge:
         self.scale.before_step()
         self.in_backward.announce_change()
         self.gatherer.settle()
-        self.shards.before_step()
+        hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        self.shards.before_step(hooked=hooked)
         self.step_options.note(options_of(optimizer))
         self.skips.before_step(optimizer)
 

@@ -14,16 +14,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
@@ -46,28 +46,20 @@ _PLACED |= _functions("scatter_ scatter_add_ scatter_reduce_ masked_scatter_ fil
 _BY_POSITION = _functions("__getitem__ select narrow unbind diagonal", Tensor, torch)
 """Functions that return views of elements at some positions. Other elements would be written through such a view."""
 
-_SELECTIONS = {"slice", "select", "narrow"}
-"""Operators by which functions combine elements of different positions, such as `diff`."""
-
 _SINGLE = _BY_POSITION | _functions("item __float__ __int__ __bool__ __index__ tensor_split", Tensor)
 """Functions that may raise for an empty tensor although they are elementwise."""
 
 _UNJUDGED = _functions("backward register_hook __deepcopy__ __reduce_ex__ __repr__ __format__", Tensor)
 _UNJUDGED |= _functions("backward grad", torch.autograd)  # `engine/patches.py` judges these in every step
 
-_NOT_TAGGED = (
-    "copy_ zero_ fill_ cat stack masked_fill masked_fill_ where isin index index_put_ masked_select _to_copy "
-    "lift_fresh empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full new_empty_strided "
-    "empty empty_strided full ones zeros arange scalar_tensor set_ resize_ record_stream is_pinned _pin_memory "
-    "_amp_foreach_non_finite_check_and_unscale_"
-)
-"""Operators that PyTorch does not call pointwise, but that are right for shards too: copies, new tensors and masks."""
+_NORMS = {"norm", "linalg_vector_norm", "_foreach_norm"}
+_SUMS = {"sum", "nansum", "dot", "vdot", *_NORMS}
+"""Operators whose gradients are right if each rank calls them for its own part, as in a penalty in the loss. The
+gradient of a norm other than the sum of absolute values is right if the norm is squared."""
 
-_CONDITIONS = {"any", "all", "equal", "_local_scalar_dense"}
-"""Operators for conditions that programs assert. Their results are not watched."""
-
-_SUMS = {"sum", "nansum", "dot", "vdot", "norm", "linalg_vector_norm", "_foreach_norm", "mse_loss"}
-"""Operators whose gradients are right if each rank calls them for its own part, as in a penalty in the loss."""
+_SQUARES = _functions("pow square __pow__", Tensor, torch)
+_CURVED = _SQUARES | _functions("sqrt rsqrt exp log log1p reciprocal norm prod", Tensor, torch)
+"""Functions of a sum whose gradients are wrong if each rank calls them for the sum of its own part."""
 
 _OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
 _ARITHMETIC: frozenset[Any] = frozenset().union(
@@ -157,6 +149,9 @@ class _Known(NamedTuple):
     placed: bool = False
     """Whether the tensor is a view of elements at some positions."""
 
+    wrong: frozenset[Any] | None = None
+    """Of a sum or a norm in the loss: the functions whose gradients would be wrong, or all but `_SQUARES` if empty."""
+
 
 def _first(arguments: Iterable[Any]) -> _Known | None:
     """Return the record of the first watched tensor in arguments and lists, if possible of a partial shard."""
@@ -171,57 +166,17 @@ def _known_as(argument: Any) -> _Known | None:
     return _known.get(argument) if isinstance(argument, _Watched) else None
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the names of the operators that a call uses and that are not elementwise."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Record the operator, and call it."""
-        if not _is_elementwise(func):
-            self.names.add(func.overloadpacket.__name__)
-        result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and func.overloadpacket.__name__.startswith("_foreach_"):
-            torch.autograd.graph.increment_version(args[0])  # PyTorch does not increment these versions in a mode
-        return result
-
-
-_used: dict[Any, _Operators] = {}
+_used: dict[Any, Operators] = {}
 """The operators of each function that was called, by the function and the types of its arguments."""
-
-
-@cache
-def _is_elementwise(operator: Any) -> bool:
-    """Return whether an operator handles each element by itself, or returns a view."""
-    name, returns = str(operator.overloadpacket.__name__), operator._schema.returns
-    if operator._schema.is_mutable and operator.namespace not in ("aten", "prims"):
-        return True  # steps of other libraries' optimizers
-    if (torch.Tag.pointwise in operator.tags and name not in _CONDITIONS) or name in _NOT_TAGGED.split():
-        return True
-    if name not in _SELECTIONS and any(
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
-    ):
-        return True
-    one = name.removeprefix("_foreach_")  # operators of lists have no tags
-    if one == name:
-        return name.startswith(("_fused_", "_amp_")) and name.endswith("_")  # steps of optimizers and scalers
-    packet = getattr(torch.ops.aten, one.removesuffix("_"), None)
-    overloads = packet.overloads() if packet is not None and one != "max" else []
-    return one in _NOT_TAGGED.split() or any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
 
 def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: _Known) -> Any:
     """Call a function with a watched tensor. Warn or raise if it is wrong for a shard. Watch elementwise results."""
+    if known.wrong is not None:
+        return _judged_in_loss(func, args, kwargs, known)
     _check_write(func, args)
     key = (func, *map(type, args), *kwargs)
-    operators = _used.get(key) or _Operators()
+    operators = _used.get(key) or Operators()
     try:
         with as_they_are(), nullcontext() if key in _used else operators:
             result = func(*args, **kwargs)
@@ -230,15 +185,31 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
             _judge(func, operators.names, args, kwargs, known)
         raise
     if func in _SINGLE or func is Tensor.__setitem__:  # written positions of a shard are checked above
-        operators.names -= _SELECTIONS
+        operators.names -= SELECTIONS
     if not isinstance(func, FunctionType) and func not in _SINGLE:
         _used[key] = operators
     if operators.names or func in _SINGLE:
         _judge(func, operators.names, args, kwargs, known)
-    if operators.names and known.part.without:
+    if _flows(args, kwargs, operators.names) and not known.part.is_whole:
+        is_norm = not _NORMS.isdisjoint(operators.names) and 1 not in (*args[1:2], *kwargs.values())
+        for each in result if isinstance(result, list | tuple) else [result]:
+            _see(each, known._replace(kind=f"a sum of {known.kind}", wrong=frozenset() if is_norm else _CURVED))
+    elif operators.names and known.part.without:
         _see_reordered(func, args, kwargs, result, known)
     elif not operators.names and _known_as(args[0] if args else None) is not None:
         _see_results(func, args, result)
+    return result
+
+
+def _judged_in_loss(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: _Known) -> Any:
+    """Call a function with a sum or a norm that flows into the loss. Warn if its gradient needs the other parts."""
+    with as_they_are():
+        result = func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if func in known.wrong if known.wrong else func not in _SQUARES and name not in ("__get__", "__repr__"):
+        _warn(f"{name} of {known.kind} of {known.part.name!r}", func, known)
+    elif type(result) is Tensor and all(_known_as(each) for each in args if isinstance(each, Tensor | list | tuple)):
+        _see(result, known._replace(wrong=_CURVED))
     return result
 
 
@@ -246,14 +217,21 @@ def _judge(
     func: Callable[..., Any], operators: set[str], args: Sequence[Any], kwargs: dict[str, Any], known: _Known
 ) -> None:
     """Warn or raise if a call is wrong for a shard, given the operators that are not elementwise."""
-    look, part, kind, _ = known
-    what = f"{getattr(func, '__name__', func)} of {kind} of {part.name!r}"
+    part = known.part
+    what = f"{getattr(func, '__name__', func)} of {known.kind} of {part.name!r}"
     if part.without and _results_if_empty(func, args, kwargs) is None:
         raise LayoutError(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
-    if part.is_whole or look.warned or operators <= _CONDITIONS or _flows(args, operators):
+    if not (part.is_whole or operators <= CONDITIONS or _flows(args, kwargs, operators)):
+        _warn(what, func, known)
+
+
+def _warn(what: str, func: Callable[..., Any], known: _Known) -> None:
+    """Warn once per model that a value covers only a part."""
+    look, part = known.look, known.part
+    if look.warned:
         return
     look.warned = True
     warnings.warn(
@@ -262,40 +240,50 @@ def _judge(
         "`gathered()`. A step that needs such values (LAMB, adaptive clipping) belongs in an optimizer class, which "
         "`shardlite.WholeParameters` gives whole parameters. (This warning is given once per model.)",
         ShardWarning,
-        stacklevel=6 if isinstance(func, FunctionType) else 4,
+        stacklevel=7 if isinstance(func, FunctionType) else 5,
     )
 
 
-def _flows(args: Sequence[Any], operators: set[str]) -> bool:
+def _flows(args: Sequence[Any], kwargs: dict[str, Any], operators: set[str]) -> bool:
     """Return whether a gradient flows back through the call, as through a penalty in the loss.
 
     Sums give correct gradients even if each rank computes them for its own part of a parameter.
     """
+    sums = _SUMS | {"mse_loss", "smooth_l1_loss", "huber_loss"} if kwargs.get("reduction") == "sum" else _SUMS
+    if not (operators and operators <= sums and torch.is_grad_enabled()):
+        return False
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
-    grads = torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
-    return grads and operators <= _SUMS
+    return isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def _results_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-    """Return the results of a call on a rank that has no element of the parameter. `None`: the call would raise."""
+    """Return the results of a call on a rank that has no element of the parameter. `None`: the call would raise.
+
+    On that rank, other tensors with the shape of the shard, such as old copies, have no element either.
+    """
+    shapes = [each.shape for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each in _known]
+
+    def emptied(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(map(emptied, value))
+        is_part = _known_as(value) is not None or (isinstance(value, Tensor) and value.shape in shapes)
+        return _emptied(value) if is_part else value
 
     if _writes(func):
         return ()
     try:
         with as_they_are(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = func(*map(_emptied, args), **{name: _emptied(value) for name, value in kwargs.items()})
+            result = func(*map(emptied, args), **{name: emptied(value) for name, value in kwargs.items()})
     except (RuntimeError, IndexError, ValueError):
         return None
     return result if isinstance(result, list | tuple) else [result]
 
 
-def _emptied(value: Any) -> Any:
-    """Return an argument as on a rank that has no element of the parameter."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_emptied, value))
-    return value.new_empty((0, *[1] * (value.ndim - 1))) if _known_as(value) is not None else value
+def _emptied(part: Tensor) -> Tensor:
+    """Return a tensor as on a rank that has no element of the parameter."""
+    return part.new_empty((0, *[1] * (part.ndim - 1)))
 
 
 def _see_reordered(

@@ -161,7 +161,8 @@ class Clipper:
         """Return the norm of this rank's part of the gradients, [1]."""
         if (reduced_norm := self._known(norm_type, only)) is not None:
             return reduced_norm.squares(self._flats).sqrt().to(dtype).view(1)
-        pieces = [piece for flat in self._flats for _, piece in _pieces(flat, self._context.transport.rank, only)]
+        rank = self._context.transport.rank
+        pieces = [piece for flat in self._flats for _, piece in _pieces(flat, rank, norm_type, only)]
         if not pieces:
             return torch.zeros(1, dtype=dtype, device=self._context.device)
         norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
@@ -180,7 +181,8 @@ class Clipper:
         own = []
         for flat in self._flats:
             norms = reduced_norm.norm_of_blocks(flat) if reduced_norm is not None else None
-            if reduced_norm is None and (part := _own_part(flat, self._context.transport.rank, only)) is not None:
+            rank = self._context.transport.rank
+            if reduced_norm is None and (part := _own_part(flat, rank, norm_type, only)) is not None:
                 norms = _norm_of_each_block(part, norm_type)
             if norms is None:
                 blocks = flat.layout.real.shard_numel // flat.layout.real.grain
@@ -248,10 +250,10 @@ def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
         return torch._foreach_norm(list(pieces), norm_type)
 
 
-def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor | None:
+def _own_part(flat: Flat, rank: int, norm_type: float, only: Collection[Tensor] | None) -> Tensor | None:
     """Return a copy [S] of a rank's gradients of `flat`, with zeros in the gaps, or `None` without gradients."""
     own = None
-    for first, piece in _pieces(flat, rank, only):
+    for first, piece in _pieces(flat, rank, norm_type, only):
         own = piece.new_zeros(flat.layout.real.shard_numel) if own is None else own
         own[first : first + piece.numel()] = piece
     return own
@@ -277,12 +279,16 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
     return _vector_norm(_vector_norm(rows, norm_type, dim=1), norm_type)
 
 
-def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
-    """For each gradient in a rank's part of the full buffer, yield its start and its values (1-D, not empty)."""
+def _pieces(flat: Flat, rank: int, norm_type: float, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
+    """For each gradient in a rank's part of the full buffer, yield its start and its values (1-D, not empty).
+
+    The square of a complex number is that of its two parts. Other norms are those of its absolute value and a zero.
+    """
     start, stop = flat.layout.real.shard_range(rank)
     for slot, shard in zip(flat.layout.real.slots, flat.shards, strict=True):
         if shard.grad is not None and (only is None or shard in only):
-            grad = as_real(shard.grad).reshape(-1)
+            complex_norm = shard.grad.is_complex() and norm_type != 2
+            grad = as_real(shard.grad.abs().to(shard.grad.dtype) if complex_norm else shard.grad).reshape(-1)
             first, last = slot.within(start, stop)
             if flat.rank is None:
                 grad = grad[start + first - slot.start : start + last - slot.start]

@@ -7,6 +7,7 @@ counts. In: an optimizer. Out: its `Original`, which builds twins.
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dis import get_instructions
 from enum import Enum
 from inspect import Parameter, signature, unwrap
 from types import FunctionType
@@ -73,9 +74,14 @@ class Original:
         return repr((self.device, self.dtype, self._defaults, self.groups, self._plain, self._records))
 
     def integers(self) -> list[int]:
-        """Return all options that are integers."""
+        """Return all options that are integers, and the integers in the code of the class.
+
+        A class may step in another way after so many steps, or from this size on.
+        """
         options = [*self._attributes.values(), *(value for group in self.groups for value in group.options.values())]
-        return [value for value in options if type(value) is int]
+        codes = [code for each in _functions_of(self._kind) if (code := getattr(each, "__code__", None)) is not None]
+        constants = (each.argval for code in codes for each in get_instructions(code) if each.opname.startswith("LOAD"))
+        return [value for value in (*options, *constants) if type(value) is int]
 
     def twin(self, params: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
         """Return a twin for the given parameters of each group.
@@ -184,8 +190,13 @@ _COLLECTIVES = ("all_", "broadcast", "reduce_scatter", "isend", "irecv", "send",
 
 def communicates(kind: type) -> bool:
     """Return whether the code of an optimizer class calls collectives of `torch.distributed`."""
-    functions = (value for each in kind.__mro__[: kind.__mro__.index(Optimizer)] for value in vars(each).values())
-    return any(_uses_distributed(unwrap(each)) for each in functions if callable(each))
+    return any(map(_uses_distributed, _functions_of(kind)))
+
+
+def _functions_of(kind: type) -> list[Any]:
+    """Return the functions of an optimizer class and of its bases."""
+    values = (value for each in kind.__mro__[: kind.__mro__.index(Optimizer)] for value in vars(each).values())
+    return [unwrap(each) for each in values if callable(each)]
 
 
 def _uses_distributed(function: Any) -> bool:

@@ -49,11 +49,18 @@ class Clock:
         return self._seconds
 
     def _add_up(self) -> None:
-        """Add up the pending intervals, oldest first, until the first that the GPU has not finished."""
-        with self._adding:
+        """Add up the pending intervals, oldest first, until the first that the GPU has not finished.
+
+        Do nothing if this happens already, on another thread or in code that a signal handler has interrupted.
+        """
+        if not self._adding.acquire(blocking=False):
+            return
+        try:
             while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
                 start, end = self._open.popleft()
                 self._seconds += start.elapsed_time(end) / 1000
+        finally:
+            self._adding.release()
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -114,13 +114,45 @@ def test_penalties_in_the_loss_are_right(group: Any, stage: int) -> None:
     """A penalty in the loss is right: its gradient reaches the shards."""
     model, loss = model_and_loss(group, stage=stage)
     before = [p.detach().clone() for p in model.parameters()]
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
 
     def penalised() -> None:
-        squares = sum(p.pow(2).sum() for p in model.parameters())
+        squares = sum(p.pow(2).sum() + p.norm() ** 2 + p.norm(1) for p in model.parameters())
         apart = sum(((p - was) ** 2).sum() for p, was in zip(model.parameters(), before, strict=True))
-        (loss() + 0.1 * squares + apart).backward()
+        for p, was in zip(model.parameters(), before, strict=True):
+            apart += functional.mse_loss(p, was, reduction="sum")
+        (0.1 * squares + loss() + apart).div(2).backward()
+        take_step(optimizer)  # afterwards the copies are not known
 
-    assert heard(penalised) == []
+    assert heard(lambda: (penalised(), penalised())) == []
+
+
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda shard: shard.norm(),
+    "norm of linalg": lambda shard: torch.linalg.vector_norm(shard, ord=2),
+    "norm of norms": lambda shard: torch.stack([shard.norm(), shard.norm()]).norm(),
+    "root of squares": lambda shard: shard.square().sum().sqrt(),
+    "square of a sum": lambda shard: (0.1 * shard.sum()) ** 2,
+    "exponential of a sum": lambda shard: shard.sum().exp(),
+    "mean of squares": lambda shard: functional.mse_loss(shard, torch.zeros_like(shard)),
+}
+
+
+def test_other_penalties_are_warned_of(group: Any) -> None:
+    """Their gradients would depend on the other ranks' parts."""
+    model, loss = model_and_loss(group)
+    shard = dict(model.named_parameters())["0.weight"]
+    for name, penalty in PENALTIES.items():
+        _known[shard].look.warned = False
+        with pytest.warns(ShardWarning, match="of '0.weight' covers only this rank's part") as said:
+            (loss() + 0.1 * penalty(shard)).backward()
+        assert [each.filename for each in said] == [__file__], name
+
+
+def test_norms_that_are_logged_with_gradients_enabled(group: Any) -> None:
+    model, _ = model_and_loss(group)
+    (message,) = heard(lambda: [p.norm().item() for p in model.parameters()])
+    assert "covers only this rank's part" in message
 
 
 @pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0)], indirect=["group"])
@@ -200,6 +232,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], object]] = {
     "synonyms": lambda t: t.absolute().multiply(2).subtract_(1).divide(2).negative(),
     "activations": lambda t: functional.softsign(functional.gelu(t)),
     "conditions": lambda t: bool(t.isfinite().all()) and not torch.isnan(t).any() and torch.equal(t, t.clone()),
+    "comparisons": lambda t: torch.allclose(t, t.clone()) and t.isclose(t).all().item(),
     "new": lambda t: (torch.empty_like(t).copy_(t), t.new_zeros(3).sum(), torch.ones_like(t).sum()),
     "facts": lambda t: (t.shape, t.numel(), t.stride(), t.requires_grad, t.device, len(t), repr(t), t.is_leaf),
 }
@@ -319,6 +352,18 @@ OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (
     lambda params: optim.Adadelta(params),
     lambda params: optim.Adamax(params),
 )
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_of_a_step_are_watched(group: Any, when: str) -> None:
+    """The check of the optimizer's class knows nothing of them."""
+    model, loss = model_and_loss(group)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    register = getattr(optimizer, f"register_step_{when}_hook")
+    register(lambda optimizer, *_: norms_by_hand(optimizer.param_groups[0]["params"]))
+    loss().backward()
+    (message,) = heard(lambda: (optimizer.step(), optimizer.step()))
+    assert "covers only this rank's part" in message
 
 
 def test_elementwise_optimizers_are_not_warned_of(group: Any) -> None:

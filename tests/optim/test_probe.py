@@ -135,6 +135,14 @@ class Late(Own):
         return param.grad + (state["sum"] if len(state) > 100 else 0)
 
 
+class After(Own):
+    """Divides by the norm after 100 steps."""
+
+    def update(self, param, state, group):
+        state["step"] = state.get("step", 0) + 1
+        return param.grad / param.grad.norm() if state["step"] > 100 else param.grad
+
+
 class NeedsGradients(Own):
     def step(self):
         for group in self.param_groups:
@@ -290,6 +298,7 @@ OTHERS: dict[str, tuple[Callable[[Any], Optimizer], bool | None, bool | None]] =
     "fails for empty shards": (Largest, False, True),
     "fails for shapes of shards": (Rows, False, True),
     "sums for later": (Late, False, True),
+    "norms after 100 steps": (After, False, True),
     "all gradients": (NeedsGradients, True, True),
     "closure": (NeedsClosure, True, False),
     "closure with a backward": (NeedsBackward, False, False),

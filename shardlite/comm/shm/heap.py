@@ -179,14 +179,14 @@ class Heap(Mapping):
     @property
     def live(self) -> int:
         """Bytes of live blocks, rounded up to pages."""
-        with self._change():
-            return self._live
+        self._settle_if_idle()
+        return self._live
 
     @property
     def warm(self) -> int:
         """Free bytes that may have pages."""
-        with self._change():
-            return self._warm.nbytes
+        self._settle_if_idle()
+        return self._warm.nbytes
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate a block of uninitialized bytes, [nbytes]. Deleting all tensors on the block frees it. Thread-safe.
@@ -249,6 +249,15 @@ class Heap(Mapping):
                 yield
         finally:
             self._trim_all()
+
+    def _settle_if_idle(self) -> None:
+        """Add freed blocks to the free ranges, unless these are changing. So a signal handler may ask for bytes."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+        self._trim_all()
 
     def _take(self, length: int) -> int:
         """Take bytes from the shortest warm range that is long enough. If there is none, also take cold pages."""

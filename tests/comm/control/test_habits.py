@@ -4,9 +4,11 @@ A timeout never ends these runs: it is an hour. What only looks like such a habi
 """
 
 import io
+import math
 import re
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from shardlite import AdamW, LayoutError, Route, ShardLite, load, save
+from shardlite import AdamW, LayoutError, NonFiniteWarning, Route, ShardLite, load, save
 from shardlite.comm import streams
 from shardlite.comm.control import collective_waits, store
 from shardlite.comm.control.failure_reports import _may_end
@@ -231,6 +233,34 @@ def uneven_body(world: Any) -> str:
             for _ in range(3 if world.rank() == 0 else 2):
                 validate(program)
             program.step()
+        except ShardLiteError as error:
+            return str(error)
+    return ""
+
+
+def test_steps_on_a_condition_of_shards_are_told_of(cluster):
+    for message in cluster.run(condition_body, 2):
+        assert "p.grad.isnan().any()" in message
+
+
+def condition_body(world: Any) -> str:
+    """Rank 0 has the element that is not a number. It does not step. At the next step, the ranks differ."""
+    program = Program(world)
+
+    def spoil(grad: Tensor) -> Tensor:
+        return grad.index_fill(0, torch.tensor([0]), math.nan)
+
+    spoiling = program.model.module[0][0].weight.register_hook(spoil)
+    with looking_often(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NonFiniteWarning)
+        try:
+            for _ in range(2):
+                program.model(program.x).mean().backward()
+                if any(p.grad.isnan().any() for p in program.model.parameters()):
+                    program.optimizer.zero_grad()
+                else:
+                    take_step(program.optimizer)
+                spoiling.remove()
         except ShardLiteError as error:
             return str(error)
     return ""

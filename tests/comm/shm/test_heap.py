@@ -33,6 +33,14 @@ def resident(heap):
     return os.fstat(heap.descriptor).st_blocks * 512
 
 
+def test_bytes_may_be_asked_for_during_a_change(small):
+    """A signal handler may interrupt the change, so nobody waits for its end."""
+    heap = small(4)
+    block = heap.empty(PAGE)
+    with ThreadPoolExecutor(1) as pool, heap._change():
+        assert pool.submit(lambda: (heap.live, heap.warm)).result(seconds(5)) == (block.nbytes, 0)
+
+
 def test_blocks_are_given_back_and_used_again(small):
     heap = small(4)
     blocks = [heap.empty(PAGE) for _ in range(4)]
