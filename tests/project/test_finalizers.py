@@ -29,7 +29,7 @@ COLLECTED = {
 
 AT_EXIT = {
     "shardlite/checkpoint/lease.py: _give_up_all": "gives up leases",
-    "shardlite/comm/control/threads.py: end_threads": "joins the threads that call PyTorch, but for those of queues",
+    "shardlite/comm/control/threads.py: end_threads": "joins threads, but for those of queues; gloo's threads rest",
     "shardlite/comm/streams.py: end_queues": "joins the threads of queues",
     "shardlite/comm/transport/nccl.py: _close": "shuts communicators down",
 }
