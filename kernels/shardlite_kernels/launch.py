@@ -36,7 +36,7 @@ _DIRECT = (
 """Whether `launch` calls compiled kernels itself: on CUDA, in versions of Triton whose compiled kernels are known to
 take the same arguments. `tests/kernels/test_direct_launch.py` fails in other versions."""
 
-_specialize = triton.runtime.jit.native_specialize_impl if _DIRECT else None
+_specialize: Any = triton.runtime.jit.native_specialize_impl if _DIRECT else None
 
 CPU_CHUNK = 1 << 16
 """Number of elements that a CPU path processes at a time, so that temporaries (256 KB) stay in the cache of a core."""
