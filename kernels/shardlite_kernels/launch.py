@@ -27,6 +27,17 @@ SCALE_BLOCK = 32
 INTERPRET: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter."""
 
+_DIRECT = (
+    triton is not None
+    and not INTERPRET
+    and torch.version.hip is None
+    and (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
+)
+"""Whether `launch` calls compiled kernels itself: on CUDA, in versions of Triton whose compiled kernels are known to
+take the same arguments. `tests/kernels/test_direct_launch.py` fails in other versions."""
+
+_specialize: Any = triton.runtime.jit.native_specialize_impl if _DIRECT else None
+
 CPU_CHUNK = 1 << 16
 """Number of elements that a CPU path processes at a time, so that temporaries (256 KB) stay in the cache of a core."""
 
@@ -34,6 +45,11 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 _THREADS = 256  # of one program
 _THREADS_PER_WARP = 64 if torch.version.hip else 32
 _BYTES_PER_ACCESS = 16  # of the widest access of a thread
+_OPTIONS: dict[str, Any] = {"num_warps": _THREADS // _THREADS_PER_WARP, "enable_fp_fusion": False}
+"""Options of all kernels. Fused multiplications and additions change bits, and versions of Triton have different
+defaults for them."""
+
+_COOPERATIVE = {**_OPTIONS, "launch_cooperative_grid": True}
 _INTERPRETED_BLOCK = 16384  # large, because the interpreter takes about 1 ms per program of any size
 
 
@@ -138,9 +154,57 @@ def launch(
         raise RuntimeError(f"tensors on {device} need Triton, which is not installed: pip install triton")
     if n * rows == 0:
         return
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1 keeps the current device
-        # Fusing multiplications with additions changes bits, and versions of Triton have different defaults for it.
-        options = {"num_warps": _THREADS // _THREADS_PER_WARP, "enable_fp_fusion": False}
-        if together is not None and not INTERPRET:
-            options["launch_cooperative_grid"] = True
-        kernel[(together or triton.cdiv(n, block), rows)](*args, n, BLOCK=block, **constexprs, **options)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, *args, n=n, block=block, rows=rows, together=together, **constexprs)
+        return
+    grid = together or -(-n // block), rows, 1
+    args = *args, n
+    constexprs["BLOCK"] = block
+    options = _OPTIONS if together is None or INTERPRET else _COOPERATIVE
+    if not _DIRECT or device.type != "cuda":
+        kernel[grid](*args, **constexprs, **options)
+        return
+    key = _key(kernel, device.index, options, args, constexprs)
+    found = _COMPILED.get(key)
+    if found is not None:
+        _launch_compiled(*found, device.index, grid, args)
+        return
+    compiled = kernel[grid](*args, **constexprs, **options)
+    if isinstance(kernel, triton.JITFunction) and isinstance(compiled, triton.compiler.CompiledKernel):
+        _COMPILED[key] = compiled, tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
+
+
+_COMPILED: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+"""For each `_key`, a compiled kernel, and the constants that follow its arguments. A compiled kernel refers to its
+kernel, so the `id` of this kernel stays its own."""
+
+
+def _key(kernel: Any, device: int, options: dict[str, Any], args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
+    """Return all that determines which compiled kernel `kernel[grid](*args, **constexprs, **options)` launches.
+
+    Triton specializes on the types of arguments, on `None`, on integers that are 1, divisible by 16 or wider than 32
+    bits, and on addresses that are divisible by 16. This is computed by Triton's own function. Here it includes the
+    arguments that are `unspecialized`, so the same compiled kernel may have several keys. Unlike Triton, a direct
+    launch does not compare the globals that the kernel reads with their values at the compilation, because they are
+    constants of modules.
+    """
+    runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
+    return (
+        *(id(kernel), device, len(options), runtime.debug, compilation.instrumentation_mode),
+        _specialize(triton.backends.compiler.BaseBackend, args, False, True, True),
+        *constexprs.items(),
+    )
+
+
+def _launch_compiled(
+    compiled: Any, constants: tuple[Any, ...], device: int, grid: tuple[int, int, int], args: tuple[Any, ...]
+) -> None:
+    """Launch a compiled kernel on the current stream of `device`, without calls of hooks if there are no hooks."""
+    runtime = triton.knobs.runtime
+    if getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True):
+        compiled[grid](*args, *constants)
+        return
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    function, metadata = compiled.function, compiled.packed_metadata
+    compiled.run(*grid, stream, function, metadata, None, None, None, *args, *constants)
