@@ -11,7 +11,7 @@ keeps the whole parameter, else `[k, 1, ...]`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from operator import attrgetter
 
@@ -96,7 +96,7 @@ class Flat:
         """Bytes of the full weights."""
         return self.layout.full_numel * self.compute.itemsize
 
-    @property
+    @cached_property
     def master(self) -> torch.dtype:
         """Dtype of the weights that the optimizer steps."""
         return self.local.dtype if self.low is None else torch.float32
