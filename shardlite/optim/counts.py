@@ -89,6 +89,11 @@ class HostCounts(_Counts):
         """Return whether two shards are `adjacent` and have the same group and count, so one call can step both."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
+    def arrangement(self) -> list[int]:
+        """Return a number per row. Rows have equal numbers if they have equal counts in this step."""
+        numbers: dict[float, int] = {}
+        return [numbers.setdefault(done, len(numbers)) for done in self._done]
+
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
         """Prepare a step of the rows in `active`. Read all values on the host."""
         self._done: list[float] = self.steps.tolist()
@@ -172,6 +177,9 @@ class DeviceCounts(_Counts):
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
         """Return `True`: the kernel looks up the row of every 32 elements, and skips rows that are not stepped."""
         return True
+
+    def arrangement(self) -> None:
+        """Return `None`: counts do not decide which rows are stepped together."""
 
     def is_active(self, row: int) -> bool:
         """Return `True`: a kernel call may cover any row."""

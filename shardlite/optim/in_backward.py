@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Amp
-from shardlite.optim.layout import OptimizerLayout, StateSlot, check_dense, runs, steps_of
+from shardlite.optim.layout import OptimizerLayout, StateSlot, check_dense, runs
 from shardlite.optim.ordinary import check_ordinary, step_ordinary
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
@@ -167,8 +167,9 @@ class InBackwardSteps:
     def _step(self, optimizer: Optimizer, param: Tensor) -> None:
         """Update `param` with its gradient, and drop the gradient."""
         assert param.grad is not None
-        check_dense(param.grad)
-        slot = self._current_layout().by_id.get(id(param))
+        check_dense([param])
+        layout = self._current_layout()
+        slot = layout.by_id.get(id(param))
         if slot is None:
             group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
             check_ordinary(group, [param], optimizer.state)
@@ -178,8 +179,8 @@ class InBackwardSteps:
         else:
             step = self.prepare([(param, 0)])
             step.activate(torch.ones(1, device=param.device))
-            slot.adopt(optimizer.state)
-            for counts, elements, gradient in steps_of([slot], unscale=False):
+            layout.adopt([slot], optimizer.state)
+            for counts, elements, gradient in layout.steps([slot], unscale=False):
                 counts.update(elements, gradient, step.bad)
             self.alarm.note(step.bad)
         param.grad = None
