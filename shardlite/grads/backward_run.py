@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from shardlite.comm import SPARE, Moment, Work
+from shardlite.comm import SPARE, Moment, Work, submit_in_turn
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping, Terms
@@ -448,28 +448,31 @@ class StreamRun(BackwardRun):
         bucket.begin_reduction()
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
-        self._copy_in(bucket, behind, is_queues=is_queues)
-        with nullcontext() if behind is None else queue.operations.stream(behind):
+        if not bucket.full:
+            self._allocate(bucket, behind, is_queues=is_queues)
+        copy_in, gradients = bucket.copy_in()
+        if behind is None:
             reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
-        reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs), behind=behind)
+        else:
+            with queue.operations.stream(behind):
+                reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
+        reduce = partial(queue.reduce_unit, unit.name, reduction.inputs)
+        copied, reduction.work = submit_in_turn(queue.operations, copy_in, reduce, behind=behind)
+        self.copying.append(_Copies(gradients, copied, len(self.started) - 1))
         if behind is not None:
             self._hand_over(reduction)
         if is_queues:
             bucket.release()
         self._record(reduction)
 
-    def _copy_in(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
-        """Start copying gradients into a bucket.
+    def _allocate(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
+        """Allocate a bucket's memory.
 
-        If only the queue uses the bucket's memory (`is_queues`), the memory belongs to the queue's stream. Then the
-        bucket can be released when the reduction is queued, and the next bucket can use the same memory.
+        If only the queue uses the memory (`is_queues`), the memory belongs to the queue's stream. Then the bucket can
+        be released when the reduction is queued, and the next bucket can use the same memory.
         """
-        if not bucket.full:
-            with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
-                bucket.allocate(self._context.reducing[0] if is_queues else None)
-        copy_in, gradients = bucket.copy_in()
-        work = self._queue.operations.submit(copy_in, behind=behind)
-        self.copying.append(_Copies(gradients, work, len(self.started) - 1))
+        with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
+            bucket.allocate(self._context.reducing[0] if is_queues else None)
 
     def _hand_over(self, reduction: Reduction) -> None:
         """Let the program's stream use the results, whose memory belongs to the queue's stream."""

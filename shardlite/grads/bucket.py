@@ -107,13 +107,13 @@ class Bucket:
     def allocate(self, carrier: Transport | None = None) -> None:
         """Allocate the full buffers. If `carrier` is not `None`, this transport allocates and sends them."""
         for flat in self.flats:
-            numel = flat.gradients.full_numel
+            numel = flat.gradients.cuts[-1]
             if carrier is None:
                 full = self.context.empty(numel, flat.reduce)
             else:
                 full = carrier.empty_persistent(numel * flat.reduce.itemsize, self.context.device).view(flat.reduce)
             self.full.append(full)
-        self.context.ledger.track(PURPOSE, *self.full)
+        self.context.ledger.track(PURPOSE, *self.full, *self.early.values())
         cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
         self.places = dict(zip(self._slots, cut, strict=True))
         if self.phase is Gradients.EMPTY:
@@ -126,7 +126,6 @@ class Bucket:
         another stream, because it reads no state of the bucket.
         """
         places, early = [self.places[key] for key in self.early], [*self.early.values()]
-        self.context.ledger.track(PURPOSE, *early)
         self.early.clear()
         return partial(_copy_and_zero, places, early, self._gaps()), early
 
@@ -152,7 +151,7 @@ class Bucket:
         dense = as_real(grad.to_dense()) if grad.is_sparse or grad.is_complex() else grad
         if not self.full:
             self.early[key] = early = dense.clone() if has_user_hooks else dense
-            if self.unit.is_root:  # its gradients stay until the end of the backward; others are counted together
+            if self.unit.is_root:  # its gradients stay until the end of the backward; `allocate` counts others together
                 self.context.ledger.track(PURPOSE, early)
             if self.phase is Gradients.EMPTY:
                 self.move(Gradients.FILLING)
