@@ -138,7 +138,8 @@ class Backward:
     def catch_gradients(self) -> None:
         """Register a hook that receives the gradient on each parameter that requires a gradient.
 
-        The hooks hold only weak references, because the garbage collector does not traverse a tensor's hooks.
+        One hook per unit would not suffice: each gradient may be on a stream of its own and, on a CPU, is freed as soon
+        as it is copied to the bucket. The hooks hold only weak references, because the garbage collector does not traverse a tensor's hooks.
         """
         me = weakref.ref(self)
         for unit in self._reducer.units:

@@ -199,7 +199,7 @@ class ReduceQueue:
 
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
-        self._operations: dict[Flat, Operation] = {}  # the latest reduction of each flat
+        self._operations: dict[tuple[Unit, int], Operation] = {}  # the latest reduction of each flat, by its index
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
@@ -230,22 +230,20 @@ class ReduceQueue:
             half = bucket.sums[0].full[i] if bucket.sums else None
             kept = earlier[i] if earlier else None
             users = [-self._context.world_size] * len(used) if died else used
-            operation = self._operation(bucket.unit, i, flat)
             given.used += used
-            given.inputs.append(
-                FlatReduction(flat, full, bucket.unit.name, terms, operation, half, kept, mean, step, users)
-            )
+            unit, operation = bucket.unit.name, self._operation(bucket.unit, i)
+            given.inputs.append(FlatReduction(flat, full, unit, terms, operation, half, kept, mean, step, users))
         return given
 
-    def _operation(self, unit: Unit, i: int, flat: Flat) -> Operation:
-        """Return the next operation that reduces a flat. Only the first is named by the context, which costs more."""
-        last = self._operations.get(flat)
+    def _operation(self, unit: Unit, i: int) -> Operation:
+        """Return the next operation that reduces flat `i`. The context counts and names only the first."""
+        last = self._operations.get((unit, i))
         if last is None or last.tally is None:
             new = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
         else:
             last.tally.calls += 1
             new = last._replace(sequence=last.sequence + 1, step=self._context.version.number)
-        self._operations[flat] = new
+        self._operations[unit, i] = new
         return new
 
     def reduce_unit(self, unit: str, inputs: deque[FlatReduction]) -> None:
@@ -348,13 +346,8 @@ class ReduceQueue:
         shard, replicas = self._context.reducing
         flat, full = given.flat, given.full
         cuts = flat.gradients.uneven_cuts
-        if (
-            flat.rank is None
-            or replicas
-            or shard.world_size == 1
-            or given.earlier is not None
-            or given.terms.share.counted
-        ):
+        goes_on = replicas or given.earlier is not None or given.terms.share.counted
+        if goes_on or flat.rank is None or shard.world_size == 1:
             return False
         if rings_in_kernel(full, shard, cuts):
             if (fused := step.fused(full.numel() // shard.world_size)) is not None:

@@ -59,6 +59,8 @@ class OptimizerLayout:
         self.counts = [_make_counts(each) for each in _grouped(slots, lambda slot: slot.param.device)]
         self._runs: list[_Run] = []  # the runs of the latest step
         self._arrangement: object = None  # what the runs depend on
+        self.stretches: dict[StateSlot, tuple[object, list[Stretch]]] = {}
+        """For steps inside a backward, by the first slot of a flat: the stretches, after what they depend on."""
         for arena in self.arenas:
             arena.fill_rows()
 
@@ -102,8 +104,11 @@ class OptimizerLayout:
         """
         given = [(slot, grad) for slot in slots if (grad := slot.param.grad) is not None]
         members = [(slot, as_real(grad) if grad.is_complex() else grad) for slot, grad in given]
-        counts = dict.fromkeys([slot.counts for slot in slots])
-        arrangement = slots, _arrangement([grad for _, grad in members]), [each.arrangement() for each in counts]
+        together = [
+            each.arrangement([slot.row for slot in slots if slot.counts is each])
+            for each in dict.fromkeys([slot.counts for slot in slots])
+        ]
+        arrangement = slots, _arrangement([grad for _, grad in members]), together
         if arrangement != self._arrangement:
             places = {id(slot): place for place, (slot, _) in enumerate(members)}
             found = runs(members, _in_one_buffer)
@@ -288,6 +293,14 @@ def _follows(slot: StateSlot, last: StateSlot) -> bool:
         and slot.low_start - last.low_start == (distance if slot.part.low is not None else 0)
         and slot.counts.together(last.row, slot.row, adjacent=slot.start == last.stop)
     )
+
+
+class Stretch(NamedTuple):
+    """Gradients in one buffer that one call can step: the first slot, and their range in the buffer."""
+
+    first: StateSlot
+    start: int
+    stop: int
 
 
 class _Run(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardlite
 from shardlite import AdamW, ShardLite
 from shardlite.optim import layout
+from shardlite.optim.in_backward import InBackwardStep
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
 
@@ -124,3 +125,48 @@ def test_steps_have_the_same_bits_as_with_runs_that_are_found_anew(group: Any) -
         anew = trained(group)
     assert all(map(torch.equal, mine, anew))
     assert next(unlike) == len(EVENTS)
+
+
+# ---- inside a backward ----------------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Layers, some of which a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.skipped: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x if i in self.skipped else layer(x)
+        return x
+
+
+def trained_in_backward(group: Any) -> list[Tensor]:
+    """Return weights after steps inside backwards, to which different layers contribute."""
+    torch.manual_seed(0)
+    model = ShardLite(Skipping(), group=group)
+    optimizer = AdamW(model.parameters(), lr=0.1, in_backward=True)
+    for skipped in ((), (), (1,), (1,), (), (0, 2), ()):
+        model.module.skipped = skipped
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.full_state_dict().values())
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_steps_in_a_backward_have_the_same_bits_as_with_runs_that_are_found_anew(group: Any) -> None:
+    mine, stretches, found = trained_in_backward(group), InBackwardStep._stretches, count()
+
+    def found_anew(step: InBackwardStep) -> list[layout.Stretch]:
+        next(found)
+        step._known.clear()
+        return stretches(step)
+
+    with mock.patch.object(InBackwardStep, "_stretches", found_anew):
+        anew = trained_in_backward(group)
+    assert all(map(torch.equal, mine, anew))
+    assert next(found) >= 7
