@@ -139,7 +139,8 @@ class Backward:
         """Register a hook that receives the gradient on each parameter that requires a gradient.
 
         One hook per unit would not suffice: each gradient may be on a stream of its own and, on a CPU, is freed as soon
-        as it is copied to the bucket. The hooks hold only weak references, because the garbage collector does not traverse a tensor's hooks.
+        as it is copied to the bucket. The hooks hold only weak references, because the garbage collector does not
+        traverse a tensor's hooks.
         """
         me = weakref.ref(self)
         for unit in self._reducer.units:

@@ -266,8 +266,8 @@ def _() -> None:
 
 @_patch("`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`", "`torch.autograd._engine_run_backward`")
 def _() -> None:
-    """A backward limited to shards (`inputs=model.parameters()`) would compute no gradients, and a nested backward would
-    count as a new one.
+    """A backward limited to shards (`inputs=model.parameters()`) would compute no gradients, and a nested backward
+    would count as a new one.
     """
     module: Any = torch.autograd
     module._engine_run_backward = partial(_run_backward, module._engine_run_backward)
