@@ -122,10 +122,9 @@ class Context:
             CommError: this process is a forked child, which cannot communicate.
         """
         self.owner.check()
-        when = "" if at_any_step else f" at step {self.version.number}"
         self._numbers[what] += 1
-        label, tally = f"{what} of model {self.instance}{when}", self.traffic.tally(purpose, unit)
-        return Operation(label, self._numbers[what], self.reports, during, tally)
+        tally, step = self.traffic.tally(purpose, unit), None if at_any_step else self.version.number
+        return Operation(what, self._numbers[what], self.reports, during, tally, self.instance, step)
 
     @property
     def transports(self) -> list[Transport]:

@@ -19,7 +19,7 @@ class Operation(NamedTuple):
 
     label: str = "unnamed collective"
     sequence: int = 0
-    """Distinguishes operations that have the same label."""
+    """Distinguishes operations that have the same name."""
 
     reports: FailureReports | None = None
     """Failure reports, which describe what the other ranks are doing if the operation fails."""
@@ -30,14 +30,26 @@ class Operation(NamedTuple):
     tally: Tally | None = None
     """Counts the messages that this rank sends."""
 
+    model: int | None = None
+    """Number of the wrapped model, if the name contains it."""
+
+    step: int | None = None
+    """Number of the model's step, if the name contains it."""
+
+    @property
+    def name(self) -> str:
+        """The label, the model and the step. The text is made only for tags and errors."""
+        model = "" if self.model is None else f" of model {self.model}"
+        return f"{self.label}{model}" if self.step is None else f"{self.label}{model} at step {self.step}"
+
     def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
-        """Return the tag of the operation's messages: a hash of the name, the buffer's layout and the algorithm.
+        """Return the tag of the operation's messages: a hash of the operation, the buffer's layout and the algorithm.
 
         Ranks that run different operations use different tags. So the ranks never mix their data: receives time out
         and raise a `CommError`. (Over NCCL, which has no tags, nothing separates such ranks.) The tag is a 31-bit CRC:
         no registry of labels is needed, and two names collide with probability 2^-31.
         """
-        what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
+        what = f"{self.name}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
         return crc32(what.encode()) & 0x7FFFFFFF
 
     def channel(self, transport: Transport, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> Channel:
@@ -83,10 +95,10 @@ class Running(NamedTuple):
         if isinstance(error, CommError):
             during = f", during {operation.during}" if operation.during else ""
             which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"
-            what = f"{operation.label}{during} ({which})"
+            what = f"{operation.name}{during} ({which})"
             others = "" if operation.reports is None else operation.reports.compare(what, str(error))
             raise CommError(f"{what}: {error}{others}") from error
 
     def __str__(self) -> str:
         """Return the name of the operation and its size. Ranks that run one operation together have equal texts."""
-        return f"{self.operation.label} ({self.operation.sequence}, {self.full.numel()} elements)"
+        return f"{self.operation.name} ({self.operation.sequence}, {self.full.numel()} elements)"

@@ -379,6 +379,9 @@ class CudaStreamQueue:
         self._device = device
         self._thread = thread
         self._stream = torch.cuda.Stream(device, priority=-int(high_priority))  # type: ignore[no-untyped-call]
+        self.has_thread = thread is not None
+        """Whether a thread launches the operations."""
+
         # At the end of the queue, the home stream waits for this stream, before the model's memory is freed.
         weakref.finalize(self, program.wait_outside_captures, self._stream).atexit = False
 
@@ -437,6 +440,10 @@ class _StreamWork:
         self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
+    def at(self, moment: Moment) -> "_StreamWork":
+        """Return the part of this work that ends at a moment of the stream. The host has launched the whole work."""
+        return _StreamWork(self._device, moment, self._host)
+
     def done(self) -> bool:
         """Return whether the operation has ended."""
         return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
@@ -474,3 +481,14 @@ Work: TypeAlias = HostWork | _StreamWork
 
 StreamQueue: TypeAlias = ThreadQueue | CudaStreamQueue
 """A queue that runs operations one after the other."""
+
+
+def submit_in_turn(
+    queue: StreamQueue, first: Callable[[], None], then: Callable[[], None], *, behind: Moment | None = None
+) -> tuple[Work, Work]:
+    """Queue two operations, and return the work of each. If the host launches them at once, they are submitted once."""
+    if not isinstance(queue, CudaStreamQueue) or queue.has_thread:
+        return queue.submit(first, behind=behind), queue.submit(then, behind=behind)
+    between = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    both = queue.submit(first, between.record, then, behind=behind)
+    return both.at(between), both

@@ -16,12 +16,15 @@ from shardlite.telemetry import Clock, labelled
 
 @dataclass
 class Tally:
-    """Number and bytes of messages sent by one rank. Not thread-safe."""
+    """Number and bytes of messages sent by one rank, for one unit and purpose. Not thread-safe."""
 
     messages: int = 0
     nbytes: int = 0
     across: int = 0
     """The part of `nbytes` that was sent to other nodes. Counted only in two-level reductions over collectives."""
+
+    calls: int = 0
+    """Number of collective operations."""
 
     def count(self, tensor: Tensor) -> None:
         """Count one message."""
@@ -61,7 +64,6 @@ class Sent:
 class _Entry:
     ran: Clock
     waited: Clock
-    calls: int = 0
     tally: Tally = field(default_factory=Tally)
 
 
@@ -78,9 +80,9 @@ class Traffic:
 
     def tally(self, purpose: str, unit: str = NO_UNIT) -> Tally:
         """Count one call, and return the tally for its messages."""
-        entry = self._entry(purpose, unit)
-        entry.calls += 1
-        return entry.tally
+        tally = self._entry(purpose, unit).tally
+        tally.calls += 1
+        return tally
 
     def running(self, purpose: str, unit: str) -> AbstractContextManager[object]:
         """Return a context manager that times an operation and names it in profiles."""
@@ -95,7 +97,7 @@ class Traffic:
         """Return all counts so far. On a GPU the host waits for open intervals. The first call starts timing."""
         self._is_timed = True
         return {
-            unit: {purpose: _sent(each) for purpose, each in list(mine.items()) if each.calls}
+            unit: {purpose: _sent(each) for purpose, each in list(mine.items()) if each.tally.calls}
             for unit, mine in list(self._entries.items())
         }
 
@@ -109,5 +111,5 @@ class Traffic:
 def _sent(entry: _Entry) -> Sent:
     tally = entry.tally
     return Sent(
-        entry.calls, tally.messages, tally.nbytes, entry.ran.seconds(), entry.waited.seconds(), across=tally.across
+        tally.calls, tally.messages, tally.nbytes, entry.ran.seconds(), entry.waited.seconds(), across=tally.across
     )

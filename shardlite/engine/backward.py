@@ -82,7 +82,8 @@ class Backward:
         """Return the run of the current backward. Call this at each event: the first call opens the run."""
         if self._run is None:
             self._stream.check_closed()
-            self._run, self.thread = open_run(self._reducer, self._mode), get_ident()
+            self._run = open_run(self._reducer, self._mode, self._begin_gradients, self._is_complete)
+            self.thread = get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
             if self._saves_memory and self._mode is Mode.STEP:
@@ -137,8 +138,9 @@ class Backward:
     def catch_gradients(self) -> None:
         """Register a hook that receives the gradient on each parameter that requires a gradient.
 
-        The hook runs before those of the program, which find the gradient in the bucket. It holds only weak references,
-        because the garbage collector does not traverse a tensor's hooks.
+        The hook runs before those of the program, which find the gradient in the bucket. One hook per unit would not
+        suffice: each gradient may be on a stream of its own and, on a CPU, is freed as soon as it is copied to the
+        bucket. The hooks hold only weak references, because the garbage collector does not traverse a tensor's hooks.
         """
         me = weakref.ref(self)
         for unit in self._reducer.units:
@@ -148,21 +150,6 @@ class Backward:
                     hook = partial(_deliver, me, weakref.ref(unit))
                     register_first(param, hook)
                     self._caught.add(param)
-
-    def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> None:
-        """Store a gradient that autograd has computed, and start the reductions that are next in order.
-
-        `has_user_hooks` says whether hooks of the program receive the gradient.
-        """
-        run = self.open()
-        if not run.has_gradients:
-            self._begin_gradients(run)
-        grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True), it has a graph
-        may_be_last = run.add_gradient(unit, param, grad, has_user_hooks=has_user_hooks)
-        if may_be_last and run.mode is not Mode.LOCAL and self._is_complete(run, unit):
-            run.held = unit
-            if not has_user_hooks:
-                run.complete_held()
 
     def _begin_gradients(self, run: BackwardRun) -> None:
         """Prepare for the first gradient of a backward."""
@@ -275,8 +262,8 @@ class Backward:
             self._run.abandon()
             self._end(self._run)
 
-    def _is_complete(self, run: BackwardRun, unit: Unit) -> bool:
-        """Return whether all gradients that a unit gets in this backward have arrived.
+    def _is_complete(self, run: BackwardRun, unit: Unit, rounds: int) -> bool:
+        """Return whether all gradients that a unit gets in this backward have arrived: `rounds` of each parameter.
 
         Autograd sums the gradients of all recorded forwards and delivers the sum once per parameter. A hidden forward,
         which autograd has not recorded, delivers its gradients after its recomputation. If a unit ran in both kinds of
@@ -287,10 +274,10 @@ class Backward:
         if unit.replicated or unit in run.anew:
             return False
         if unit not in self._hidden:
-            return run.has_all(unit, rounds=1)
+            return rounds == 1
         if unit in self._recorded or self._outstanding[unit]:
             return False
-        return run.has_all(unit, rounds=run.recomputed[unit])
+        return rounds == run.recomputed[unit]
 
     def _close(self) -> None:
         """End the outermost backward. A backward without gradients (`torch.autograd.grad`) has nothing to reduce.
@@ -329,8 +316,8 @@ def _deliver(backward: "weakref.ref[Backward]", unit: "weakref.ref[Unit]", param
     assert grad is not None
     streams = there._streams
     if not streams.on_gpu or (other := streams.other()) is None:
-        there.add_gradient(home, param, grad, has_user_hooks=has_user_hooks)
+        (there._run or there.open()).add_gradient(home, param, grad, has_user_hooks=has_user_hooks)
         return
     streams.record_stream(grad)
     with streams.across(other):
-        there.add_gradient(home, param, grad, has_user_hooks=has_user_hooks)
+        there.open().add_gradient(home, param, grad, has_user_hooks=has_user_hooks)

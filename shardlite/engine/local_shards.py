@@ -82,7 +82,7 @@ class Shards:
             attach(each.param, _Owner(each.slot.name, ref(self), index))
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return (each.shard for each in self.entries)
+        return iter([each.shard for each in self.entries])  # a list, because a generator calls Python per shard
 
     def of(self, name: str, param: nn.Parameter) -> nn.Parameter:
         """Return the shard of one of the module's own parameters.

@@ -101,11 +101,8 @@ class InBackwardOptimizer:
 
     def _prepare(self, steps: InBackwardSteps, flat: Flat) -> Step:
         """Prepare the step of one flat."""
-        own = flat.own_range(flat.gradients)
-        starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
-        step = steps.prepare(
-            [(flat.shards[row], start) for row, start in zip(flat.trainable_slots, starts, strict=True)]
-        )
+        places = zip(flat.trainable_slots, flat.gradient_starts, strict=True)
+        step = steps.prepare([(flat.shards[row], start) for row, start in places])
         return Step(step.activate, step, step.fused, step.bad)
 
     def _end(self, steps: InBackwardSteps, bad: Tensor) -> None:

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardlite.engine.backward import in_backward
 from shardlite.engine.conversions import refuse_if_wrapped
 from shardlite.engine.optimizer_hooks import (
     after_step,
@@ -40,6 +41,7 @@ from shardlite.engine.optimizer_hooks import (
 from shardlite.engine.optimizer_states import load_state_of_shards, state_of_shards
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
+from shardlite.grads import nested_backward
 from shardlite.params import Shard
 from shardlite.weights import check_transform, set_hooks_aside
 
@@ -146,6 +148,12 @@ def _clip_values(original: _Original, parameters: _Tensors, *args: Any, **kwargs
 # ---- backwards ------------------------------------------------------------------------------------------------------
 
 
+def _run_nested(original: _Original, *args: Any, **kwargs: Any) -> Any:
+    """Run a backward inside another."""
+    with nested_backward():
+        return original(*args, **kwargs)
+
+
 def _run_backward(original: _Original, outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
     """Run a backward that may be limited to some inputs, `args[3]`. Shards stand for the module's own parameters.
 
@@ -154,6 +162,7 @@ def _run_backward(original: _Original, outputs: Any, *args: Any, accumulate_grad
             needs weights that are freed.
     """
     check_transform(outputs)
+    original = partial(_run_nested, original) if in_backward() else original
     before, (inputs, *after) = args[:3], args[3:]
     ours = {id(each): model for each in inputs if (model := model_with_param(each)) is not None}
     if not ours:
@@ -265,7 +274,9 @@ def _() -> None:
 
 @_patch("`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`", "`torch.autograd._engine_run_backward`")
 def _() -> None:
-    """A backward limited to shards (`inputs=model.parameters()`) would compute no gradients."""
+    """A backward limited to shards (`inputs=model.parameters()`) would compute no gradients, and a nested backward
+    would count as a new one.
+    """
     module: Any = torch.autograd
     module._engine_run_backward = partial(_run_backward, module._engine_run_backward)
 

@@ -10,5 +10,5 @@ from shardlite.grads.norm import Clipper
 from shardlite.grads.options import StepOptions, options_of
 from shardlite.grads.reduce import Step, Stepping
 from shardlite.grads.reducer import Reducer
-from shardlite.grads.scale import Scale, SoloScale
+from shardlite.grads.scale import Scale, SoloScale, nested_backward
 from shardlite.grads.skip_step import Skips

@@ -22,15 +22,15 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import SPARE, Moment, Work
+from shardlite.comm import SPARE, Moment, Work, submit_in_turn
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
-from shardlite.grads.reduce import Reduction, Stepping
+from shardlite.grads.reduce import Reduction, Stepping, Terms
 from shardlite.grads.reducer import Reducer
 from shardlite.params import Gradients, Unit
 
@@ -61,6 +61,10 @@ class Mode(Enum):
         return self in (Mode.STEP, Mode.SHARDED, Mode.KEPT)
 
 
+Begin: TypeAlias = Callable[["BackwardRun"], None]
+IsComplete: TypeAlias = Callable[["BackwardRun", Unit, int], bool]
+
+
 class BackwardRun:
     """One backward. See `HostRun` and `StreamRun`."""
 
@@ -71,7 +75,19 @@ class BackwardRun:
     held: Unit | None = None
     """Unit whose gradients are complete, but hooks of the program may still change the last of them in the bucket."""
 
-    def __init__(self, reducer: Reducer, mode: Mode) -> None:
+    _on_stream = False
+    """Whether buckets are filled on a stream, and not by the host."""
+
+    def __init__(self, reducer: Reducer, mode: Mode, begin: Begin, is_complete: IsComplete) -> None:
+        """Initialize without gradients.
+
+        Args:
+            reducer: buckets, and the order of reductions.
+            mode: what is done with the gradients.
+            begin: function that is called at the first gradient. It must call `on_first_gradient`.
+            is_complete: function that returns whether all gradients that a unit gets in this backward have arrived. Its
+                arguments are this object, the unit, and the number of gradients that each parameter may have.
+        """
         self.mode = mode
         self.unsharded: list[Unit] = []
         """Units that stay unsharded until the end of the backward, because hooks of the program have used them."""
@@ -101,6 +117,10 @@ class BackwardRun:
         self._buckets = reducer.buckets
         self._queue = reducer.queue
         self._on_gpu = self._context.streams.on_gpu
+        self._begin = begin
+        self._is_complete = is_complete
+        self._reduces = mode.reduces
+        self._last: Unit | None = None  # the unit that received the latest gradient
         self._ready: set[Unit] = set()  # units whose gradients are complete, but whose reduction has not started
 
     @property
@@ -116,15 +136,19 @@ class BackwardRun:
             in_step: function that returns whether all ranks have used the same units since the previous step.
         """
         del in_step
-        self._reducer.scale.begin_backward(counts=self._reducer.counts)
+        scale = self._reducer.scale
+        scale.begin_backward(counts=self._reducer.counts)
+        divisor = self._reducer.divisor if scale.by_ranks else 1
+        keeps = self.mode is Mode.KEPT or (self.mode is Mode.SHARDED and scale.counted)
+        self._terms = Terms(divisor, scale.share(), stepping, keeps)
         self.stepping = stepping
         self.has_gradients = True
 
     def enter(self, unit: Unit) -> None:
         """Record that the backward of a unit begins."""
 
-    def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> bool:
-        """Store the gradient of one parameter in its bucket.
+    def add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, has_user_hooks: bool) -> None:
+        """Store a gradient that autograd has computed, and start the reductions that are next in order.
 
         Args:
             unit: the parameter's unit.
@@ -132,35 +156,42 @@ class BackwardRun:
             grad: gradient of `param`.
             has_user_hooks: whether hooks of the program see the gradient, and may change it until the next one arrives.
 
-        Returns:
-            Whether all parameters of the unit may have equal numbers of gradients.
-
         Raises:
             PhaseError: the unit was already reduced in this backward.
         """
+        if not self.has_gradients:
+            self._begin(self)
         self.complete_held()
-        bucket = self._buckets[unit]
+        grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True), it has a graph
         if unit in self.reduced:
             raise PhaseError(
                 f"unit {unit.name!r}: a gradient arrived after the unit had been reduced in this backward. "
                 "A reentrant backward reached the unit outside of the wrapped model's forward: use "
                 "`checkpoint(..., use_reentrant=False)`"
             )
-        self._before_gradient(bucket, param)
+        if unit is not self._last:
+            self._turn_to(unit)
+        bucket = self._buckets[unit]
+        # The root's gradients, and all on a GPU, stay in autograd's tensors until the unit's last gradient arrives. If
+        # a parameter has several gradients, or gradients are kept unreduced, they are summed in the bucket.
+        stays = self._reduces and (self._on_stream or unit.is_root) and id(param) not in bucket.early
+        if not bucket.full and not stays:
+            self._land_finished()
+            self._fill(bucket)
         counted = grad if self._reducer.counts else torch.zeros_like(grad) if has_user_hooks else None
         bucket.add_gradient(param, counted, has_user_hooks=has_user_hooks)
         self.arrivals[unit] += 1
-        return self.arrivals[unit] % bucket.expected == 0
+        rounds, rest = divmod(self.arrivals[unit], bucket.expected)
+        if not rest and self.mode is not Mode.LOCAL and self._is_complete(self, unit, rounds):
+            self.held = unit
+            if not has_user_hooks:
+                self.complete_held()
 
     def complete_held(self) -> None:
         """Reduce the unit that was held for hooks of the program, which have run."""
         unit, self.held = self.held, None
         if unit is not None:
             (self.keep_part if self.mode is Mode.PART else self.complete)(unit)
-
-    def has_all(self, unit: Unit, rounds: int) -> bool:
-        """Return whether every parameter of a unit has received `rounds` gradients."""
-        return self.arrivals[unit] == rounds * self._buckets[unit].expected
 
     def check_recomputation(self, unit: Unit) -> None:
         """Check that this backward has not stepped `unit`. Called before the forward of `unit` is recomputed.
@@ -176,12 +207,19 @@ class BackwardRun:
 
     def complete(self, unit: Unit) -> None:
         """Record that a unit's gradients are complete, and start all reductions that may now start."""
-        self._reducer.order.observe(unit)
+        order = self._reducer.order
+        if order.observed is not None:
+            order.observe(unit)
         self._ready.add(unit)
         self._land_finished()
-        while (turn := self._next_unit()) is not None and turn in self._ready:
+        while self._ready and (turn := order.units[len(self.started)]) in self._ready:
             self._start(turn)
+        if unit not in self.reduced:
+            self._await_turn(unit)
         self._publish()
+
+    def _await_turn(self, unit: Unit) -> None:
+        """Record that a unit's gradients are complete, but units with an earlier reduction lack gradients."""
 
     def keep_part(self, unit: Unit) -> None:
         """Add a unit's gradients of the current part to the sums over earlier parts."""
@@ -213,7 +251,7 @@ class BackwardRun:
             self._start(turn, late=True)
         self._publish()
         self._land(len(self.started))
-        if self._keeps:
+        if self._terms.keeps:
             self._reducer.results.keep(self.started)
         elif self.stepping is None:
             self._reducer.results.store(self.started)
@@ -241,17 +279,6 @@ class BackwardRun:
             self.stepping.end(self._reducer.results.after_steps(self.started, check=False))
         self._reducer.discard()
 
-    @property
-    def _keeps(self) -> bool:
-        """Whether this backward keeps undivided sums for the backward that ends the accumulation."""
-        return self.mode is Mode.KEPT or (self.mode is Mode.SHARDED and self._reducer.scale.counted)
-
-    def _prepare(self, bucket: Bucket, first_bad: int | None, *, died: bool) -> Reduction:
-        """Return the reduction of a bucket."""
-        scale = self._reducer.scale
-        divisor, share = self._reducer.divisor if scale.by_ranks else 1, scale.share()
-        return self._queue.prepare(bucket, divisor, self.stepping, first_bad, share=share, keeps=self._keeps, died=died)
-
     def _next_unit(self) -> Unit | None:
         """Return the unit whose reduction starts next, or `None` if all have started."""
         place, units = len(self.started), self._reducer.order.units
@@ -263,9 +290,9 @@ class BackwardRun:
         left = len(self._reducer.order.units) - started
         self._context.progress.started(started, left=left, out_of_turn=bool(self._ready))
 
-    def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
-        """Allocate memory for a gradient of `param`, if necessary."""
-        raise NotImplementedError
+    def _turn_to(self, unit: Unit) -> None:
+        """Prepare for gradients of another unit than the latest gradient's."""
+        self._last = unit
 
     def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
         """Start the reduction of a unit. `late`: the backward is ending. `died`: the backward has raised."""
@@ -275,17 +302,13 @@ class BackwardRun:
         """Wait for `work`, queued after a reduction, unless a peer needs this rank. Return whether `work` has ended."""
         return work.wait_unless(partial(self._context.progress.ends_wait, reduction, monotonic()))
 
-    def _begin_reduction(self, bucket: Bucket) -> int | None:
-        """Close a bucket to further gradients. With `diagnose`, return the index of its first nonfinite gradient."""
-        bucket.begin_reduction()
-        self.reduced.add(bucket.unit)
-        self._context.trace.emit("reduce", bucket.unit.name)
-        return bucket.first_bad() if self._reducer.diagnose else None
-
     def _record(self, reduction: Reduction) -> None:
         """Record that the reduction of the next unit has started."""
+        unit = reduction.bucket.unit
         self.started.append(reduction)
-        self._ready.discard(reduction.bucket.unit)
+        self.reduced.add(unit)
+        self._ready.discard(unit)
+        self._context.trace.emit("reduce", unit.name)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
             # The backward needs less memory than the forward. Once only the root is left, memory no longer grows.
             self._context.trim(keep=0)
@@ -333,20 +356,17 @@ class BackwardRun:
 class HostRun(BackwardRun):
     """A backward whose gradients are copied to buckets as they arrive."""
 
-    def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
-        # The root's gradients stay in autograd's tensors until the last of them arrives.
-        can_stay = self.mode.reduces and bucket.unit.is_root and id(param) not in bucket.early
-        if not bucket.full and not can_stay:
-            self._land_finished()
-            self._fill(bucket)
-
     def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
         del late
         bucket, queue = self._buckets[unit], self._queue
-        self.fill_gaps(bucket)
-        self._reducer.add_earlier_parts(bucket, check=not died)
-        first_bad = self._begin_reduction(bucket)
-        reduction = self._prepare(bucket, first_bad, died=died)
+        if not bucket.full:
+            self._fill(bucket)
+        bucket.zero_the_rest()
+        if self._reducer.adds_parts:
+            self._reducer.add_earlier_parts(bucket, check=not died)
+        bucket.begin_reduction()
+        first_bad = bucket.first_bad() if self._reducer.diagnose else None
+        reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
         self._record(reduction)
 
@@ -363,12 +383,13 @@ class _Copies(NamedTuple):
 class StreamRun(BackwardRun):
     """A backward whose gradients are copied to buckets on the stream of reductions."""
 
-    def __init__(self, reducer: Reducer, mode: Mode) -> None:
-        super().__init__(reducer, mode)
+    _on_stream = True
+
+    def __init__(self, reducer: Reducer, mode: Mode, begin: Begin, is_complete: IsComplete) -> None:
+        super().__init__(reducer, mode, begin, is_complete)
         self.copying: deque[_Copies] = deque()
         self._in_step: Callable[[], bool] = lambda: False
         self._began: Moment | None = None
-        self._last: Unit | None = None  # the unit that received the latest gradient
         # Moment after the latest gradient of each unit. A unit without a moment is reduced after all work so far.
         self._moments: dict[Unit, Moment | None] = {}
 
@@ -392,22 +413,14 @@ class StreamRun(BackwardRun):
             if last not in self.reduced:
                 self._moments[last] = self._queue.operations.moment()
 
-    def complete(self, unit: Unit) -> None:
-        """Record that a unit's gradients are complete, and start all reductions that may now start."""
-        super().complete(unit)
-        if unit not in self.reduced:
-            self._moments[unit] = self._queue.operations.moment()
+    def _await_turn(self, unit: Unit) -> None:
+        self._moments[unit], self._last = self._queue.operations.moment(), None
 
-    def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
-        self.enter(bucket.unit)
-        if bucket.unit is not self._last:
-            self.free_copied()
-        self._last = bucket.unit
-        self._moments.pop(bucket.unit, None)
-        # Gradients stay in autograd's tensors until the unit's last gradient arrives. If a parameter has several
-        # gradients, or gradients are kept unreduced, they are summed in the bucket.
-        if not bucket.full and (not self.mode.reduces or id(param) in bucket.early):
-            self._fill(bucket)
+    def _turn_to(self, unit: Unit) -> None:
+        self.enter(unit)
+        self.free_copied()
+        self._last = unit
+        self._moments.pop(unit, None)
 
     def free_copied(self) -> None:
         """Free gradients that were copied to buckets, stream-ordered after the copies."""
@@ -426,30 +439,34 @@ class StreamRun(BackwardRun):
         behind = None
         if late:
             behind = self._moments.get(unit) if self.arrivals[unit] else self._began
-        first_bad = self._begin_reduction(bucket)
+        bucket.begin_reduction()
+        first_bad = bucket.first_bad() if self._reducer.diagnose else None
         is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
-        self._copy_in(bucket, behind, is_queues=is_queues)
-        with nullcontext() if behind is None else queue.operations.stream(behind):
-            reduction = self._prepare(bucket, first_bad, died=died)
-        reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs), behind=behind)
+        if not bucket.full:
+            self._allocate(bucket, behind, is_queues=is_queues)
+        copy_in, gradients = bucket.copy_in()
+        if behind is None:
+            reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
+        else:
+            with queue.operations.stream(behind):
+                reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
+        reduce = partial(queue.reduce_unit, unit.name, reduction.inputs)
+        copied, reduction.work = submit_in_turn(queue.operations, copy_in, reduce, behind=behind)
+        self.copying.append(_Copies(gradients, copied, len(self.started) - 1))
         if behind is not None:
             self._hand_over(reduction)
         if is_queues:
             bucket.release()
         self._record(reduction)
 
-    def _copy_in(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
-        """Start copying gradients into a bucket.
+    def _allocate(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
+        """Allocate a bucket's memory.
 
-        If only the queue uses the bucket's memory (`is_queues`), the memory belongs to the queue's stream. Then the
-        bucket can be released when the reduction is queued, and the next bucket can use the same memory.
+        If only the queue uses the memory (`is_queues`), the memory belongs to the queue's stream. Then the bucket can
+        be released when the reduction is queued, and the next bucket can use the same memory.
         """
-        if not bucket.full:
-            with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
-                bucket.allocate(self._context.reducing[0] if is_queues else None)
-        copy_in, gradients = bucket.copy_in()
-        work = self._queue.operations.submit(copy_in, behind=behind)
-        self.copying.append(_Copies(gradients, work, len(self.started) - 1))
+        with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
+            bucket.allocate(self._context.reducing[0] if is_queues else None)
 
     def _hand_over(self, reduction: Reduction) -> None:
         """Let the program's stream use the results, whose memory belongs to the queue's stream."""
@@ -470,6 +487,6 @@ def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory
     return is_root_left if is_root else saves_memory or filled >= BUCKETS
 
 
-def open_run(reducer: Reducer, mode: Mode) -> BackwardRun:
-    """Return the record of a new backward."""
-    return StreamRun(reducer, mode) if reducer.on_stream else HostRun(reducer, mode)
+def open_run(reducer: Reducer, mode: Mode, begin: Begin, is_complete: IsComplete) -> BackwardRun:
+    """Return the record of a new backward. `BackwardRun` describes the arguments."""
+    return (StreamRun if reducer.on_stream else HostRun)(reducer, mode, begin, is_complete)

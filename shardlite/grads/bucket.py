@@ -107,13 +107,13 @@ class Bucket:
     def allocate(self, carrier: Transport | None = None) -> None:
         """Allocate the full buffers. If `carrier` is not `None`, this transport allocates and sends them."""
         for flat in self.flats:
-            numel = flat.gradients.full_numel
+            numel = flat.gradients.cuts[-1]
             if carrier is None:
                 full = self.context.empty(numel, flat.reduce)
             else:
                 full = carrier.empty_persistent(numel * flat.reduce.itemsize, self.context.device).view(flat.reduce)
             self.full.append(full)
-            self.context.ledger.track(PURPOSE, full)
+        self.context.ledger.track(PURPOSE, *self.full, *self.early.values())
         cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
         self.places = dict(zip(self._slots, cut, strict=True))
         if self.phase is Gradients.EMPTY:
@@ -148,10 +148,11 @@ class Bucket:
             )
         if grad is None:
             return
-        dense = as_real(grad.to_dense() if grad.is_sparse else grad)
+        dense = as_real(grad.to_dense()) if grad.is_sparse or grad.is_complex() else grad
         if not self.full:
             self.early[key] = early = dense.clone() if has_user_hooks else dense
-            self.context.ledger.track(PURPOSE, early)
+            if self.unit.is_root:  # its gradients stay until the end of the backward; `allocate` counts others together
+                self.context.ledger.track(PURPOSE, early)
             if self.phase is Gradients.EMPTY:
                 self.move(Gradients.FILLING)
         elif key in self.used:
@@ -274,9 +275,9 @@ class Bucket:
 
     def begin_reduction(self) -> None:
         """Refuse gradients until `clear` is called. The bucket may be empty."""
-        if self.phase is Gradients.EMPTY:
+        if self.phase is not Gradients.FILLING:
             self.move(Gradients.FILLING)
-        self.move(Gradients.REDUCING)
+        self.phase = Gradients.REDUCING  # always legal from `FILLING`
 
     def follow_requires_grad(self) -> None:
         """Expect gradients of the parameters that now require gradients. The bucket must be empty."""

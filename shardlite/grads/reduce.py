@@ -31,7 +31,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -110,6 +109,22 @@ class Stepping(NamedTuple):
     infinity."""
 
 
+class Terms(NamedTuple):
+    """What all reductions of one backward have in common."""
+
+    divisor: int
+    """Divisor of the sums: the number of ranks, or of parts, whose gradients count. 1: sums are not divided by it."""
+
+    share: Share
+    """What this rank tells other ranks about the divisor."""
+
+    stepping: Stepping | None
+    """Optimizer that updates weights with the means. `None`: means are stored."""
+
+    keeps: bool
+    """Whether sums are kept, and neither added to replicas nor divided."""
+
+
 class FlatReduction(NamedTuple):
     """The reduction of one flat. Its mean is stored in `mean` or, if there is a `step`, used for the step only."""
 
@@ -118,30 +133,24 @@ class FlatReduction(NamedTuple):
     """This rank's gradients [W*S], which are overwritten."""
 
     unit: str
-    divisor: int
+    terms: Terms
     operation: Operation
     half: Tensor | None
     """With one rank, the sum over the first half of the parts, if there are two halves. Otherwise `None`."""
 
-    share: Share
-    """What this rank tells other ranks about the divisor."""
-
-    earlier: Tensor | None = None
+    earlier: Tensor | None
     """The kept sum of earlier backwards, [S]."""
 
-    keeps: bool = False
-    """Whether the sum is kept, and neither added to replicas nor divided."""
-
-    mean: Mean | None = None
-    step: Step | None = None
-    used: Sequence[int] = ()
+    mean: Mean | None
+    step: Step | None
+    used: Sequence[int]
     """For a step, one number per parameter: 1 if this rank used the parameter, else 0. The number is `-W` or less if no
     rank may step the parameter."""
 
     def last_hop(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
         """Run the step inside the last addition of a reduction."""
         assert self.step is not None, "without a step, the reduction writes the mean itself"
-        self.step.update(start, received, own, self.divisor, first)
+        self.step.update(start, received, own, self.terms.divisor, first)
 
 
 @dataclass(eq=False)
@@ -149,22 +158,22 @@ class Reduction:
     """The reduction of one unit, with the memory for its results."""
 
     bucket: Bucket
-    used: Sequence[int]
-    """1 for each parameter that this rank used, else 0."""
-
     first_bad: int | None
     """Index in `used` of this rank's first gradient that is not finite. `None` without `diagnose`."""
-
-    means: Sequence[Mean]
-    steps: Sequence[Step]
-    """Steps that use the means. If there are any, `means` is empty."""
-
-    inputs: deque[FlatReduction]
-    """Flats that are not reduced yet. A flat is removed when its reduction runs, so that the bucket can be freed."""
 
     earlier: Sequence[Tensor]
     """The kept sums that the reduction adds. On a GPU their memory must not be freed before the program's stream has
     waited for the reduction."""
+
+    used: list[int] = field(default_factory=list)
+    """1 for each parameter that this rank used, else 0."""
+
+    means: list[Mean] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    """Steps that use the means. If there are any, `means` is empty."""
+
+    inputs: deque[FlatReduction] = field(default_factory=deque)
+    """Flats that are not reduced yet. A flat is removed when its reduction runs, so that the bucket can be freed."""
 
     work: Work = field(init=False)
 
@@ -190,56 +199,52 @@ class ReduceQueue:
 
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
+        self._operations: dict[tuple[Unit, int], Operation] = {}  # the latest reduction of each flat, by its index
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
         stays = self._stage < 2 or bucket.unit.replicated or self._context.transport.world_size == 1
         return stepping is None and stays
 
-    def prepare(
-        self,
-        bucket: Bucket,
-        divisor: int,
-        stepping: Stepping | None,
-        first_bad: int | None,
-        *,
-        share: Share,
-        keeps: bool,
-        died: bool,
-    ) -> Reduction:
+    def prepare(self, bucket: Bucket, terms: Terms, first_bad: int | None, *, died: bool) -> Reduction:
         """Return the reduction of a bucket, with memory for its results. The caller must submit it.
 
         Args:
             bucket: bucket to reduce. When the reduction runs, it must have a gradient or zeros for each parameter.
-            divisor: divisor of the sum: the number of ranks, or of parts, whose gradients count.
-            stepping: optimizer that updates weights with the means. `None`: means are stored.
+            terms: what all reductions of this backward have in common.
             first_bad: index of this rank's first gradient that is not finite, if known.
-            share: what this rank tells other ranks about the divisor.
-            keeps: whether sums are kept, and neither added to replicas nor divided.
             died: whether the backward ended with an exception, so that no rank may use the sum for a step.
         """
-        earlier = bucket.take_sums()
-        flags = [bucket.flags(flat) for flat in bucket.flats]
-        never = -self._context.world_size
-        used = [[never] * len(each) for each in flags] if died else flags
-        inputs: deque[FlatReduction] = deque()
-        for i, flat in enumerate(bucket.flats):
-            given = self._prepare_flat(bucket, i, divisor, share)
-            given = given._replace(earlier=earlier[i] if earlier else None, keeps=keeps)
-            if stepping is None:
-                inputs.append(given._replace(mean=self._place(flat, given.full, keeps=keeps)))
+        earlier = bucket.take_sums() if bucket.kept else ()
+        given = Reduction(bucket, first_bad, earlier)
+        for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
+            used = bucket.flags(flat) if len(bucket.used) < bucket.expected else [1] * len(flat.trainable_slots)
+            mean = step = None
+            if terms.stepping is None:
+                mean = self._place(flat, full, keeps=terms.keeps)
+                given.means.append(mean)
             else:
                 self._before_step(bucket.unit, flat)
-                inputs.append(given._replace(step=stepping.prepare(flat), used=used[i]))
-        means = [each.mean for each in inputs if each.mean is not None]
-        steps = [each.step for each in inputs if each.step is not None]
-        return Reduction(bucket, [*chain.from_iterable(flags)], first_bad, means, steps, inputs, earlier)
+                step = terms.stepping.prepare(flat)
+                given.steps.append(step)
+            half = bucket.sums[0].full[i] if bucket.sums else None
+            kept = earlier[i] if earlier else None
+            users = [-self._context.world_size] * len(used) if died else used
+            given.used += used
+            unit, operation = bucket.unit.name, self._operation(bucket.unit, i)
+            given.inputs.append(FlatReduction(flat, full, unit, terms, operation, half, kept, mean, step, users))
+        return given
 
-    def _prepare_flat(self, bucket: Bucket, i: int, divisor: int, share: Share) -> FlatReduction:
-        unit, flat, full = bucket.unit, bucket.flats[i], bucket.full[i]
-        operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
-        half = next((each.full[i] for each in bucket.sums), None)
-        return FlatReduction(flat, full, unit.name, divisor, operation, half, share)
+    def _operation(self, unit: Unit, i: int) -> Operation:
+        """Return the next operation that reduces flat `i`. The context counts and names only the first."""
+        last = self._operations.get((unit, i))
+        if last is None or last.tally is None:
+            new = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
+        else:
+            last.tally.calls += 1
+            new = last._replace(sequence=last.sequence + 1, step=self._context.version.number)
+        self._operations[unit, i] = new
+        return new
 
     def reduce_unit(self, unit: str, inputs: deque[FlatReduction]) -> None:
         """Reduce a unit flat by flat. Runs on the queue."""
@@ -283,14 +288,14 @@ class ReduceQueue:
 
     def _place(self, flat: Flat, full: Tensor, *, keeps: bool = False) -> Mean:
         """Return memory for a mean, or for a sum that is kept. The memory stays allocated while it has views."""
-        layout, dtype = flat.gradients, flat.master.to_real()
-        start, stop = layout.shard_range(self._context.transport.rank)
+        layout, dtype, rank = flat.gradients, flat.master.to_real(), self._context.transport.rank
+        start, stop = layout.cuts[rank], layout.cuts[rank + 1]
         if keeps:
             whole = own = full.new_empty(stop - start, dtype=dtype)
         elif flat.rank is None:
             whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
             own = whole[start:stop]
-        elif (self._stage == 1 or layout.world_size == 1) and full.dtype == dtype:
+        elif (self._stage == 1 or len(layout.cuts) == 2) and full.dtype == dtype:
             whole = own = full[start:stop]
         else:
             whole = own = full.new_empty(stop - start, dtype=dtype)
@@ -299,10 +304,10 @@ class ReduceQueue:
 
     def _average(self, given: FlatReduction, mean: Mean) -> None:
         """Reduce gradients, add the kept sum of earlier backwards, and write the result to `mean`."""
-        full, divisor, earlier = given.full, given.divisor, given.earlier
+        full, divisor, earlier, keeps = given.full, given.terms.divisor, given.earlier, given.terms.keeps
         cuts = mean.flat.gradients.uneven_cuts
         shard, replicas = self._context.reducing
-        if given.keeps:
+        if keeps:
             replicas, divisor = None, 1
         in_place = given.half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
         if given.half is not None:
@@ -319,7 +324,7 @@ class ReduceQueue:
             self._reduce_over_replicas(mean.own, replicas, given)
         if (in_place and earlier is None) or replicas:
             stats(mean.own, mean.stats)
-        if mean.flat.rank is None and not given.keeps:
+        if mean.flat.rank is None and not keeps:
             cut = cut_up(len(mean.whole), mean.whole.dtype, shard, cuts)
             all_gather(mean.whole, shard, cut=cut, operation=given.operation)
         stats_total(mean.stats, out=mean.total)
@@ -328,7 +333,7 @@ class ReduceQueue:
         """Sum this rank's segment [S] over the replicas, in place, and divide it."""
         staging = self._scratch(staging_numel(own.numel(), replicas, own.dtype), own.dtype)
         operation = given.operation._replace(tally=self._context.traffic.tally("reduce over replicas", given.unit))
-        all_reduce(own, replicas, divisor=given.divisor, staging=staging, operation=operation)
+        all_reduce(own, replicas, divisor=given.terms.divisor, staging=staging, operation=operation)
 
     def _step_in_last_hop(self, given: FlatReduction, step: Step) -> bool:
         """Reduce the gradients and step in the last addition, if this addition completes the mean.
@@ -341,11 +346,12 @@ class ReduceQueue:
         shard, replicas = self._context.reducing
         flat, full = given.flat, given.full
         cuts = flat.gradients.uneven_cuts
-        if flat.rank is None or replicas or shard.world_size == 1 or given.earlier is not None or given.share.counted:
+        goes_on = replicas or given.earlier is not None or given.terms.share.counted
+        if goes_on or flat.rank is None or shard.world_size == 1:
             return False
         if rings_in_kernel(full, shard, cuts):
             if (fused := step.fused(full.numel() // shard.world_size)) is not None:
-                ring_step(full, shard, fused, divisor=given.divisor, operation=given.operation)
+                ring_step(full, shard, fused, divisor=given.terms.divisor, operation=given.operation)
             return fused is not None
         staging = self._staging_of(flat, full)
         cut = cut_up(len(full), full.dtype, shard, cuts, grain=stats_block(full))
@@ -358,7 +364,7 @@ class ReduceQueue:
         A fused step needs these numbers before the mean is complete. If ranks disagree about the divisor, all users are
         0, so that no rank steps. Without counts the total is `None`.
         """
-        share = given.share
+        share = given.terms.share
         users = share.message(given.used, self._sent).clone()
         for transport in self._context.reducing:
             if transport is not None:

@@ -46,13 +46,16 @@ class ReductionOrder:
 
     def follow_requires_grad(self) -> None:
         """Leave out units without gradients, and observe the next backward."""
-        self._observed: list[Unit] | None = []  # units in the order of completion; `None` once the ranks have agreed
+        self.observed: list[Unit] | None = []
+        """Units in the order of completion. `None` once the ranks have agreed on an order."""
+
         self._update()
 
     def observe(self, unit: Unit) -> None:
-        """Record that the gradients of a unit are complete, unless the ranks have agreed on an order."""
-        if self._observed is not None and unit not in self._observed:
-            self._observed.append(unit)
+        """Record that the gradients of a unit are complete. The ranks must not have agreed on an order yet."""
+        assert self.observed is not None
+        if unit not in self.observed:
+            self.observed.append(unit)
 
     def agree(self) -> None:
         """After the first backward, adopt rank 0's order of completion on all ranks.
@@ -60,15 +63,15 @@ class ReductionOrder:
         Raises:
             CommError: a peer failed, timed out or called a different operation.
         """
-        if self._observed is None:
+        if self.observed is None:
             return
-        seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
+        seen = [*self.observed, *(unit for unit in self._order if unit not in self.observed)]
         order = send([self._all.index(unit) for unit in seen], torch.int64, self._context.device)
         operation = self._context.operation("the order of reductions", "order of reductions")
         for transport in self._context.transports:
             broadcast(order, transport, operation=operation)
         self._order = [self._all[i] for i in order.tolist()]
-        self._observed = None
+        self.observed = None
         self._update()
 
     def _update(self) -> None:
@@ -99,6 +102,9 @@ class Reducer:
         self.context = context
         self.diagnose = diagnose
         self._own_parts = None if parts is None else parts // context.world_size
+        self.adds_parts = parts is not None
+        """Whether gradients of the parts of a global batch are added in a tree."""
+
         # With one rank, the sums of the two halves of the parts stay separate. The reduction adds and divides these
         # sums in one operation without rounding in between, as two ranks do with their sums.
         most_parts = (self._own_parts or 1) // (2 if context.world_size == 1 else 1)
@@ -177,13 +183,11 @@ class Reducer:
         self.divisor = ranks
 
     def add_earlier_parts(self, bucket: Bucket, *, check: bool) -> None:
-        """Add the gradients of earlier parts to a bucket, if a rank has several parts.
+        """Add the gradients of earlier parts to a bucket. `adds_parts` must be true.
 
         Raises:
             PhaseError: `check` is set, and gradients of some parts are missing.
         """
-        if self._own_parts is None:
-            return
         parts = bucket.add_earlier_parts()
         if parts != self._own_parts and check:
             raise PhaseError(

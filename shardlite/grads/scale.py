@@ -10,18 +10,18 @@ Sums of these integers are exact in any order. So the total depends neither on t
 messages. The host does not read a count that is on a device.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from math import isfinite
 from numbers import Real
+from threading import local
 from typing import NamedTuple
 from weakref import ref
 
 import torch
 from shardlite_kernels import is_here, send
 from torch import Tensor
-from torch.utils import checkpoint
 
 from shardlite.errors import PhaseError
 from shardlite.grads.flags import SentNumbers
@@ -294,11 +294,11 @@ class SoloScale(Scale):
         Raises:
             PhaseError: earlier backwards of the accumulation were counted, but not this one.
         """
-        # A reentrant backward has several tasks. Their numbers grow, and the outer task has the lowest number.
+        # Nested backwards have tasks of their own. Their numbers grow, and the outermost task has the lowest number.
         task = torch._C._current_graph_task_id()
         if task > self._task:
             self._task = task
-            if self.is_next_counted or not _recomputes():
+            if self.is_next_counted or not _nesting.depth:
                 self._begin()
         return grad if self._divisor is None else quotient(grad, self._divisor)
 
@@ -347,14 +347,22 @@ def _divided(scale: "ref[SoloScale]", grad: Tensor) -> Tensor:
     return grad if there is None else there.divided(grad)
 
 
-def _recomputes() -> bool:
-    """Return whether this code runs in the backward of reentrant checkpointing, which has several graph tasks."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename == checkpoint.__file__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+class _Nesting(local):
+    depth = 0
+
+
+_nesting = _Nesting()
+"""How many backwards of this thread run inside another backward. A nested backward runs on the thread that calls it."""
+
+
+@contextmanager
+def nested_backward() -> Iterator[None]:
+    """Mark a backward that runs inside another, as in reentrant checkpointing. Both are one backward of the program."""
+    _nesting.depth += 1
+    try:
+        yield
+    finally:
+        _nesting.depth -= 1
 
 
 _UNCOUNTED = (

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shardlite.errors import LayoutError, check_number, check_params
 from shardlite.optim.counts import Amp, Group, StepCounts
 from shardlite.optim.in_backward import Alarm, InBackwardSteps
-from shardlite.optim.layout import OptimizerLayout, canonical, check_state, decoders, steps_of
+from shardlite.optim.layout import OptimizerLayout, canonical, check_state, decoders
 from shardlite.optim.ordinary import check_ordinary, ordinary_state, step_ordinary
 from shardlite.params import ShardInfo
 
@@ -174,20 +174,20 @@ class AdamW(Optimizer):
 
         Each entry is copied before the next entry is requested, so a generator may create the entries one by one.
         """
-        slots = self._current_layout().by_id
+        layout = self._current_layout()
+        slots = layout.by_id
         for param, entry in entries:
             check_state(param, entry)
             self.state[param] = entry
             if id(param) in slots:
-                slots[id(param)].adopt(self.state)
+                layout.adopt([slots[id(param)]], self.state)
             else:
                 self.state[param] = ordinary_state(param, entry, copy=True)
 
     def init_state(self) -> OptimizerLayout:
         """Create the missing states of all trainable parameters. Return the layout of the shards' states."""
         layout = self._current_layout()
-        for slot in layout.slots:
-            slot.adopt(self.state)
+        layout.adopt(layout.slots, self.state)
         for param in self._params():
             if param.requires_grad and id(param) not in layout.by_id and not self.state.get(param):
                 self.state[param] = ordinary_state(param, {})
@@ -231,7 +231,7 @@ class AdamW(Optimizer):
             if self.in_backward:
                 self.backward_steps.catch(self._params())
         shards = self._current_layout().by_id
-        self._current_layout().adopt(self.state)
+        self._current_layout().adopt_existing(self.state)
         for param, entry in self.state.items():
             if isinstance(param, Tensor) and id(param) not in shards and entry:
                 self.state[param] = ordinary_state(param, entry, copy=True)
@@ -271,7 +271,7 @@ class AdamW(Optimizer):
             active.setdefault(slot.counts, []).append(slot.row)
         for counts, rows in active.items():
             counts.begin_step(self.param_groups, rows, amp)
-        for counts, elements, grad in steps_of(slots, unscale=amp.grad_scale is not None):
+        for counts, elements, grad in layout.steps(slots, unscale=amp.grad_scale is not None):
             counts.update(elements, grad)
         for counts in active:
             counts.end_step()
@@ -327,7 +327,7 @@ class AdamW(Optimizer):
             for group in self.param_groups:
                 _check_params(group, self.moments)
             self._layout = OptimizerLayout(self.param_groups, self.state, self.moments)
-            self._layout.adopt(self.state)
+            self._layout.adopt_existing(self.state)
         return self._layout
 
 

@@ -89,6 +89,12 @@ class HostCounts(_Counts):
         """Return whether two shards are `adjacent` and have the same group and count, so one call can step both."""
         return adjacent and self._groups[last] == self._groups[row] and self._done[last] == self._done[row]
 
+    def arrangement(self, rows: Sequence[int]) -> list[int]:
+        """Return a number for each of `rows`: -1 if the row is not stepped, else equal numbers for equal counts."""
+        numbers: dict[float, int] = {}
+        active, done = self._active, self._done
+        return [numbers.setdefault(done[row], len(numbers)) if row in active else -1 for row in rows]
+
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
         """Prepare a step of the rows in `active`. Read all values on the host."""
         self._done: list[float] = self.steps.tolist()
@@ -107,10 +113,6 @@ class HostCounts(_Counts):
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
         """Add a row of `rows` to the step if the row's entry in `users` is above 0. `users` has one entry per row."""
         self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count > 0}
-
-    def is_active(self, row: int) -> bool:
-        """Return whether a row is stepped."""
-        return row in self._active
 
     def update(self, elements: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
         """Update `elements` with a gradient [S], by PyTorch's operator.
@@ -173,9 +175,9 @@ class DeviceCounts(_Counts):
         """Return `True`: the kernel looks up the row of every 32 elements, and skips rows that are not stepped."""
         return True
 
-    def is_active(self, row: int) -> bool:
-        """Return `True`: a kernel call may cover any row."""
-        return True
+    def arrangement(self, rows: Sequence[int]) -> list[int]:
+        """Return zeros: a kernel call may cover any rows."""
+        return [0] * len(rows)
 
     def begin_step(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
         """Prepare a step of the rows in `active`. Compute the scalars of all rows."""

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Amp
-from shardlite.optim.layout import OptimizerLayout, StateSlot, check_dense, runs, steps_of
+from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, check_dense, runs
 from shardlite.optim.ordinary import check_ordinary, step_ordinary
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
@@ -92,8 +92,8 @@ class InBackwardSteps:
         Raises:
             PhaseError: a shard was already stepped in the open step.
         """
-        slots = self._open([param for param, _ in places]).by_id
-        return InBackwardStep([(slots[id(param)], start) for param, start in places])
+        layout = self._open([param for param, _ in places])
+        return InBackwardStep([(layout.by_id[id(param)], start) for param, start in places], layout)
 
     def close(self, optimizer: Optimizer) -> None:
         """Step the parameters that have a gradient but no hook, because they were frozen earlier. Then count the step.
@@ -146,7 +146,7 @@ class InBackwardSteps:
         Raises:
             PhaseError: one of `params` was already stepped in the open step.
         """
-        if any(param in self._done for param in params):
+        if not self._done.isdisjoint(params):
             self.ready()
         if self._layout is None:
             optimizer, layout = self._optimizer(), self._current_layout()
@@ -167,8 +167,9 @@ class InBackwardSteps:
     def _step(self, optimizer: Optimizer, param: Tensor) -> None:
         """Update `param` with its gradient, and drop the gradient."""
         assert param.grad is not None
-        check_dense(param.grad)
-        slot = self._current_layout().by_id.get(id(param))
+        check_dense([param])
+        layout = self._current_layout()
+        slot = layout.by_id.get(id(param))
         if slot is None:
             group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
             check_ordinary(group, [param], optimizer.state)
@@ -178,8 +179,8 @@ class InBackwardSteps:
         else:
             step = self.prepare([(param, 0)])
             step.activate(torch.ones(1, device=param.device))
-            slot.adopt(optimizer.state)
-            for counts, elements, gradient in steps_of([slot], unscale=False):
+            layout.adopt([slot], optimizer.state)
+            for counts, elements, gradient in layout.steps([slot], unscale=False):
                 counts.update(elements, gradient, step.bad)
             self.alarm.note(step.bad)
         param.grad = None
@@ -192,8 +193,10 @@ class InBackwardStep:
     with these gradients.
     """
 
-    def __init__(self, members: Sequence[tuple[StateSlot, int]]) -> None:
+    def __init__(self, members: Sequence[tuple[StateSlot, int]], layout: OptimizerLayout) -> None:
+        """Prepare the step of `members`: slots, each with the offset of its gradient in the buffer."""
         self._members = members
+        self._known = layout.stretches
         self._rows = [slot.row for slot, _ in members]
         self._counts = members[0][0].counts if members else None
         device = members[0][0].param.device if members else torch.device("cpu")
@@ -234,20 +237,28 @@ class InBackwardStep:
         Return `None` if the step needs several calls. Several calls are needed if parameters and their padding do not
         fill the buffer, as on the last rank.
         """
-        stretches = list(self._stretches())
+        stretches = self._stretches()
         if len(stretches) != 1 or stretches[0][1:] != (0, numel):
             return None
-        slot, _, _ = stretches[0]
+        slot = stretches[0].first
         stretch = slot.arena.slice_of(slot, slot.start, slot.start + numel)
         table = slot.counts.table_of(stretch)
         return None if table is None else (stretch.state, table, self.bad)
 
-    def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
-        """For each run that one call can step, yield the first slot and the range of the gradients in the buffer."""
-        active = ((slot, start) for slot, start in self._members if slot.counts.is_active(slot.row))
-        for run in runs(active, lambda last, begin, slot, start: start - begin == slot.start - last.start):
-            (first, begin), (last, _) = run[0], run[-1]
-            yield first, begin, begin + last.stop - first.start
+    def _stretches(self) -> list[Stretch]:
+        """Return the parts of the buffer that one call can step. They are found anew only if other rows are stepped."""
+        if self._counts is None:
+            return []
+        arrangement = self._members, self._counts.arrangement(self._rows)
+        key = self._members[0][0]
+        known = self._known.get(key)
+        if known is None or known[0] != arrangement:
+            active = (member for member, number in zip(*arrangement, strict=True) if number >= 0)
+            found = runs(active, lambda last, begin, slot, start: start - begin == slot.start - last.start)
+            ends = [(*run[0], run[-1][0].stop) for run in found]
+            known = arrangement, [Stretch(first, begin, begin + stop - first.start) for first, begin, stop in ends]
+            self._known[key] = known
+        return known[1]
 
 
 class Alarm:

@@ -25,14 +25,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import partial
 from itertools import count
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode, use_triton
 from torch import Tensor
 
 from shardlite.optim.counts import DeviceCounts, Group, HostCounts, RunSlice, StepCounts
-from shardlite.params import ALIGN, ShardInfo, as_real, is_padded, round_up
+from shardlite.params import ALIGN, PADDED, ShardInfo, as_real, is_padded, round_up
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
@@ -57,6 +57,10 @@ class OptimizerLayout:
         self.arenas = [Arena(each, moments) for each in _grouped(slots, StateSlot.storage)]
         self.slots = [slot for arena in self.arenas for slot in arena.slots]
         self.counts = [_make_counts(each) for each in _grouped(slots, lambda slot: slot.param.device)]
+        self._runs: list[_Run] = []  # the runs of the latest step
+        self._arrangement: object = None  # what the runs depend on
+        self.stretches: dict[StateSlot, tuple[object, list[Stretch]]] = {}
+        """For steps inside a backward, by the first slot of a flat: the stretches, after what they depend on."""
         for arena in self.arenas:
             arena.fill_rows()
 
@@ -70,19 +74,51 @@ class OptimizerLayout:
         return self._places == [[(id(param), param.data_ptr()) for param in params] for params in shards]
 
     @torch.no_grad()
-    def adopt(self, states: dict[Tensor, Any]) -> None:
+    def adopt(self, slots: Iterable[StateSlot], states: dict[Tensor, Any]) -> None:
+        """Copy the entries of `slots` in `states`, or zeros, into the arenas. Replace entries by views of the arenas.
+
+        Entries that already consist of these views stay as they are. No function is called for them.
+        """
+        for slot in slots:
+            given, views = states.get(slot.param), slot.state
+            if not given or not all(map(is_, map(given.get, views), views.values())):
+                slot.adopt(given, states)
+
+    def adopt_existing(self, states: dict[Tensor, Any]) -> None:
         """Move the existing `states` of all shards into the arenas."""
-        for slot in self.slots:
-            if states.get(slot.param):
-                slot.adopt(states)
+        self.adopt([slot for slot in self.slots if states.get(slot.param)], states)
 
     def active(self, states: dict[Tensor, Any]) -> list[StateSlot]:
         """Move the states of trainable shards with a gradient into the arenas. Return the slots of these shards."""
         slots = [slot for slot in self.slots if slot.param.requires_grad and slot.param.grad is not None]
-        for slot in slots:
-            check_dense(slot.param.grad)
-            slot.adopt(states)
+        check_dense([slot.param for slot in slots])
+        self.adopt(slots, states)
         return slots
+
+    def steps(self, slots: list[StateSlot], *, unscale: bool) -> Iterator[tuple[StepCounts, RunSlice, Tensor]]:
+        """Yield the elements that one call can step, with their step counts and gradients.
+
+        The caller must step these elements before it requests the next ones. From step to step the runs usually stay
+        the same, although gradients are in new memory. So they are found again only if gradients are arranged
+        differently.
+        """
+        given = [(slot, grad) for slot in slots if (grad := slot.param.grad) is not None]
+        members = [(slot, as_real(grad) if grad.is_complex() else grad) for slot, grad in given]
+        together = [
+            each.arrangement([slot.row for slot in slots if slot.counts is each])
+            for each in dict.fromkeys([slot.counts for slot in slots])
+        ]
+        arrangement = slots, _arrangement([grad for _, grad in members]), together
+        if arrangement != self._arrangement:
+            places = {id(slot): place for place, (slot, _) in enumerate(members)}
+            found = runs(members, _in_one_buffer)
+            self._runs = [_Run(run[0][0], run[-1][0], places[id(run[0][0])], places[id(run[-1][0])]) for run in found]
+            self._arrangement = arrangement
+        for run in self._runs:
+            for elements, grad in _pieces(run, members[run.start][1], members[run.end][1], unscale):
+                yield run.first.counts, elements, grad
+        # The kernels wrote through views, which have separate version counters.
+        torch.autograd.graph.increment_version([slot.param for slot in slots])
 
 
 class StateSlot:
@@ -115,11 +151,8 @@ class StateSlot:
         param = self.param
         return param.untyped_storage().data_ptr() or -1 - self.number, param.dtype, param.device
 
-    def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Copy the shard's entry in `states`, or zeros, into the arenas. Replace the entry by views of the arenas."""
-        given = states.get(self.param)
-        if given and all(map(is_, map(given.get, self.state), self.state.values())):
-            return  # the entry already consists of views of the arenas
+    def adopt(self, given: dict[str, Any] | None, states: dict[Tensor, Any]) -> None:
+        """Copy the entry `given`, or zeros, into the arenas. Make views of the arenas the shard's entry in `states`."""
         check_state(self.param, given)
         if given:
             self._copy_from(given)
@@ -262,17 +295,39 @@ def _follows(slot: StateSlot, last: StateSlot) -> bool:
     )
 
 
-def steps_of(slots: Sequence[StateSlot], *, unscale: bool) -> Iterator[tuple[StepCounts, RunSlice, Tensor]]:
-    """Yield the elements that one call can step, with their step counts and gradients.
+class Stretch(NamedTuple):
+    """Gradients in one buffer that one call can step: the first slot, and their range in the buffer."""
 
-    The caller must step these elements before it requests the next ones.
+    first: StateSlot
+    start: int
+    stop: int
+
+
+class _Run(NamedTuple):
+    """A run: its first and its last slot, and the indices of these slots among all slots of the step."""
+
+    first: StateSlot
+    last: StateSlot
+    start: int
+    end: int
+
+
+def _arrangement(grads: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    """Return all facts about gradients on which `_in_one_buffer` depends, up to the addresses of storages.
+
+    Storages are numbered. No function of the library is called per gradient.
     """
-    members = ((slot, as_real(grad)) for slot in slots if (grad := slot.param.grad) is not None)
-    for run in runs(members, _in_one_buffer):
-        for elements, grad in _pieces(run, unscale):
-            yield run[0][0].counts, elements, grad
-    # The kernels wrote through views, which have separate version counters.
-    torch.autograd.graph.increment_version([slot.param for slot in slots])
+    numbers: dict[int, int] = {}
+    return [
+        (
+            numbers.setdefault(grad.untyped_storage()._cdata, len(numbers)),
+            grad.storage_offset(),
+            grad.dtype,
+            grad.is_contiguous(),
+            hasattr(grad, PADDED),
+        )
+        for grad in grads
+    ]
 
 
 def _in_one_buffer(last: StateSlot, last_grad: Tensor, slot: StateSlot, grad: Tensor) -> bool:
@@ -287,13 +342,15 @@ def _in_one_buffer(last: StateSlot, last_grad: Tensor, slot: StateSlot, grad: Te
     )
 
 
-def _pieces(run: Sequence[tuple[StateSlot, Tensor]], unscale: bool) -> Iterator[tuple[RunSlice, Tensor]]:
+def _pieces(run: _Run, given: Tensor, last_grad: Tensor, unscale: bool) -> Iterator[tuple[RunSlice, Tensor]]:
     """Yield the pieces of a run, each with its gradient. The caller must step a piece before it requests the next.
+
+    The gradients of the run's first and last slot are `given` and `last_grad`.
 
     If the gradient is padded, the run is one piece. Otherwise the elements after the last multiple of 32 are a separate
     piece, with a padded copy of their gradient.
     """
-    (first, given), (last, last_grad) = run[0], run[-1]
+    first, last = run.first, run.last
     grad = given.contiguous()
     start, end, stop = first.start, last.end, last.stop
     begin = int(grad.storage_offset())
@@ -338,10 +395,11 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
             )
 
 
-def check_dense(grad: Tensor | None) -> None:
-    """Raise `ValueError` if a gradient is sparse."""
-    if grad is not None and grad.layout is not torch.strided:
-        raise ValueError(f"AdamW: gradients must be dense, got a {grad.layout} gradient")
+def check_dense(params: Iterable[Tensor]) -> None:
+    """Raise `ValueError` if the gradient of a parameter is sparse."""
+    for param in params:
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise ValueError(f"AdamW: gradients must be dense, got a {param.grad.layout} gradient")
 
 
 def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:

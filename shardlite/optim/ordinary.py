@@ -23,7 +23,7 @@ def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tenso
     """
     for param in params:
         check_state(param, states.get(param))
-        check_dense(param.grad)
+    check_dense(params)
     if group["max_update"] is not None:
         raise ValueError(
             f"AdamW: max_update={group['max_update']} is supported only for parameters of ShardLite models, but the "

@@ -8,6 +8,7 @@ from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import Buffer, storage_key
 from shardlite.params.layout import (
     ALIGN,
+    PADDED,
     Layout,
     ShardInfo,
     Slot,

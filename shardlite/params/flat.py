@@ -11,7 +11,7 @@ keeps the whole parameter, else `[k, 1, ...]`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from operator import attrgetter
 
@@ -70,6 +70,9 @@ class Flat:
     gradients: Layout = field(init=False)
     """Layout of the gradients, as real numbers. It contains the trainable slots only."""
 
+    gradient_starts: Sequence[int] = field(init=False)
+    """Index of each gradient's first element in this rank's gradient shard, as real numbers."""
+
     _own_gradients: Sequence[Place] = field(init=False)
     """Place of each gradient's elements in this rank's gradient shard."""
 
@@ -90,13 +93,15 @@ class Flat:
         trained = self.layout.only(self.trainable_slots, self.layout.dtype)
         self.gradients = replace(trained.real, dtype=self.reduce)
         self._own_gradients = _places(trained, self.own_range(trained))
+        own = self.own_range(self.gradients)
+        self.gradient_starts = [slot.within(*own)[0] for slot in self.gradients.slots]
 
     @property
     def full_nbytes(self) -> int:
         """Bytes of the full weights."""
         return self.layout.full_numel * self.compute.itemsize
 
-    @property
+    @cached_property
     def master(self) -> torch.dtype:
         """Dtype of the weights that the optimizer steps."""
         return self.local.dtype if self.low is None else torch.float32

@@ -255,19 +255,23 @@ def allocate_arenas(
     return parts
 
 
+PADDED = "shardlite_padded"
+"""Name of the attribute that marks gradients as padded."""
+
+
 def mark_padded(grads: list[Tensor]) -> list[Tensor]:
     """Mark gradients as padded: in memory, zeros follow each gradient up to a multiple of 32 elements.
 
     Without the mark, an optimizer must assume that the memory after a gradient belongs to another tensor.
     """
     for grad in grads:
-        grad.shardlite_padded = True  # type: ignore[attr-defined]
+        setattr(grad, PADDED, True)
     return grads
 
 
 def is_padded(grad: Tensor) -> bool:
     """Return whether `mark_padded` was called on `grad`."""
-    return getattr(grad, "shardlite_padded", False)
+    return hasattr(grad, PADDED)
 
 
 class ShardInfo(NamedTuple):

@@ -89,29 +89,27 @@ class Ledger:
         self.awaits_step = False
         """Whether another thread than the program's needs the memory that the next step finds."""
 
-    def track(self, purpose: str, tensor: Tensor) -> None:
-        """Count the whole storage of `tensor` under `purpose` until the storage is freed.
+    def track(self, purpose: str, *memory: Tensor | torch.UntypedStorage) -> None:
+        """Count each storage, or the whole storage of each tensor, under `purpose` until the storage is freed.
 
         A second call for the same storage updates its purpose and its size.
         """
-        self.track_storage(purpose, tensor.untyped_storage())
-
-    def track_storage(self, purpose: str, storage: torch.UntypedStorage) -> None:
-        """Count `storage` under `purpose`, as `track` does."""
-        key, nbytes = id(storage), storage.nbytes()
         with self._lock:
-            if self._dead:
-                self._settle()
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = self._entries[key] = _Entry(storage, self._dead.append)
-                entry.key = key
-            elif entry.purpose == purpose and entry.nbytes == nbytes:
-                return
-            else:
-                self._move(entry.purpose, -entry.nbytes)
-            entry.purpose, entry.nbytes = purpose, nbytes
-            self._move(purpose, nbytes)
+            for each in memory:
+                storage = each.untyped_storage() if isinstance(each, Tensor) else each
+                key, nbytes = id(storage), storage.nbytes()
+                if self._dead:
+                    self._settle()
+                entry = self._entries.get(key)
+                if entry is None:
+                    entry = self._entries[key] = _Entry(storage, self._dead.append)
+                    entry.key = key
+                elif entry.purpose == purpose and entry.nbytes == nbytes:
+                    continue
+                else:
+                    self._move(entry.purpose, -entry.nbytes)
+                entry.purpose, entry.nbytes = purpose, nbytes
+                self._move(purpose, nbytes)
 
     def current(self) -> dict[str, int]:
         """Return the current bytes of every purpose ever used."""

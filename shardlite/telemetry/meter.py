@@ -117,7 +117,7 @@ class Meter(TorchDispatchMode, Generic[T]):  # type: ignore[no-untyped-call]
             self._take_snapshot()
             result = original(storage, nbytes)
             with self._noting_peaks():
-                self._ledger.track_storage(_TENSORS, storage)
+                self._ledger.track(_TENSORS, storage)
             return result
 
         setattr(UntypedStorage, "resize_", resize)  # noqa: B010 (mypy refuses the plain assignment)

@@ -5,6 +5,7 @@ Legend: `W` ranks, `S` elements per shard of a unit.
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -245,9 +246,35 @@ def test_steps_in_the_backward_have_the_bits_of_steps_after_it(group: Any) -> No
         same_states(f"stage {stage}", *states)
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """Reentrant checkpointing as training libraries have written it themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+REENTRANT: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "PyTorch's": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+    "one's own": OwnCheckpoint.apply,
+}
+
+
+@pytest.mark.parametrize("checkpointing", REENTRANT)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("group", [1], indirect=True)
-def test_a_single_rank_divides_too(group: Any, in_backward: bool) -> None:
+def test_a_single_rank_divides_too(group: Any, in_backward: bool, checkpointing: str) -> None:
     """With reentrant checkpointing, whose gradients arrive in several graph tasks, and steps."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -259,7 +286,7 @@ def test_a_single_rank_divides_too(group: Any, in_backward: bool) -> None:
         first, *layers, last = model.module
         x = first(x)
         for layer in layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+            x = REENTRANT[checkpointing](layer, x)
         return last(x)
 
     for step in range(3):

@@ -387,11 +387,14 @@ def alternates(gpu: Gpu, **options) -> None:
 
 
 @on_ranks
-def accumulates_elsewhere(gpu: Gpu, **options) -> None:
-    """Have gradients on another stream, as parameters do that were used there first."""
+def accumulates_elsewhere(gpu: Gpu, dims=(1, 2), **options) -> None:
+    """Have gradients on another stream, as parameters do that were used there first: those with so many dimensions."""
     side = gpu.stream("side")
 
     def deliver(take, unit, param):
+        if param.ndim not in dims:
+            real(take, unit, param)
+            return
         side.wait_stream(gpu.current())
         with gpu.on(side):
             grad = torch._C.TensorBase.grad  # as autograd sets it

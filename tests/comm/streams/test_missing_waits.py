@@ -17,6 +17,7 @@ from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.nccl import Communicator
 from shardlite.engine.backward import Backward
 from shardlite.grads.backward_run import BackwardRun, StreamRun
+from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import ReduceQueue
 from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.negotiation import Passes
@@ -109,12 +110,14 @@ def free_at_once(run):
     run.copying.clear()
 
 
-def copy_at_once(run, bucket, behind, *, is_queues):
+def copy_at_once(bucket):
     """Copy on the program's stream, into memory of the queue's."""
-    with run._queue.operations.stream():
-        bucket.allocate()
-    copy_in, _ = bucket.copy_in()
-    copy_in()
+    run, gradients = copy_in(bucket)
+    run()
+    return nothing, gradients
+
+
+copy_in = Bucket.copy_in
 
 
 def start_behind_the_first_gradient(run, unit):
@@ -183,6 +186,9 @@ MUTANTS = {
     ),
     "another stream does not wait for a gather": Mutant(Gatherer, "follow", nothing, FROZEN),
     "a buffer is given away while another stream reads it": Mutant(ProgramStreams, "wait_for", nothing, FROZEN),
+    "a gradient of another stream is read before it is there": Mutant(
+        ProgramStreams, "other", nothing, partial(accumulates_elsewhere, dims=(1,))
+    ),
     "a gradient of another stream is freed while it is read": Mutant(
         ProgramStreams, "record_stream", nothing, accumulates_elsewhere
     ),
@@ -206,7 +212,7 @@ MUTANTS = {
         StreamRun, "free_copied", free_at_once, partial(training, name="stage 3")
     ),
     "gradients are copied before the last bucket is reduced": Mutant(
-        StreamRun, "_copy_in", copy_at_once, partial(training, name="stage 3")
+        Bucket, "copy_in", copy_at_once, partial(training, name="stage 3")
     ),
     "a late reduction is not behind its gradients": Mutant(
         StreamRun, "enter", start_behind_the_first_gradient, partial(is_interrupted, event="a bias that is left out")

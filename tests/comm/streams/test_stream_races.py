@@ -145,8 +145,9 @@ def test_evaluations_on_two_streams_by_turns(prefetch):
     assert_free_of_races(programs.alternates, prefetch=prefetch)
 
 
-@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3}, {"in_backward": True}], ids=str)
+@pytest.mark.parametrize("options", [{"stage": 2}, {}, {"dims": (1,)}, {"dims": (2,)}, {"in_backward": True}], ids=str)
 def test_gradients_of_another_stream(options):
+    """Of all parameters, of biases only, or of matrices only: the stream of one says nothing about another's."""
     assert_free_of_races(programs.accumulates_elsewhere, **options)
 
 
