@@ -18,11 +18,12 @@ from bench.gpu import ROOT, fake_ranks, kernels, pair, run, table, training
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, Sleeps, Waits, idle
 from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, PROBES, Probe, be_probe, main
+from bench.support.simulated_cuda import Event
 from bench.support.table import read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite.comm import streams
 from tests.comm.streams.programs import RUNS, WORLD_SIZE, Training
-from tests.comm.streams.simulated_gpu import Event, Gpu
+from tests.comm.streams.simulated_gpu import Gpu
 
 CUDA = torch.device("cuda")
 NEEDS_TRANSFORMERS = {"fake8", "host", "twin"}
