@@ -53,8 +53,6 @@ from shardlite_kernels import is_here
 from shardlite_kernels.launch import launch, use_triton
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 
 import shardlite
 from bench.gpu.fake_ranks import RANKS, SYSTEMS
@@ -80,7 +78,7 @@ COUNTS, LAUNCHES = "counts", "launches"
 """The two kinds of rows: values of `--gpu-path`."""
 
 _FEW, _MANY = 4, 6  # blocks
-_WARM_UP = 4  # steps before the one that is counted
+_WARM_UP = 3  # steps before the one that is counted
 _BATCH, _ROUNDS = 200, 9  # launches that are timed together, and how often
 _CLIP = 1.0
 
@@ -190,7 +188,6 @@ class Counts:
             if (name := _NAMED.get(frame.f_code)) is not None:
                 self.counts[name] += 1
 
-        gc.collect()
         gc.disable()  # finalizers are Python functions, too
         sys.setprofile(count)
         try:
@@ -260,6 +257,7 @@ def count(block: str, system: str, layers: int) -> Counts:
     """Count a steady step of a model of so many blocks."""
     counts, workload = Counts(), BLOCKS[block](layers)
     workload.parameters()  # imports transformers, before `torch.cuda` is patched
+    gc.freeze()  # so that collections are short
     with _on_a_gpu(counts, _SLICE_NBYTES[block]) as group:
         trainer = BUILDS[system](workload, group)
         trainer = replace(trainer, max_norm=None if system == "in_backward" else _CLIP)  # in_backward cannot clip
@@ -267,12 +265,14 @@ def count(block: str, system: str, layers: int) -> Counts:
         for _ in range(_WARM_UP):
             step()
         counts.count_hooks(workload.units(trainer.model))
+        gc.collect()
         counts.counts.clear()
         counts.profile(step, _OWN.get(system, _SHARDLITE))
         found = Counter(counts.counts)
         found += operators(step)  # in another step, because the library has more calls in PyTorch's modes
         del trainer, step
-        gc.collect()
+        gc.collect()  # finalizers need the simulated streams
+    gc.unfreeze()
     counts.counts = found
     return counts
 
@@ -301,13 +301,20 @@ class _Driver:
         get_device_properties=lambda _: {"max_shared_mem": 232_448},
     )
     launcher_cls = staticmethod(lambda *_: lambda *_: None)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda _: 0)
+
+    def get_current_target(self) -> Any:
+        """Return the target for which Triton compiles."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
 
 
 def measure_launches() -> list[Row]:
     """Return a row for each kernel: the CPU time of a launch with the arguments of a step."""
+    from triton.runtime.driver import driver
+
     in_backward, exact = (count("llama", system, _FEW).launched for system in ("in_backward", "exact"))
     launched = {"adamw, adding rows": in_backward["adamw"], **exact}
     rows: list[Row] = []

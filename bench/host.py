@@ -247,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.gpu_path is not None:
-        from bench import gpu_path  # imports Triton
+        from bench import gpu_path  # imports FSDP2 and the library's internals
 
         rows = gpu_path.measure(options.gpu_path)
         if options.json:
