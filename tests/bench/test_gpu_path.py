@@ -44,7 +44,8 @@ def changes(found, pinned):
 
 @needs_transformers
 @needs_triton
-def test_the_host_does_no_more_per_block_than_before(tmp_path):
+def test_the_host_does_no_more_per_block_than_before(tmp_path, monkeypatch):
+    monkeypatch.delenv("SHARDLITE_POISON")  # it fills buffers
     done = run_process("-m", "bench.host", "--gpu-path", "counts", "--json", str(tmp_path / "rows.jsonl"))
     assert done.status == 0, done.err
     found, pinned = read_rows([tmp_path / "rows.jsonl"]), read_rows([PINNED])
