@@ -124,19 +124,22 @@ def _llama(layers: int) -> Workload:
 BLOCKS: Mapping[str, Callable[[int], Workload]] = {"gpt2": _gpt2, "llama": _llama}
 """Functions of the number of blocks."""
 
-_SLICE_NBYTES = {"gpt2": SLICE_NBYTES, "llama": SLICE_NBYTES * 213_248 // LLAMA_BLOCK_NUMEL}
+SLICES = {"gpt2": SLICE_NBYTES, "llama": SLICE_NBYTES * 213_248 // LLAMA_BLOCK_NUMEL}
 """Maximum bytes of a slice, in proportion to the block."""
 
 
 def _build_floor(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """Build the plain model in bf16, and one parameter [n/W] that represents this rank's shard."""
-    share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02))
+    share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
     return Floor(workload.model().bfloat16(), torch_adamw([share]), flat)
 
 
 _LIBRARY = ("exact", "fast", "in_backward")
 BUILDS: Mapping[str, Build] = {"floor": _build_floor, **{name: SYSTEMS[name] for name in ("fsdp2", *_LIBRARY)}}
+
+Launch = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of `launch`."""
 
 # ---- counts ---------------------------------------------------------------------------------------------------------
 
@@ -147,7 +150,7 @@ class Counts:
     def __init__(self) -> None:
         self.cuda = Cuda()
         self.counts = self.cuda.calls
-        self.launched: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.launched: dict[str, Launch] = {}
         """The arguments of `launch` for each kernel."""
 
     def launch(self, kernel: Any, *arguments: Any, **options: Any) -> None:
@@ -197,9 +200,9 @@ class Counts:
             gc.enable()
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Return other memory of the same layout, because no view of a gather buffer may outlive its use."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).zero_()
 
 
 def _zeroed(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -224,19 +227,21 @@ def _cuda(_: str) -> Any:
     return torch.cuda
 
 
+def connect(slice_nbytes: int, group: dist.ProcessGroup | None, route: Route) -> Transport:
+    """Return a transport of NCCL whose slices have at most `slice_nbytes`."""
+    transport = connect_as_over_nccl(group, route)
+    assert isinstance(transport, GroupCollectives)
+    transport.slice_nbytes = slice_nbytes
+    return transport
+
+
 @contextmanager
 def _on_a_gpu(counts: Counts, slice_nbytes: int) -> Iterator[dist.ProcessGroup]:
     """Be rank 0 of `RANKS` with a simulated GPU. CPU tensors take the code path of a GPU."""
-
-    def connect(group: dist.ProcessGroup | None, route: Route) -> Transport:
-        transport = connect_as_over_nccl(group, route)
-        assert isinstance(transport, GroupCollectives)
-        transport.slice_nbytes = slice_nbytes
-        return transport
-
     own_data = SimpleNamespace(__get__=torch._C.TensorBase.data.__get__, __set__=counts.set_data)
     fsdp2 = [module for name, module in sys.modules.items() if "fsdp._fully_shard" in name]
     patches = [
+        (torch.cuda, "is_available", lambda: False),  # else models go to the GPU that there may be
         (parameters, "_own_data", own_data),
         (context, "Traffic", mock.Mock(return_value=Traffic(torch.device("cuda")))),
         (context, "FailureReports", _reports_of_a_gpu),
@@ -246,7 +251,7 @@ def _on_a_gpu(counts: Counts, slice_nbytes: int) -> Iterator[dist.ProcessGroup]:
     with ExitStack() as stack:
         stack.enter_context(counts.cuda.in_place())
         group = stack.enter_context(fake_group(RANKS, counts.exchange))
-        stack.enter_context(as_one_rank(connect, counts.cuda.queue))
+        stack.enter_context(as_one_rank(partial(connect, slice_nbytes), counts.cuda.queue))
         stack.enter_context(replaced({launch: counts.launch, use_triton: lambda _: True, is_here: lambda _: False}))
         for place, name, value in patches:
             stack.enter_context(mock.patch.object(place, name, value))
@@ -258,7 +263,7 @@ def count(block: str, system: str, layers: int) -> Counts:
     counts, workload = Counts(), BLOCKS[block](layers)
     workload.parameters()  # imports transformers, before `torch.cuda` is patched
     gc.freeze()  # so that collections are short
-    with _on_a_gpu(counts, _SLICE_NBYTES[block]) as group:
+    with _on_a_gpu(counts, SLICES[block]) as group:
         trainer = BUILDS[system](workload, group)
         trainer = replace(trainer, max_norm=None if system == "in_backward" else _CLIP)  # in_backward cannot clip
         step = partial(trainer.step, workload.batch(0, 0))
@@ -311,15 +316,20 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
+def launched(device: torch.device) -> dict[str, Launch]:
+    """Return the arguments of a launch of each kernel in a step, with zeros on a device."""
+    in_backward, exact = (count("llama", system, _FEW).launched for system in ("in_backward", "exact"))
+    found = {"adamw, adding rows": in_backward["adamw"], **exact}
+    return {name: tree_map_only(Tensor, partial(_like, device=device), each) for name, each in found.items()}
+
+
 def measure_launches() -> list[Row]:
     """Return a row for each kernel: the CPU time of a launch with the arguments of a step."""
     from triton.runtime.driver import driver
 
-    in_backward, exact = (count("llama", system, _FEW).launched for system in ("in_backward", "exact"))
-    launched = {"adamw, adding rows": in_backward["adamw"], **exact}
     rows: list[Row] = []
     with mock.patch.object(driver, "_active", _Driver()):
-        for name, (arguments, options) in launched.items():
+        for name, (arguments, options) in launched(torch.device("cpu")).items():
             call = partial(launch, *arguments, **options)
             call()  # compiles
             names = {"kernel": name, "triton": version("triton")}
