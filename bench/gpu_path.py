@@ -40,6 +40,7 @@ from ctypes import memset
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from time import process_time
 from types import CodeType, FrameType, SimpleNamespace
@@ -59,11 +60,10 @@ from bench.gpu.fake_ranks import RANKS, SYSTEMS
 from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
 from bench.support.measure import quantiles
 from bench.support.simulated_cuda import Cuda
-from bench.support.systems import Build, Floor, Trainer, flat
-from bench.support.table import Columns, Row, cells_of, markdown_table, where
+from bench.support.systems import Build, Trainer, build_floor
+from bench.support.table import Columns, Row, markdown_table, titled, where
 from bench.support.workloads import LLAMA_BLOCK_NUMEL, Batch, Workload, llama_blocks, transformers_gpt2
 from shardlite.apps.memory.machine import machine
-from shardlite.apps.memory.systems import torch_adamw
 from shardlite.comm import context
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.traffic import Traffic
@@ -73,9 +73,6 @@ from shardlite.config import Route
 from shardlite.engine import backward
 from shardlite.params import parameters
 from shardlite.weights.saved_tensors import SavedTensorHooks
-
-COUNTS, LAUNCHES = "counts", "launches"
-"""The two kinds of rows: values of `--gpu-path`."""
 
 _FEW, _MANY = 4, 6  # blocks
 _WARM_UP = 3  # steps before the one that is counted
@@ -93,8 +90,7 @@ _SHARDLITE = tuple(str(Path(each.__file__).parent) for each in (shardlite, shard
 _OWN = {"floor": (), "fsdp2": (str(Path(dist.__file__).parent),)}
 """Folders of the files of a system, if it is not ShardLite."""
 
-_LABELS = {"block", "system"}
-_COMMON = {"bench", "words", "ranks", "transformers", *machine(), *_LABELS}
+_COMMON = {"bench", "words", "block", "system", "ranks", "transformers", *machine()}
 """Keys of a row that are not counts."""
 
 _COLUMNS: Columns = {
@@ -129,14 +125,12 @@ SLICES = {"gpt2": SLICE_NBYTES, "llama": SLICE_NBYTES * 213_248 // LLAMA_BLOCK_N
 
 
 def _build_floor(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build the plain model in bf16, and one parameter [n/W] that represents this rank's shard."""
-    share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
-    share.grad = torch.full_like(share, 1e-3)
-    return Floor(workload.model().bfloat16(), torch_adamw([share]), flat)
+    """Build the plain model in bf16."""
+    return build_floor(replace(workload, make=lambda: workload.make().bfloat16()), group)
 
 
-_LIBRARY = ("exact", "fast", "in_backward")
-BUILDS: Mapping[str, Build] = {"floor": _build_floor, **{name: SYSTEMS[name] for name in ("fsdp2", *_LIBRARY)}}
+_SHARDED = ("fsdp2", "exact", "fast", "in_backward")
+BUILDS: Mapping[str, Build] = {"floor": _build_floor, **{name: SYSTEMS[name] for name in _SHARDED}}
 
 Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `launch`."""
@@ -282,16 +276,15 @@ def count(block: str, system: str, layers: int) -> Counts:
     return counts
 
 
-def measure_counts(blocks: Sequence[str] = tuple(BLOCKS), systems: Sequence[str] = tuple(BUILDS)) -> list[Row]:
+def measure_counts() -> list[Row]:
     """Return a row of counts for each block and system."""
     rows: list[Row] = []
-    for block in blocks:
-        for system in systems:
-            few, many = (count(block, system, layers).counts for layers in (_FEW, _MANY))
-            counts = {key: round((many[key] - few[key]) / (_MANY - _FEW)) for key in sorted(many)}
-            names = {"block": block, "system": system, "ranks": RANKS, "transformers": version("transformers")}
-            words = "work of the host per block and step on the code path of a GPU"
-            rows.append({"bench": "host-gpu-path", "words": words, **names, **machine(), **counts})
+    for block, system in product(BLOCKS, BUILDS):
+        few, many = (count(block, system, layers).counts for layers in (_FEW, _MANY))
+        counts = {key: round((many[key] - few[key]) / (_MANY - _FEW)) for key in sorted(many)}
+        names = {"block": block, "system": system, "ranks": RANKS, "transformers": version("transformers")}
+        words = "work of the host per block and step on the code path of a GPU"
+        rows.append({"bench": "host-gpu-path", "words": words, **names, **machine(), **counts})
     return rows
 
 
@@ -357,18 +350,13 @@ def counts_of(row: Row) -> dict[str, int]:
 
 def render(rows: Sequence[Row]) -> str:
     """Return a table for each block, with a line per count and a column per system, and a table of launches."""
-    counted = [row for row in rows if row["bench"] == "host-gpu-path"]
-    tables = [_render_block([row for row in counted if row["block"] == block]) for block in _blocks(counted)]
-    launched = [row for row in rows if row["bench"] == "host-launch"]
-    if launched:
-        tables.append(
-            f"{launched[0]['words']}; {where(launched[0])}.\n\n{markdown_table(cells_of(_COLUMNS, launched))}"
-        )
+    tables = []
+    for block in BLOCKS:
+        if counted := [row for row in rows if row.get("block") == block]:
+            tables.append(_render_block(counted))
+    if timed := [row for row in rows if row["bench"] == "host-launch"]:
+        tables.append(titled(timed[0]["words"], _COLUMNS, timed))
     return "\n\n".join(tables)
-
-
-def _blocks(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["block"] for row in rows))
 
 
 def _render_block(rows: Sequence[Row]) -> str:
@@ -379,10 +367,9 @@ def _render_block(rows: Sequence[Row]) -> str:
 
 
 def measure(kinds: Sequence[str]) -> list[Row]:
-    """Return the rows of these kinds, or of all if there are none."""
-    rows: list[Row] = []
-    if COUNTS in kinds or not kinds:
-        rows += measure_counts()
-    if LAUNCHES in kinds or not kinds:
-        rows += measure_launches()
-    return rows
+    """Return the rows of some kinds, or of all if none is named."""
+    return [row for kind, rows in KINDS.items() if kind in kinds or not kinds for row in rows()]
+
+
+KINDS: Mapping[str, Callable[[], list[Row]]] = {"counts": measure_counts, "launches": measure_launches}
+"""The kinds of rows: values of `--gpu-path`."""
