@@ -8,7 +8,15 @@ starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object 
 
 instead simulates rank 0 of 8, 64 and 512 ranks (`bench.support.fake_group`). No data is sent, so only the host works.
 The command also measures sliced reductions of the gradients of a block of Llama 3 8B. Each slice has as few
-elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`.
+elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`. The
+command leaves out launches by Triton and NCCL, events, kept buffers, clipping and casts to bf16, and blocks of `many`
+have 4 parameters. So it predicts no time on a GPU. It shows how work grows with the number of ranks.
+
+    python -m bench.host --gpu-path
+
+counts the work per block on the code path of a GPU, and times launches of kernels (`bench.gpu_path`). It prints tables;
+`--json FILE` also writes the rows. `--gpu-path counts --json bench/results/host-gpu-path.jsonl` records the counts that
+a test compares. This needs Triton and transformers.
 
 | key | meaning |
 |---|---|
@@ -33,6 +41,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from time import process_time
 from types import FrameType
 from typing import Any
@@ -46,7 +55,7 @@ from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as
 from bench.support.measure import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
 from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
-from bench.support.table import Columns, Row, cells_of, markdown_table
+from bench.support.table import Columns, Row, cells_of, markdown_table, write_rows
 from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.systems import OPTIMIZER
@@ -221,12 +230,31 @@ def main(arguments: Sequence[str]) -> int:
     parser = options_of_ranks("bench.host", "work of the host in a training step, per block")
     parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["many", "mlp"], help="(many mlp)")
     parser.add_argument(
-        "--fake", type=int, nargs="+", metavar="RANKS", help="measure `many` on fake groups of these sizes"
+        "--fake",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        help="measure `many` on fake groups of these sizes, without Triton, NCCL, events, bf16 and clipping",
     )
+    parser.add_argument(
+        "--gpu-path",
+        nargs="*",
+        choices=["counts", "launches"],
+        help="count work per block on the code path of a GPU, and time launches (both)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows of --gpu-path")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.gpu_path is not None:
+        from bench import gpu_path  # imports FSDP2 and the library's internals
+
+        rows = gpu_path.measure(options.gpu_path)
+        if options.json:
+            write_rows(rows, options.json)
+        print(gpu_path.render(rows), flush=True)
+        return 0
     if options.fake:
-        torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # on a fake group, weights have meaningless values
         every = [row for ranks in options.fake for row in measure_on_fake(WORKLOADS["many"], options.steps, ranks)]
         every += [row for ranks in options.fake for row in measure_block_on_fake(10 * options.steps, ranks)]

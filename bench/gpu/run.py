@@ -67,10 +67,11 @@ class Probe:
 
 
 PROBES = (
-    Probe("environment", "checks", 30),
+    Probe("environment", "checks", 20),
     Probe("nccl", "checks", 45),
-    Probe("bits", "kernels", 45),
-    Probe("bandwidth", "kernels", 50),
+    Probe("calls", "calls", 30),
+    Probe("bits", "kernels", 40),
+    Probe("bandwidth", "kernels", 33),
     Probe("fake8", "fake_ranks", 130),
     Probe("host", "fake_ranks", 45),
     Probe("twin", "training", 50),

@@ -107,6 +107,17 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
             "predicted, GiB": _number("predicted_bytes", 2, _GIB),
         },
     ),
+    "calls": (
+        "The price of each call of the host, and counts x prices beside real steps",
+        "A price is the host's time per call. The last lines show what a system adds to the plain model per block and "
+        "step, without collectives: the counts of `bench.host --gpu-path` x prices, and measured. *agree*: to 15 %.",
+        {
+            "call": _text("call"),
+            "µs": _number("us"),
+            "measured, µs": _number("measured_us", 1),
+            "agree": _yes("agree"),
+        },
+    ),
     "host": (
         "The host of eight ranks, seven of them fake, with communication that takes no time",
         "One GPU is rank 0 of 8, and **each collective does nothing**, also with FSDP2. *idle* is the time without a "
@@ -207,6 +218,11 @@ def _host_in_short(rows: Sequence[Row]) -> str:
     return f"µs per unit: {work}; ms in waits: {_named(rows, lambda row: row['system'], 'wait_ms', 2)}"
 
 
+def _calls_in_short(rows: Sequence[Row]) -> str:
+    both = [f"{row['call']}: {row['us']:.0f} of {row['measured_us']:.0f}" for row in rows if row.get("agree")]
+    return f"predicted µs per block: {'; '.join(both) or 'none agrees with the measured'}"
+
+
 def _twin_in_short(rows: Sequence[Row]) -> str:
     same = [row["same_as_stage3"] for row in rows if "same_as_stage3" in row]
     off = max((row["off"] for row in rows if "bound" in row), default=0.0)
@@ -223,6 +239,7 @@ _IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
     "nccl": lambda rows: f"{len(rows)} calls return early and keep the order of their stream",
     "bits": lambda rows: f"{len(rows)} formats of kernels keep their contract",
     "bandwidth": _bandwidth_in_short,
+    "calls": _calls_in_short,
     "fake8": _steps_in_short,
     "host": _host_in_short,
     "twin": _twin_in_short,

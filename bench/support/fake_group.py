@@ -10,6 +10,7 @@ Legend: `W` ranks.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -175,10 +176,10 @@ def as_one_rank(
 
 @contextmanager
 def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions in all modules of the library within the block."""
+    """Replace functions in all modules of the library and its kernels within the block."""
     by_id = {id(function): other for function, other in functions.items()}
     with ExitStack() as patches:
-        for module in [module for path, module in sys.modules.items() if path.startswith("shardlite.")]:
+        for module in [module for path, module in sys.modules.items() if path.startswith("shardlite")]:
             for attribute, value in list(vars(module).items()):
                 if id(value) in by_id:
                     patches.enter_context(mock.patch.object(module, attribute, by_id[id(value)]))
@@ -193,26 +194,32 @@ def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Futur
     return done
 
 
-class _Launches(TorchDispatchMode):
-    """Count operators that launch a kernel, a copy or a collective on a GPU."""
+class _Operators(TorchDispatchMode):
+    """Count operators that launch a kernel, a copy or a collective on a GPU, and those that return a view."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         returns = func._schema.returns
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-        self.count += not is_view and func._schema.name.split("::")[1] not in _STORAGE_ONLY
+        is_launch = not is_view and func._schema.name.split("::")[1] not in _STORAGE_ONLY
+        self.counts.update({"views": int(is_view), "launches": int(is_launch)})
         return func(*args, **(kwargs or {}))
 
 
-def launches(step: Callable[[], object]) -> int:
-    """Return the number of kernels, copies and collectives that a step launches on a GPU.
+def operators(step: Callable[[], object]) -> Counter[str]:
+    """Return the number of `views` of a step, and of `launches`: kernels, copies and collectives on a GPU.
 
     An operator counts as one launch, although a fused optimizer step over all parameters launches several kernels.
     """
-    with _Launches() as mode:
+    with _Operators() as mode:
         step()
-    return mode.count
+    return mode.counts
+
+
+def launches(step: Callable[[], object]) -> int:
+    """Return the number of kernels, copies and collectives that a step launches on a GPU."""
+    return operators(step)["launches"]

@@ -230,10 +230,13 @@ LLAMA_BLOCK_NUMEL = 218_112_000
 """Parameters of a block of Llama 3 8B."""
 
 
-def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
-    """Return blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each, on noise."""
-    width = 4096
-    shape = {"hidden_size": width, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+def llama_blocks(name: str, *, layers: int, context: int, width: int = 4096) -> Workload:
+    """Return blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each, on noise.
+
+    With another `width`, blocks have the same parameters and heads, and the other sizes are in proportion.
+    """
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    shape = {"hidden_size": width, "intermediate_size": 7 * width // 2, **heads}
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -243,9 +246,10 @@ def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
         chance = _chance(rank, step)
         return torch.randn(1, context, width, generator=chance), torch.randn(1, context, width, generator=chance)
 
+    narrow = "" if width == 4096 else f" of width {width}"
     return Workload(
         name=name,
-        words=f"{layers} blocks of Llama 3 8B, no checkpointing, batch 1 x {context}",
+        words=f"{layers} blocks of Llama 3 8B{narrow}, no checkpointing, batch 1 x {context}",
         make=make,
         draw=draw,
         terms=context * width,

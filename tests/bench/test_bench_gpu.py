@@ -14,20 +14,23 @@ import torch
 from shardlite_kernels import ring_reduce_scatter_reference
 from torch._C._distributed_c10d import AllToAllOptions
 
-from bench.gpu import ROOT, fake_ranks, kernels, pair, run, table, training
+from bench.gpu import ROOT, calls, fake_ranks, kernels, pair, run, table, training
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, Sleeps, Waits, idle
 from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, PROBES, Probe, be_probe, main
-from bench.support.table import read_rows
+from bench.gpu_path import BLOCKS, counts_of
+from bench.support.simulated_cuda import Event
+from bench.support.table import RESULTS, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite.comm import streams
 from tests.comm.streams.programs import RUNS, WORLD_SIZE, Training
-from tests.comm.streams.simulated_gpu import Event, Gpu
+from tests.comm.streams.simulated_gpu import Gpu
 
 CUDA = torch.device("cuda")
-NEEDS_TRANSFORMERS = {"fake8", "host", "twin"}
+NEEDS_TRANSFORMERS = {"calls", "fake8", "host", "twin"}
 EXPECTED = {
     "environment": {"triton", "kernel", "numpy", "transformers"},
+    "calls": {"call", "us"},
     "nccl": {"connection", "collective", "host_us", "us"},
     "bits": {"kernel", "format"},
     "bandwidth": {"kernel", "numel", "ms_p50"},
@@ -99,6 +102,22 @@ def test_the_host_of_eight_ranks_is_counted(tmp_path):
         assert row["launches_per_unit"] > 10
         assert row["host_us_per_unit"] > 0
         assert row.keys() >= {"waits", "wait_ms", "blocking_calls", "idle_ms"}
+
+
+def test_a_prediction_is_what_a_system_adds_to_the_plain_model():
+    prices = {"views": 2.0, "packed": 0.5}
+    assert calls.added({"views": 7, "packed": 4, "own calls": 9}, {"views": 3}, prices) == 10.0
+    assert [calls.beside(us, 100.0)["agree"] for us in (84.0, 86.0, 114.0, 116.0)] == [False, True, True, False]
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_each_count_has_a_price(tmp_path):
+    found = {row["call"]: row for row in found_by("calls", tmp_path)}
+    counted = {key for row in read_rows([RESULTS / "host-gpu-path.jsonl"]) for key in counts_of(row)}
+    assert {key for key in counted - found.keys() if not key.startswith("triton ")} == {"own calls"}
+    beside = {name: row for name, row in found.items() if "measured_us" in row}
+    assert len(beside) == len(BLOCKS) * (len(calls._SYSTEMS) - 1)
 
 
 @pytest.mark.slow

@@ -1,17 +1,17 @@
 """A simulated GPU that detects races: streams, events, an allocator and NCCL, executed on the CPU.
 
 The streams of a GPU run beside each other, and only events order them. Here every operation is carried out at once, by
-the CPU, and noted: on which stream, and which bytes it reads and writes. Each stream has a vector clock, which tells
-what it is behind. Two accesses of the same bytes, one of them a write, are a race unless one is behind the other. So is
-memory that is freed while the stream that it was allocated on is not behind all accesses: the allocator may hand it out
-again at once. That is how the race detectors of threads work (Flanagan and Freund, FastTrack, 2009, PLDI).
+the CPU, and noted: on which stream, and which bytes it reads and writes. Each stream (`bench.support.simulated_cuda`)
+has a vector clock, which tells what it is behind. Two accesses of the same bytes, one of them a write, are a race
+unless one is behind the other. So is memory that is freed while the stream that it was allocated on is not behind all
+accesses: the allocator may hand it out again at once. That is how the race detectors of threads work (Flanagan and
+Freund, FastTrack, 2009, PLDI).
 
 The operators of PyTorch come by a dispatch mode, messages and collectives by the transports below. The other ranks do
 not exist: they send zeros. The host counts what it waits for.
 """
 
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,78 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from bench.support.fake_group import HostMessages, as_one_rank, fake_group
-from shardlite.comm import context
-from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams
+from bench.support.simulated_cuda import Clock, Cuda, Event, Stream
 from shardlite.comm.transport.base import Completed, Message, Pending
 from shardlite.comm.transport.group_collectives import SLICE_NBYTES, NcclCollectives
 from shardlite.comm.transport.nccl import MOST_IN_BATCH, Communicator, NcclTransport
 from shardlite.config import Route
 
-Clock = Counter[int]
-
 _ONLY_ALLOCATES = ("aten.empty", "aten.new_empty")
 _ONLY_VIEWS = ("aten.detach", "aten.set_", "aten.alias", "aten._unsafe_view")
-
-
-@dataclass(eq=False)
-class Stream:
-    """Operations in order."""
-
-    gpu: "Gpu"
-    name: str
-    number: int
-    clock: Clock = field(default_factory=Counter)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event(self.gpu)
-        event.record(self)
-        return event
-
-    def wait_event(self, event: "Event") -> None:
-        assert event.clock is not None, "it was not recorded, so a wait for it is none"
-        self.gpu.capture(self, behind_captured=event.is_captured)
-        self.clock |= event.clock
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
-
-    def launch(self) -> int:
-        """Begin the next operation, which is behind all that the host has waited for; return its number."""
-        self.gpu.check_captured(self, "an operation")
-        self.clock |= self.gpu.host
-        self.clock[self.number] += 1
-        return self.clock[self.number]
-
-
-@dataclass(eq=False)
-class Event:
-    """A moment of a stream."""
-
-    gpu: "Gpu"
-    clock: Clock | None = None
-    asked: int = 0
-    is_captured: bool = False
-
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or self.gpu.current()
-        self.clock, self.is_captured = Counter(stream.clock), stream in self.gpu.captured
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.gpu.current()).wait_event(self)
-
-    def query(self) -> bool:
-        """Return whether it is over: so it is when it has been asked for `Gpu.lag` times."""
-        self.gpu.waits["query"] += 1
-        self.asked += 1
-        if self.asked <= self.gpu.lag:
-            self.gpu.waits["query in vain"] += 1
-            return False
-        self.gpu.host |= self.clock or Counter()
-        return True
-
-    def synchronize(self) -> None:
-        self.gpu.waits["synchronize"] += 1
-        self.gpu.host |= self.clock or Counter()
 
 
 @dataclass
@@ -131,21 +67,15 @@ class _Memory:
     """Behind which streams are that read it, because autograd's engine sees to it."""
 
 
-class Gpu:
-    """Streams, memory, and what was found; `lag` is how often an event is asked for before it is over."""
+class Gpu(Cuda):
+    """A GPU with memory, and what was found."""
 
     def __init__(self, lag: int = 0) -> None:
-        self.lag = lag
+        super().__init__(lag)
         self.slice_nbytes = SLICE_NBYTES
         """Maximum bytes of the rows of a slice."""
 
         self.races: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        """How often the host has waited: `query`, `synchronize`, `item`, and for the hosts of other ranks.
-
-        A query does not block. Of those `in vain` the host makes more, until one tells that the operation is over.
-        """
-
         self.collectives: list[tuple[Stream, int, Clock]] = []
         """Each collective: its stream, its number there, and what it is behind."""
 
@@ -156,74 +86,11 @@ class Gpu:
         """Bytes that operations have read and written, by the name of the operation."""
 
         self.largest_batch = 0
-        self.captured: set[Stream] = set()
-        """The streams of which a CUDA graph is captured now."""
-
-        self.is_elsewhere = False
-        """Whether what runs now runs on another thread than the program's."""
-
-        self.host: Clock = Counter()
-        self._streams: list[Stream] = []
-        self.compute = self.stream("compute")
         self.communicators: list[Communicator] = []
         self._operations: dict[str, tuple[Stream, int]] = {}
         """The last one of each communicator: its stream, and its number there."""
 
-        self._thread = threading.local()
         self._memory: dict[int, _Memory] = {}
-
-    def stream(self, name: str = "") -> Stream:
-        self._streams.append(Stream(self, name or f"stream {len(self._streams) + 1}", len(self._streams) + 1))
-        return self._streams[-1]
-
-    def current(self, _: Any = None) -> Stream:
-        return getattr(self._thread, "stream", self.compute)
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before = self.current()
-        self._thread.stream = stream
-        try:
-            yield
-        finally:
-            self._thread.stream = before
-
-    def queue(
-        self, name: str, _: torch.device, program: ProgramStreams, *, blocking: bool, **__: Any
-    ) -> CudaStreamQueue:
-        """Make a queue of the library whose operations the program's thread launches, as over NCCL.
-
-        What blocks has a thread of its own, in name: it is run at once, too, and what it waits for is not counted.
-        """
-        queue = CudaStreamQueue(torch.device("cuda"), _OtherThread(self) if blocking else None, program)
-        queue._stream.name = name
-        return queue
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Capture a CUDA graph as PyTorch does, on a stream of its own. What CUDA refuses is an error."""
-        origin = self.stream("captured")
-        for stream in self._streams:  # PyTorch waits for the GPU before
-            self.host |= stream.clock
-        with self.on(origin):
-            self.captured, waits = {origin}, Counter(self.waits)
-            try:
-                yield
-                assert self.waits == waits, f"the host has waited: {self.waits - waits}"
-                unjoined = [each.name for each in self.captured if origin.clock[each.number] < each.clock[each.number]]
-                assert not unjoined, f"not joined to the stream of the capture: {unjoined}"
-            finally:
-                self.captured = set()
-
-    def capture(self, stream: Stream, *, behind_captured: bool) -> None:
-        """Capture a stream, too, that waits for one that is captured."""
-        if self.captured and behind_captured:
-            self.captured.add(stream)
-        assert behind_captured or stream not in self.captured, f"{stream.name} is put behind what is not captured"
-
-    def check_captured(self, stream: Stream, what: str) -> None:
-        """Check that, while a graph is captured, it captures what a stream does."""
-        assert not self.captured or stream in self.captured, f"{what} of {stream.name} is not captured"
 
     def hosts(self, exchange: Callable[..., None]) -> Callable[..., None]:
         """Count an exchange of the hosts in which the program takes part."""
@@ -320,17 +187,8 @@ class Gpu:
                 return transport
             return _Collectives(self, group)
 
-        cuda = {
-            "Stream": lambda *_, **__: self.stream(),
-            "Event": lambda *_, **__: Event(self),
-            "current_stream": self.current,
-            "stream": self.on,
-            "device": lambda _: nullcontext(),
-            "is_current_stream_capturing": lambda: self.current() in self.captured,
-        }
         with ExitStack() as stack:
-            for name, value in cuda.items():
-                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(self.in_place())
             stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *it: self.record_stream(*it)))
             stack.enter_context(mock.patch.object(Tensor, "tolist", self.reading(Tensor.tolist)))
             for method in ("all_gather", "all_reduce"):
@@ -338,26 +196,8 @@ class Gpu:
                 stack.enter_context(mock.patch.object(HostMessages, method, exchange))
             stack.enter_context(fake_group(world_size))
             stack.enter_context(as_one_rank(connect, self.queue))
-            streams = ProgramStreams(torch.device("cuda"))
-            stack.enter_context(mock.patch.object(context, "ProgramStreams", return_value=streams))
             stack.enter_context(_Operators(self))
             yield
-
-
-@dataclass
-class _OtherThread:
-    """A thread of a queue, for which the program does the work meanwhile."""
-
-    gpu: Gpu
-
-    def submit(self, *operations: Callable[[], None]) -> HostWork:
-        work = HostWork()
-        before, self.gpu.is_elsewhere = self.gpu.is_elsewhere, True
-        with work:
-            for operation in operations:
-                operation()
-        self.gpu.is_elsewhere = before
-        return work
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -1,0 +1,217 @@
+"""CUDA's streams and events without a GPU, to the extent that ShardLite and FSDP2 use them.
+
+Each operation runs immediately on the CPU. Each stream has a vector clock, which tells what the stream is behind. The
+tests search for races with these clocks (`tests/comm/streams/simulated_gpu.py`). `bench.gpu_path` counts the calls.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shardlite.comm import context
+from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams
+
+Clock = Counter[int]
+
+
+@dataclass(eq=False)
+class Stream:
+    """Operations in order."""
+
+    gpu: "Cuda"
+    name: str
+    number: int
+    clock: Clock = field(default_factory=Counter)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Record an event, or a new one, and return it."""
+        event = event or Event(self.gpu)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "Event") -> None:
+        """Put this stream behind an event."""
+        self.gpu.calls["events waited for"] += 1
+        assert event.clock is not None, "it was not recorded, so a wait for it is none"
+        self.gpu.capture(self, behind_captured=event.is_captured)
+        self.clock |= event.clock
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Put this stream behind another."""
+        self.wait_event(other.record_event())
+
+    def launch(self) -> int:
+        """Begin the next operation, which is behind all that the host has waited for; return its number."""
+        self.gpu.check_captured(self, "an operation")
+        self.clock |= self.gpu.host
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+
+@dataclass(eq=False)
+class Event:
+    """A moment of a stream."""
+
+    gpu: "Cuda"
+    clock: Clock | None = None
+    asked: int = 0
+    is_captured: bool = False
+
+    def __post_init__(self) -> None:
+        self.gpu.calls["events created"] += 1
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Be the moment in which a stream, by default the current one, is now."""
+        self.gpu.calls["events recorded"] += 1
+        stream = stream or self.gpu.current()
+        self.clock, self.is_captured = Counter(stream.clock), stream in self.gpu.captured
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Put a stream, by default the current one, behind this event."""
+        (stream or self.gpu.current()).wait_event(self)
+
+    def query(self) -> bool:
+        """Return whether it is over: so it is when it has been asked for `Cuda.lag` times."""
+        self.gpu.waits["query"] += 1
+        self.asked += 1
+        if self.asked <= self.gpu.lag:
+            self.gpu.waits["query in vain"] += 1
+            return False
+        self.gpu.host |= self.clock or Counter()
+        return True
+
+    def synchronize(self) -> None:
+        """Put the host behind this event."""
+        self.gpu.waits["synchronize"] += 1
+        self.gpu.host |= self.clock or Counter()
+
+
+class Cuda:
+    """The streams of one GPU; `lag` is how often an event is asked for before it is over."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self.lag = lag
+        self.calls: Counter[str] = Counter()
+        """How often events were created, recorded and waited for, contexts entered, and the current stream read."""
+
+        self.waits: Counter[str] = Counter()
+        """How often the host has waited: `query`, `synchronize`, `item`, and for the hosts of other ranks.
+
+        A query does not block. Of those `in vain` the host makes more, until one tells that the operation is over.
+        """
+
+        self.captured: set[Stream] = set()
+        """The streams of which a CUDA graph is captured now."""
+
+        self.is_elsewhere = False
+        """Whether what runs now runs on another thread than the program's."""
+
+        self.host: Clock = Counter()
+        self._streams: list[Stream] = []
+        self._thread = threading.local()
+        self.compute = self.stream("compute")
+
+    def stream(self, name: str = "") -> Stream:
+        """Make a stream."""
+        self._streams.append(Stream(self, name or f"stream {len(self._streams) + 1}", len(self._streams) + 1))
+        return self._streams[-1]
+
+    def current(self, _: Any = None) -> Stream:
+        """Return the current stream of this thread."""
+        self.calls["current stream"] += 1
+        return getattr(self._thread, "stream", self.compute)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Make a stream current within the block."""
+        self.calls["stream contexts"] += 1
+        before = getattr(self._thread, "stream", self.compute)
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    @contextmanager
+    def device(self, _: Any) -> Iterator[None]:
+        """Do nothing, since there is one device."""
+        self.calls["device contexts"] += 1
+        yield
+
+    def queue(
+        self, name: str, _: torch.device, program: ProgramStreams, *, blocking: bool, **__: Any
+    ) -> CudaStreamQueue:
+        """Make a queue of the library whose operations the program's thread launches, as over NCCL.
+
+        What blocks has a thread of its own, in name: it is run at once, too, and what it waits for is not counted.
+        """
+        thread: Any = _OtherThread(self) if blocking else None
+        queue = CudaStreamQueue(torch.device("cuda"), thread, program)
+        queue._stream.name = name  # type: ignore[attr-defined]
+        return queue
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Use these streams in place of CUDA's, and let models of ShardLite use them for tensors of the CPU."""
+        cuda: dict[str, Any] = {
+            "Stream": lambda *_, **__: self.stream(),
+            "Event": lambda *_, **__: Event(self),
+            "current_stream": self.current,
+            "stream": self.on,
+            "device": self.device,
+            "is_current_stream_capturing": lambda: getattr(self._thread, "stream", self.compute) in self.captured,
+        }
+        with ExitStack() as stack:
+            for name, value in cuda.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            streams = ProgramStreams(torch.device("cuda"))
+            stack.enter_context(mock.patch.object(context, "ProgramStreams", return_value=streams))
+            yield
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture a CUDA graph as PyTorch does, on a stream of its own. What CUDA refuses is an error."""
+        origin = self.stream("captured")
+        for stream in self._streams:  # PyTorch waits for the GPU before
+            self.host |= stream.clock
+        with self.on(origin):
+            self.captured, waits = {origin}, Counter(self.waits)
+            try:
+                yield
+                assert self.waits == waits, f"the host has waited: {self.waits - waits}"
+                unjoined = [each.name for each in self.captured if origin.clock[each.number] < each.clock[each.number]]
+                assert not unjoined, f"not joined to the stream of the capture: {unjoined}"
+            finally:
+                self.captured = set()
+
+    def capture(self, stream: Stream, *, behind_captured: bool) -> None:
+        """Capture a stream, too, that waits for one that is captured."""
+        if self.captured and behind_captured:
+            self.captured.add(stream)
+        assert behind_captured or stream not in self.captured, f"{stream.name} is put behind what is not captured"
+
+    def check_captured(self, stream: Stream, what: str) -> None:
+        """Check that, while a graph is captured, it captures what a stream does."""
+        assert not self.captured or stream in self.captured, f"{what} of {stream.name} is not captured"
+
+
+@dataclass
+class _OtherThread:
+    """A thread of a queue, for which the program does the work meanwhile."""
+
+    gpu: Cuda
+
+    def submit(self, *operations: Callable[[], None]) -> HostWork:
+        work = HostWork()
+        before, self.gpu.is_elsewhere = self.gpu.is_elsewhere, True
+        with work:
+            for operation in operations:
+                operation()
+        self.gpu.is_elsewhere = before
+        return work
