@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,8 @@ import shardlite
 from shardlite import CommError, Route, ShardLite
 from shardlite.grads.reduce import ReduceQueue
 from shardlite.weights.all_gather import Gather
-from tests.support.patience import seconds
+from tests.support.internals import units
+from tests.support.patience import seconds, until
 from tests.support.twins.sharded import take_step
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
@@ -146,6 +147,68 @@ def test_from_a_modules_hook_to_the_wire_are_thirteen_calls_in_eight_files(clust
 
 def test_stage_0_sends_nothing_in_a_forward(cluster):
     assert cluster.run(stack_body, 2, 0) == [{}, {}]
+
+
+# ---- what a unit's hook enters until the weights are bound ----------------------------------------------------------
+
+ENTERED = 91, 20
+"""Functions that are entered in a steady step, and their files. These numbers may only fall."""
+
+
+def entered_body(group: Any) -> list[str]:
+    model = ShardLite(nn.Sequential(*map(Marked, range(5))), units=Marked, group=group, prefetch=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        take_step(optimizer, model(torch.ones(2, 4)).sum())
+    entered: list[str] = []
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename == __file__:
+            entered.append(f"{code.co_name} {frame.f_locals.get('at', '')}")
+        elif event == "call" and code.co_filename.startswith(HOUSE) and code.co_name != "<listcomp>":
+            entered.append(f"{code.co_filename.removeprefix(HOUSE)}: {code.co_name}")
+
+    Marked.landed = lambda: all(unit.work is None or unit.work.done() for unit in units(model))
+    sys.setprofile(look)
+    try:
+        model(torch.ones(2, 4))
+    finally:
+        sys.setprofile(None)
+    before_the_hook = entered[entered.index("leaves 2") : entered.index("computes 3")]
+    hooks = before_the_hook[before_the_hook.index("engine/module_hooks.py: _enter") :]
+    bound = max(i for i, each in enumerate(hooks) if each.startswith("params/parameters.py"))
+    return hooks[: bound + 1]
+
+
+class Marked(nn.Module):
+    """A block whose forward tells when it begins, and ends when the gather of the next block has landed."""
+
+    landed: Callable[[], bool] = staticmethod(lambda: True)
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.first, self.second = at, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        computes(self.at)
+        x = self.second(torch.relu(self.first(x)))
+        until(Marked.landed)
+        leaves(self.at)
+        return x
+
+
+def computes(at: int) -> None:
+    """Mark that the weights of a block are bound."""
+
+
+def leaves(at: int) -> None:
+    """Mark that a block has computed."""
+
+
+def test_a_units_hook_enters_few_functions_before_its_weights_are_bound(cluster):
+    for entered in cluster.run(entered_body, 2):
+        assert (len(entered), len(files(entered))) == ENTERED, "\n".join(entered)
 
 
 def story_body(everyone: Any) -> list[str]:
