@@ -9,6 +9,7 @@ hooks later (`save_on_cpu`, checkpointing).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from threading import get_ident
 from typing import Any
 
@@ -78,6 +79,9 @@ class ModuleHooks:
         self._calls = backward.calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._locations: Mapping[Unit, Sequence[ParamLocation]] = {}
+        self._places: Mapping[
+            Unit, tuple[list[nn.Module], list[str], list[nn.Parameter]]
+        ] = {}  # `_locations` by column
         self._names: Mapping[nn.Module, str] = {}
         self._unit_names: Mapping[nn.Module, str] = {}
         self._frames: list[_Frame] = []
@@ -107,6 +111,10 @@ class ModuleHooks:
             keeps: an object that must live as long as the module, even if the program drops the wrapped model.
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
+        self._places = {
+            unit: ([at.module for at in there], [at.attribute for at in there], [at.param for at in there])
+            for unit, there in param_locations.items()
+        }
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         self._unit_names = {module: self._names[module] or ROOT for module in roots}
         of_roots = _breaking_graphs(self._enter), _breaking_graphs(self._leave)
@@ -270,7 +278,9 @@ class ModuleHooks:
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
         if depth == 0:
-            self._check_locations(unit)
+            modules, attributes, params = self._places[unit]
+            if not all(map(is_, map(dict.get, map(_table_of, modules), attributes), params)):
+                self._check_locations(unit)
             unit.check_memory()
             if in_backward():
                 self._backward.enter(unit)
@@ -373,6 +383,8 @@ def _without_params(outputs: Any) -> Any:
 
 
 _Hook = Callable[..., Any]
+
+_table_of = attrgetter("_parameters")  # `map` with this function makes no Python call per module
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The dispatch mode in which `make_fx` records a graph."""
