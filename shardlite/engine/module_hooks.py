@@ -186,7 +186,7 @@ class ModuleHooks:
             return
         if self._thread != get_ident():
             self._claim()
-        if self._frames and self._has_entered(module, units):
+        if self._frames and all(map(self._depth.get, units)) and self._has_entered(module):
             return  # `_leave` will find no frame of this module, and do nothing
         with outside_transforms():
             if not self._frames and not in_backward():
@@ -201,11 +201,10 @@ class ModuleHooks:
             frame.label = profile_label("recompute" if in_backward() else "forward", self._unit_names[module])
             frame.label.__enter__()
 
-    def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
-        """Return whether an outer forward, such as that of a block, has already unsharded the units of `module`."""
+    def _has_entered(self, module: nn.Module) -> bool:
+        """Return whether `module`, whose units an outer forward has unsharded, has nothing to do."""
         return (
-            all(map(self._depth.get, units))
-            and self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
+            self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
             and (self._evaluating or torch.is_grad_enabled() or in_backward())
             and (self._calls is None or are_innermost(self._calls))
         )

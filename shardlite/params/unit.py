@@ -166,7 +166,8 @@ class Unit:
     def begin_gather(self, work: Work) -> None:
         """Record that `work` gathers the current shards."""
         self.phase = check_move(self.name, self.phase, Weights.GATHERING)
-        self.gathered_version, self.bound, self._invalid, self._streams = self.version(), False, False, set()
+        self.gathered_version = sum(map(_local_version_of, self.flats))
+        self.bound, self._invalid, self._streams = False, False, set()
         self.work = self._latest = work
 
     def landed(self) -> None:
