@@ -66,6 +66,8 @@ class _Frame:
     label: AbstractContextManager[object] | None = None
     """The module's label in a profile. `None` if the module is not the root of a unit."""
 
+    thread: int = field(default_factory=get_ident)
+
 
 class ModuleHooks:
     """The hooks of one wrapped model.
@@ -118,9 +120,38 @@ class ModuleHooks:
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         self._unit_names = {module: self._names[module] or ROOT for module in roots}
         of_roots = _breaking_graphs(self._enter), _breaking_graphs(self._leave)
-        of_others = _unless_compiling(self._enter), _unless_compiling(self._leave)
+        of_others = self._hooks_inside()
         for module in needs:
             _register(module, *(of_roots if module in roots else of_others))
+
+    def _hooks_inside(self) -> "tuple[_Hook, _Hook]":
+        """Return the hooks of modules inside the root module of a unit, which find the unit unsharded in most calls.
+
+        The hooks are functions and not methods, because `copy.deepcopy` of a module would copy the object of a method.
+        """
+        frames, depth, needs = self._frames, self._depth, self._needs
+
+        def enter(module: nn.Module, *_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            units = needs.get(module)
+            is_ready = (
+                units is not None
+                and all(map(depth.get, units))
+                and frames
+                and frames[-1].thread == get_ident()
+                and not torch._C._len_torch_dispatch_stack()  # `_enter` refuses some modes
+                and self._has_entered(module)
+            )
+            if not is_ready:
+                self._enter(module)
+
+        def leave(module: nn.Module, arguments: Any, outputs: Any) -> Any:
+            if torch.compiler.is_compiling() or not frames or frames[-1].module is not module:
+                return None
+            return self._leave(module, arguments, outputs)
+
+        return enter, leave
 
     def uninstall(self) -> None:
         """Remove the hooks."""
@@ -202,7 +233,7 @@ class ModuleHooks:
             frame.label.__enter__()
 
     def _has_entered(self, module: nn.Module) -> bool:
-        """Return whether `module`, whose units an outer forward has unsharded, has nothing to do."""
+        """Return whether `module` has nothing to do, if an outer forward has already unsharded its units."""
         return (
             self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
             and (self._evaluating or torch.is_grad_enabled() or in_backward())
@@ -419,10 +450,3 @@ def _breaking_graphs(hook: _Hook) -> _Hook:
     reason = "it gathers weights; use torch.export with strict=False, inside `with model.gathered():`"
     disabled: _Hook = torch.compiler.disable(hook, reason=reason)  # type: ignore[no-untyped-call]
     return disabled
-
-
-def _unless_compiling(hook: _Hook) -> _Hook:
-    def eager(module: nn.Module, *arguments: Any) -> Any:
-        return None if torch.compiler.is_compiling() else hook(module, *arguments)
-
-    return eager

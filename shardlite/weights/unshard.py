@@ -52,7 +52,8 @@ class Gatherer:
         self._trim = context.trim
         self._events = context.trace.events
         self._poison = poison_evicted_buffers()
-        self._warned = False
+        self.has_dropped = False
+        """Whether a buffer was dropped, because the program has kept a view of it."""
 
     def unshard(self, unit: Unit, *, binds: bool = True) -> None:
         """Make a unit's full weights readable until `reshard`. Calls may nest, and must be made within a pass.
@@ -213,8 +214,8 @@ class Gatherer:
         return None
 
     def _warn(self, unit: Unit) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self.has_dropped:
+            self.has_dropped = True
             warnings.warn(
                 f"unit {unit.name!r}: a view of the gathered weights outlived their use, so the buffer cannot be "
                 "reused. The program keeps a weight, or a view of a weight, outside of autograd's saved tensors "

@@ -159,8 +159,11 @@ def test_stage_0_sends_nothing_in_a_forward(cluster):
 ENTERED = 45, 13
 """Functions that are entered in a steady step, and their files. These numbers may only fall."""
 
+INSIDE = 15
+"""Functions that are entered in the forward of a block of two linear modules, which saves five tensors."""
 
-def entered_body(group: Any) -> list[str]:
+
+def entered_body(group: Any) -> tuple[list[str], list[str]]:
     with mock.patch.object(unshard, "poison_evicted_buffers", return_value=False):
         model = ShardLite(nn.Sequential(*map(Marked, range(5))), units=Marked, group=group, prefetch=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -170,7 +173,7 @@ def entered_body(group: Any) -> list[str]:
 
     def look(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename == __file__:
+        if event == "call" and code in (computes.__code__, leaves.__code__):
             entered.append(f"{code.co_name} {frame.f_locals.get('at', '')}")
         elif event == "call" and code.co_filename.startswith(HOUSE) and code.co_name != "<listcomp>":
             entered.append(f"{code.co_filename.removeprefix(HOUSE)}: {code.co_name}")
@@ -181,10 +184,11 @@ def entered_body(group: Any) -> list[str]:
         model(torch.ones(2, 4))
     finally:
         sys.setprofile(None)
-    before_the_hook = entered[entered.index("leaves 2") : entered.index("computes 3")]
-    hooks = before_the_hook[before_the_hook.index("engine/module_hooks.py: _enter") :]
+    hooks = entered[entered.index("leaves 2") : entered.index("computes 3")]
+    hooks = hooks[hooks.index("engine/module_hooks.py: _enter") :]
     bound = max(i for i, each in enumerate(hooks) if each.startswith("params/parameters.py"))
-    return hooks[: bound + 1]
+    inside = entered[entered.index("computes 3") + 1 : entered.index("leaves 3")]
+    return hooks[: bound + 1], [each for each in inside if each != "comm/streams.py: done"]
 
 
 class Marked(nn.Module):
@@ -212,9 +216,10 @@ def leaves(at: int) -> None:
     """Mark that a block has computed."""
 
 
-def test_a_units_hook_enters_few_functions_before_its_weights_are_bound(cluster):
-    for entered in cluster.run(entered_body, 2):
-        assert (len(entered), len(files(entered))) == ENTERED, "\n".join(entered)
+def test_a_units_hook_and_its_forward_enter_few_functions(cluster):
+    for hook, inside in cluster.run(entered_body, 2):
+        assert (len(hook), len(files(hook))) == ENTERED, "\n".join(hook)
+        assert len(inside) == INSIDE, "\n".join(inside)
 
 
 def story_body(everyone: Any) -> list[str]:
