@@ -81,9 +81,6 @@ class ModuleHooks:
         self._calls = backward.calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._locations: Mapping[Unit, Sequence[ParamLocation]] = {}
-        self._places: Mapping[
-            Unit, tuple[list[nn.Module], list[str], list[nn.Parameter]]
-        ] = {}  # `_locations` by column
         self._names: Mapping[nn.Module, str] = {}
         self._unit_names: Mapping[nn.Module, str] = {}
         self._frames: list[_Frame] = []
@@ -113,10 +110,6 @@ class ModuleHooks:
             keeps: an object that must live as long as the module, even if the program drops the wrapped model.
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
-        self._places = {
-            unit: ([at.module for at in there], [at.attribute for at in there], [at.param for at in there])
-            for unit, there in param_locations.items()
-        }
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         self._unit_names = {module: self._names[module] or ROOT for module in roots}
         of_roots = _breaking_graphs(self._enter), _breaking_graphs(self._leave)
@@ -308,8 +301,9 @@ class ModuleHooks:
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
         if depth == 0:
-            modules, attributes, params = self._places[unit]
-            if not all(map(is_, map(dict.get, map(_table_of, modules), attributes), params)):
+            there = self._locations[unit]
+            found = map(dict.get, map(_table_of, there), map(_attribute_of, there))
+            if not all(map(is_, found, map(_param_of, there))):
                 self._check_locations(unit)
             unit.check_memory()
             if in_backward():
@@ -414,7 +408,8 @@ def _without_params(outputs: Any) -> Any:
 
 _Hook = Callable[..., Any]
 
-_table_of = attrgetter("_parameters")  # `map` with this function makes no Python call per module
+_table_of, _attribute_of, _param_of = map(attrgetter, ("module._parameters", "attribute", "param"))
+"""Functions that return parts of a `ParamLocation`. `map` makes no Python call per parameter with them."""
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The dispatch mode in which `make_fx` records a graph."""

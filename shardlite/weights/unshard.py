@@ -181,8 +181,8 @@ class Gatherer:
         if unit.phase is Weights.GATHERING:  # the weights have changed since the prefetch
             self.passes.wait(unit)
             unit.hide()
-        freed = None if victim is None else self._evict(self._units[victim])
-        buffer = self._policy.acquire(unit.index, freed)
+        # No variable holds the evicted buffer, which is freed before a buffer of another size is allocated.
+        buffer = self._policy.acquire(unit.index, None if victim is None else self._evict(self._units[victim]))
         self.owners[buffer.key] = unit
         unit.take_buffer(buffer)
         self.passes.gather(unit)
